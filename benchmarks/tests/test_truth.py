@@ -64,6 +64,19 @@ def test_a_file_of_an_earlier_version_is_named_before_anything_is_measured(
     assert f"{old} is no scene of this version" in capsys.readouterr().err
 
 
+@pytest.mark.full
+def test_the_smallest_scene_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks train, are simulated and write what they found."""
+    asked = "--size XS --rate none --turns 1 --steps 1 --classes --styles fully_shard,reshard,bucket=0.1"
+    assert main([*asked.split(), "--dir", str(tmp_path)]) == 0
+    (found,) = read(tmp_path / "XS-none-w2.json").styles
+    assert found.measured_ms > 0
+    assert found.predicted_ms > 0
+    assert found.collectives["reduce_scatter"]
+    assert all(simulated > 0 for name, (simulated, _) in found.classes.items() if name == "mm")
+    assert "| XS, 2 ranks, loopback | fully_shard,reshard,bucket=0.1 |" in capsys.readouterr().out
+
+
 def test_the_table_goes_between_its_marks() -> None:
     text = markdown([SCENE])
     assert "| S, 2 ranks, 1gbit | replicate | 90 | 100 | -10% | 93 | 1, 2 | 3 all_reduce |" in text

@@ -65,7 +65,7 @@ def reshard(
         if layout in done:
             continue
         done.add(layout)
-        for step, after in _moves(layout, target):
+        for step, after in _moves(layout, target, shape, mesh):
             whole = _whole_bytes(step, layout, after, shape, itemsize, mesh)
             sends = step.communicates and mesh.axis_size(step.axis) > 1
             price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
@@ -74,7 +74,7 @@ def reshard(
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
 
 
-def _moves(layout: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
+def _moves(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[tuple[Step, Layout]]:
     for axis in sorted(layout.axes | target.axes):
         have, want = layout.state(axis), target.state(axis)
         if have == want and have.kind != "S":
@@ -85,6 +85,8 @@ def _moves(layout: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
                 yield Step("all_to_all", axis, have.dim, to=want.dim), layout.put(axis, want)
         elif have.kind == "P":
             yield from _reductions(layout, target, axis, have)
+            if (dim := _dim_to_share(layout, target, axis, shape, mesh)) is not None:
+                yield Step("reduce_scatter", axis, dim, have.op), layout.put(axis, AxisState("S", dim))
         elif have.kind == "R":
             yield from _cuts(layout, target, axis, want)
 
@@ -94,6 +96,19 @@ def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> I
     want = target.state(axis)
     if axis != TIME and want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
         yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
+
+
+def _dim_to_share(layout: Layout, target: Layout, axis: str, shape: tuple[int, ...], mesh: Mesh) -> int | None:
+    """Return the dim along which the ranks of `axis` share out the sum over another axis, which then carries pieces,
+    before they gather: the first one that divides evenly, else the longest. None if there is no such sum, or no dim.
+    """
+    partial = {a for a, op in layout.partial if op in LINEAR_OPS and mesh.axis_size(a) > 1}
+    reduced = {a for a in partial if target.state(a).kind == "R"}
+    if axis not in reduced or len(reduced) < 2 or not shape:
+        return None
+    pieces = [prod(map(mesh.axis_size, (*axes, axis))) for axes in layout.dims]
+    even = (dim for dim, (size, parts) in enumerate(zip(shape, pieces, strict=True)) if size and size % parts == 0)
+    return next(even, max(range(len(shape)), key=lambda dim: shape[dim] / pieces[dim]))
 
 
 def _cuts(layout: Layout, target: Layout, axis: str, want: AxisState) -> Iterator[tuple[Step, Layout]]:

@@ -93,3 +93,28 @@ def test_a_backend(model: str, tmp_path: Path) -> None:
     code, said = run(model, "--backend", "triton")
     assert code == 2
     assert "--backend triton is unknown: give one of eager, inductor" in said
+
+
+ATTENTION = """
+from torch.nn import functional as F
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        heads = super().forward(x).unflatten(-1, (4, 64)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True)
+
+def attention():
+    model = Attention(256, 256, device="meta", dtype=torch.bfloat16)
+    batch = torch.empty(2, 64, 256, device="meta", dtype=torch.bfloat16)
+    return train_step, model, torch.optim.AdamW(model.parameters()), batch
+"""
+
+
+def test_attention_has_the_kernels_of_the_hardware(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(STEP + ATTENTION)
+    ws.Hardware.default().save(tmp_path / "cpu.json")
+    for hardware, flash in (("dgx-h100", True), (str(tmp_path / "cpu.json"), False)):
+        trace = tmp_path / "step.json"
+        code, said = run(f"{tmp_path / 'job.py'}:attention", "--hardware", hardware, "--trace", str(trace))
+        assert code == 0, said
+        assert ("scaled_dot_product_flash_attention" in trace.read_text()) == flash

@@ -32,6 +32,8 @@ class CaptureOptions:
         model: modules of the step that are neither arguments nor closure variables, which are found automatically.
         optimizer: optimizers, likewise.
         device: device of the step; by default the model's (cpu for a model on `meta`).
+        kernels: `"cuda"` records the attention kernels that CUDA would choose, dropout included, on any device: for a
+            step that is planned and simulated here and runs elsewhere. By default those of the device.
 
     Example:
         >>> half = wholestep.MixedPrecision(torch.bfloat16)
@@ -39,7 +41,7 @@ class CaptureOptions:
         >>> graph = wholestep.capture(train_step, model, optimizer, batch, options=options)
 
     Raises:
-        PlanError: `offload` is unknown.
+        PlanError: `offload` or `kernels` is unknown.
     """
 
     mixed_precision: MixedPrecision | None = None
@@ -52,10 +54,13 @@ class CaptureOptions:
     model: nn.Module | Sequence[nn.Module] | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     device: str | None = None
+    kernels: Literal["cuda"] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.offload, str) and self.offload != "cpu":
             raise PlanError(f"offload={self.offload!r}", "None or 'cpu'", "correct the name")
+        if isinstance(self.kernels, str) and self.kernels != "cuda":
+            raise PlanError(f"kernels={self.kernels!r}", "None or 'cuda'", "correct the name")
         check_fields(self, besides=("model", "optimizer"))
         try:
             torch.device(self.device or "cpu")

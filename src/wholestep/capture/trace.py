@@ -17,6 +17,7 @@ from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
+from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .call_structure import Structure, put_together, take_apart
@@ -101,6 +102,11 @@ class Traced:
         self.given = dict[str, torch.Tensor]()
 
     @property
+    def kernels(self) -> str | None:
+        """The device whose attention kernels are recorded in place of this one's."""
+        return cuda_attention.recorded_kernels(self.request.options.kernels, self.request.device)
+
+    @property
     def fresh_grads(self) -> bool:
         """True if the step resets every gradient before accumulating."""
         return self.contributed <= self.reset
@@ -117,7 +123,8 @@ class Traced:
             linears = chosen and Float8Linears(chosen, self.request.state.modules, self.request.device)
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
-            forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8])
+            attention = cuda_attention.replaced(self.kernels)
+            forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8, *attention])
             with (
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._saw_backward, self.request.device),
@@ -326,6 +333,8 @@ class _TorchCalls(TorchFunctionMode):
         args = [self._fake_of(a) for a in args]
         named: dict[str, Any] = {k: self._fake_of(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
         refuse_generators(named)
+        if func is cuda_attention.SDPA and self._step.kernels:  # a name that the step imported
+            return cuda_attention.attention(func, *args, **named)
         form = form_of(func)
         if form is not None:
             return form(func, self._known, *args, **named)

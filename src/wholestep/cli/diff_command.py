@@ -38,6 +38,6 @@ def diff(
         text = str(plans[0].diff(plans[1]))
         if target is not None or hf is not None:
             found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
-            graph, both = planning.capture(shown, found), dict(zip((before, after), plans, strict=True))
-            text += "\n\n" + planning.costs_of(shown, graph, both, hardware_of(hardware))
+            machine, both = hardware_of(hardware), dict(zip((before, after), plans, strict=True))
+            text += "\n\n" + planning.costs_of(shown, planning.capture(shown, found, machine), both, machine)
     typer.echo(text)

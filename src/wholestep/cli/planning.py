@@ -70,10 +70,12 @@ class Done:
         return self.plan
 
 
-def capture(shown: Screen, target: Target, stage: str = "capture", float8: ws.Float8 | None = None) -> ws.TrainGraph:
-    """The step as one graph."""
+def capture(
+    shown: Screen, target: Target, hardware: ws.Hardware, stage: str = "capture", float8: ws.Float8 | None = None
+) -> ws.TrainGraph:
+    """The step as one graph, with the kernels that run on `hardware`."""
     with shown.stage(stage) as details:
-        options = ws.CaptureOptions(float8=float8)
+        options = ws.CaptureOptions(float8=float8, kernels="cuda" if hardware.has_gpus else None)
         graph = ws.capture(target.step, *target.args, options=options, **target.kwargs)
         details.append(f"{len(graph.graph.nodes):,} operations")
         return graph
@@ -91,7 +93,7 @@ def chooser(shown: Screen, asked: PlanRequest, memory: str | None, constraints: 
 def planned(shown: Screen, asked: PlanRequest, style: Style) -> Done:
     """The plan of one style."""
     strategies = _strategies(asked.mesh, style, asked.tensor, asked.tp_axis, asked.semantics)
-    graph = capture(shown, asked.target)
+    graph = capture(shown, asked.target, asked.hardware)
     with shown.stage("plan"):
         made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
     return Done("\n".join([str(made), *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
@@ -101,7 +103,7 @@ def chosen(
     shown: Screen, asked: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...] | None, spec: ModelSpec | None
 ) -> tuple[Done, ModelSpec | None]:
     """The candidates of `auto` as a table, and the best plan; with several `sizes`, the model with the best batch."""
-    graph = capture(shown, asked.target)
+    graph = capture(shown, asked.target, asked.hardware)
     if sizes is not None and len(sizes) != 1 and spec is not None:
         return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
     with shown.each(len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
@@ -119,7 +121,7 @@ def _chosen_by_batch(
         if size in graphs:
             return graphs.pop(size)
         targets[size] = build(replace(spec, batch=size))
-        return capture(shown, targets[size], f"capture batch {size}")
+        return capture(shown, targets[size], asked.hardware, f"capture batch {size}")
 
     with shown.each(0) as watch:
         best = batch_sizes.search_batches(auto, captured, asked.mesh, sizes or None, watch=watch)
@@ -134,7 +136,7 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
     """All templates as a table, and the plan of the fastest."""
     on, name = ws.Mesh(asked.mesh), asked.target.name
     among = templates(on, asked.tensor, asked.tp_axis, ws.DataParallel(semantics=asked.semantics))
-    graph = capture(shown, asked.target)
+    graph = capture(shown, asked.target, asked.hardware)
     with shown.each(len(among)) as watch:
         rows = compare(graph, on, among, asked.hardware, watch)
     best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
@@ -213,12 +215,12 @@ def what_ifs(
     shown: Screen, asked: Sequence[str], done: Done, hardware: ws.Hardware, spec: ModelSpec | None
 ) -> list[WhatIf]:
     """Costs of the plan and of each case; by default twice and half the ranks."""
-    cases = [_case(shown, text, done.target, spec) for text in asked] or what_if.other_sizes(done.made.mesh)
+    cases = [_case(shown, text, done.target, hardware, spec) for text in asked] or what_if.other_sizes(done.made.mesh)
     with shown.stage("what if"):
         return what_if.what_if(done.made, done.graph, hardware, cases)
 
 
-def _case(shown: Screen, text: str, found: Target, spec: ModelSpec | None) -> WhatIfCase:
+def _case(shown: Screen, text: str, found: Target, hardware: ws.Hardware, spec: ModelSpec | None) -> WhatIfCase:
     kind, _, value = text.partition("=")
     if kind == "mesh":
         return WhatIfCase(text, mesh=ws.Mesh(value))
@@ -227,7 +229,7 @@ def _case(shown: Screen, text: str, found: Target, spec: ModelSpec | None) -> Wh
     assert spec is not None, "checked before"
     other = build(replace(spec, batch=int(value)) if kind == "batch" else replace(spec, seq=int(value)))
     tokens = [target.args[2]["tokens"].numel() for target in (other, found)]
-    return WhatIfCase(text, graph=capture(shown, other, f"capture {text}"), batch_parts=tokens[0] / tokens[1])
+    return WhatIfCase(text, graph=capture(shown, other, hardware, f"capture {text}"), batch_parts=tokens[0] / tokens[1])
 
 
 def draw(
@@ -253,7 +255,7 @@ def simulated(
 ) -> ws.Timeline:
     """The timeline of one style, with the model's own plan along an axis `tp`."""
     strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
-    graph = capture(shown, found, float8=float8)
+    graph = capture(shown, found, hardware, float8=float8)
     with shown.stage("plan"):
         planned = ws.plan(graph, mesh, strategies, hardware=hardware)
     with shown.stage("schedule"):

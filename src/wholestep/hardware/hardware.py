@@ -200,6 +200,11 @@ class Hardware:
         return self.device.memory_bytes if isinstance(self.device, Device) else None
 
     @property
+    def has_gpus(self) -> bool:
+        """True if a data sheet describes the devices, with more processors than a core has."""
+        return isinstance(self.device, Device) and self.device.processors > 1
+
+    @property
     def spare_bytes(self) -> int:
         """The part of a device's memory that buckets in flight may take to start fewer collectives; 0 if unknown."""
         return int((self.memory_bytes or 0) * TUNING.bucket_memory_share)

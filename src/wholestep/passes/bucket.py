@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any, cast
 
@@ -144,17 +145,22 @@ def _ahead(node: Node) -> bool:
 
 
 def stages_from(node: Node) -> list[Node]:
-    """`node` and the later stages of its hierarchical collective, each the only reader of the stage before."""
-    stages = [node]
+    """`node` and the later stages of its hierarchical collective, each the only reader of the stage before. Behind sums
+    there may be gathers, if they undo all reduce-scatters, the last one first.
+    """
+    first = stages = [node]
     while (after := _next_stage(stages[-1])) is not None:
-        stages.append(after)
-    return stages
+        stages = [*stages, after]
+        first = first if after.target is GATHER and node.target is not GATHER else stages
+    scattered = [stage.args[2:] for stage in first if stage.target is SCATTER]
+    gathered = [stage.args[1:] for stage in stages[len(first) :]]
+    return stages if scattered[::-1] == gathered else first
 
 
 def _next_stage(node: Node) -> Node | None:
     wait = _only_user(node)
     after = _only_user(wait) if wait is not None and is_wait(wait) else None
-    kinds = (GATHER,) if node.target is GATHER else SUMS if node.target in SUMS else ()
+    kinds = (GATHER,) if node.target is GATHER else (*SUMS, GATHER) if node.target in SUMS else ()
     return after if after is not None and after.target in kinds else None
 
 
@@ -163,9 +169,10 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _first_stage(node: Node) -> Node:
-    while is_wait(wait := node_at(node, 0)) and _next_stage(node_at(wait, 0)) is node:
-        node = node_at(wait, 0)
-    return node
+    before = [node]
+    while is_wait(wait := node_at(before[-1], 0)) and _next_stage(node_at(wait, 0)) is before[-1]:
+        before.append(node_at(wait, 0))
+    return next(stage for stage in reversed(before) if node in stages_from(stage))
 
 
 def chain_of(node: Node) -> list[Node] | None:
@@ -215,11 +222,12 @@ def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tupl
 
 def _coalesces(stages: Sequence[Node]) -> bool:
     """True for what can be sent from where it is: a gather that nothing has to wait for, and a reduce-scatter, also one
-    whose result is summed along other axes: as one row.
+    whose result is summed along other axes, and gathered again: as one row.
     """
     first, *later = stages
+    as_row = (REDUCE, GATHER) if first.target is SCATTER else (REDUCE,)
     kind = first.target is SCATTER or _ahead(first)
-    return kind and all(stage.target is REDUCE for stage in later) and not one_tensor(first).dtype.is_complex
+    return kind and all(stage.target in as_row for stage in later) and not one_tensor(first).dtype.is_complex
 
 
 def _is_kept(node: Node) -> bool:
@@ -245,7 +253,7 @@ def _merge(
     for node in firsts if ahead else ():
         for part in (chain_of(node) or ())[:-1]:
             at.prepend(part)
-    parts = prod(_parts(stage) for stage in stages)
+    parts = prod(_parts(stage) for stage in stages if stage.target is first.target)
     given = [node_at(node, 0) for node in firsts]
     length, like = sum(one_tensor(n).numel for n in given), one_tensor(given[0])
     join = (coalesce, (given,)) if apart else (join_rows, (given, 1 if gathers else parts))
@@ -257,7 +265,7 @@ def _merge(
     waits = [next(u for u in one[-1].users if is_wait(u)) for one in group]
     made: list[Node] = []
     for stage in stages:
-        length = length * _parts(stage) if gathers else length // _parts(stage)
+        length = length * _parts(stage) if stage.target is GATHER else length // _parts(stage)
         if apart and stage is first:
             received = [one_tensor(node).numel for node in firsts]
             length = starts_in_row(received, like.dtype.itemsize)[-1]
@@ -267,7 +275,7 @@ def _merge(
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
             whole = add_call(graph, funcol.wait_tensor.default, (whole,), one_tensor(whole), stage)
-    cut = _CUTS[apart, gathers]
+    cut = _CUTS[apart, "gathered" if gathers else "shared" if stages[-1].target is GATHER else "scattered"]
     for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
             new = add_call(graph, cut, (whole, shapes, number, parts), one_tensor(wait), wait)
@@ -332,8 +340,33 @@ def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]]
     return found.view(shape[0] // parts, *shape[1:]) if shape else found.view(())
 
 
+@priced_like(BUCKET_COPIES)
+@priced_like(READS_A_PART)
+def part_of_shared_sum(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
+    """Tensor `number` of a bucket that was reduced in `parts` and gathered again."""
+    shapes = shapes_of(outlines)
+    starts = list(accumulate((prod(shape) // parts for shape in shapes), initial=0))
+    return _from_rows(joined, parts, starts[number], shapes[number])
+
+
+@priced_like(BUCKET_COPIES)
+@priced_like(READS_A_PART)
+def part_of_coalesced_shared_sum(
+    row: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int
+) -> Tensor:
+    """`part_of_shared_sum` of tensors that were reduced into one row."""
+    shapes = shapes_of(outlines)
+    starts = starts_in_row([prod(shape) // parts for shape in shapes], row.itemsize)
+    return _from_rows(row, parts, starts[number], shapes[number])
+
+
+def _from_rows(rows: Tensor, parts: int, start: int, shape: tuple[int, ...]) -> Tensor:
+    return rows.view(parts, -1).narrow(1, start, prod(shape) // parts).reshape(shape).contiguous()
+
+
 _CUTS = {
-    (False, True): part_of_gather, (False, False): part_of_scatter,
-    (True, True): part_of_coalesced_gather, (True, False): part_of_coalesced_scatter,
+    (False, "gathered"): part_of_gather, (True, "gathered"): part_of_coalesced_gather,
+    (False, "scattered"): part_of_scatter, (True, "scattered"): part_of_coalesced_scatter,
+    (False, "shared"): part_of_shared_sum, (True, "shared"): part_of_coalesced_shared_sum,
 }  # fmt: skip
-"""What cuts a result: by whether the pieces were sent apart, and whether they were gathered."""
+"""What cuts a result: by whether the pieces were sent apart, and what was done with them."""

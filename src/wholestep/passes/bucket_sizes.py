@@ -10,7 +10,7 @@ from ..graph import meta
 from ..graph.graph import BucketSizes, LocalGraph, Role
 from ..graph.nodes import is_collective, node_at
 from ..graph.op_kinds import collective_kind
-from ..hardware.device import Device, Work
+from ..hardware.device import Work
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
@@ -164,7 +164,7 @@ def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_
         return hardware.bucket_bytes
     routes = [Route("all_gather", axis) for axis in axes if mesh.axis_size(axis) > 1]
     most = largest_bytes(hardware, mesh, routes)
-    if _has_gpus(hardware):
+    if hardware.has_gpus:
         most = max(most, _coalesced_bytes(reduced_bytes))
     return even_bytes(hardware, mesh, reduced_bytes, most, routes)
 
@@ -178,11 +178,7 @@ def _coalesced_bytes(regathered_bytes: int) -> int:
 def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
     """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
     kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
-    return kinds == {"cuda"} or _has_gpus(hardware)
-
-
-def _has_gpus(hardware: Hardware) -> bool:
-    return isinstance(hardware.device, Device) and hardware.device.processors > 1
+    return kinds == {"cuda"} or hardware.has_gpus
 
 
 def alone_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> int:

@@ -119,5 +119,10 @@ def _collectives(mesh: Mesh, data: DataParallel, size: float) -> Iterator[tuple[
         for kind in ("reduce_scatter", "all_gather", *(["all_gather"] if data.reshard_after_forward else [])):
             yield kind, size, axis
         size /= mesh.axis_size(axis)
-    for axis in axes[: len(axes) - len(sharded)]:
+    summed = axes[: len(axes) - len(sharded)]
+    for axis in reversed(summed[1:]):
+        yield "reduce_scatter", size, axis
+        yield "all_gather", size, axis
+        size /= mesh.axis_size(axis)
+    for axis in summed[:1]:
         yield "all_reduce", size, axis

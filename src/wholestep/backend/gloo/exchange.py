@@ -10,7 +10,13 @@ from torch.fx import Graph, Node
 
 from ...graph import meta
 from ...graph.nodes import is_wait, node_at
-from ...passes.bucket import join_rows, part_of_gather, part_of_scatter
+from ...passes.bucket import (
+    join_rows,
+    part_of_coalesced_shared_sum,
+    part_of_gather,
+    part_of_scatter,
+    part_of_shared_sum,
+)
 from ...passes.coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter
 
 funcol = torch.ops._c10d_functional
@@ -36,7 +42,10 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
 
 def in_buckets(graph: Graph) -> None:
     """Copy the tensors of each coalesced collective into one: gloo would start each of them by itself."""
-    copies: dict[Any, Any] = {part_of_coalesced_gather: part_of_gather, part_of_coalesced_scatter: part_of_scatter}
+    copies: dict[Any, Any] = {
+        part_of_coalesced_gather: part_of_gather, part_of_coalesced_scatter: part_of_scatter,
+        part_of_coalesced_shared_sum: part_of_shared_sum,
+    }  # fmt: skip
     for node in graph.nodes:
         if node.target is coalesce:
             sent = next(iter(node.users))

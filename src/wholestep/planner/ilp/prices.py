@@ -134,10 +134,10 @@ def storage_load(
     ranks = prod(mesh.axis_size(a) for a in inside)
     sent = [0.0, 0.0, 0.0]
     if not option.kind.shards_state:
-        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad, mesh, a) for a in inside)
+        sent[_BACKWARD] += _summed_us(hardware, grad, mesh, inside)
     elif grad:
         sent[_BACKWARD] += _staged_us(hardware, "reduce_scatter", grad, mesh, inside)
-        sent[_BACKWARD] += sum(bulk_us(hardware, "all_reduce", grad / ranks, mesh, a) for a in across)
+        sent[_BACKWARD] += _summed_us(hardware, grad / ranks, mesh, across)
     if option.kind.shards_state and not option.kind.gathers_parameters and grad:
         sent[_UPDATE] += _staged_us(hardware, "all_gather", param, mesh, inside)
     if option.kind.gathers_parameters:
@@ -150,6 +150,17 @@ def storage_load(
     copied = copy_us(hardware, param) if any(sent) else 0.0
     spent = (copied if sent[0] else 0.0, copied, (copied if sent[2] else 0.0) + alone_us / state_share)
     return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=grad / state_share)
+
+
+def _summed_us(hardware: Hardware, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
+    """A sum over `axes`: an all-reduce along each, or the sum of pieces along the others between a reduce-scatter and a
+    gather along the last, as `reshard` does it.
+    """
+    whole = sum(bulk_us(hardware, "all_reduce", size, mesh, axis) for axis in axes)
+    if len(axes) < 2:
+        return whole
+    shared = sum(bulk_us(hardware, kind, size, mesh, axes[-1]) for kind in ("reduce_scatter", "all_gather"))
+    return min(whole, shared + _summed_us(hardware, size / mesh.axis_size(axes[-1]), mesh, axes[:-1]))
 
 
 def _staged_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:

@@ -1,0 +1,18 @@
+"""Every module of the benchmarks can be imported: what it imports from wholestep is still there."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import benchmarks
+
+MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if ".tests" not in name and not name.endswith("__main__")])
+def test_it_can_be_imported(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert error.name in ("jax", "jaxlib", "matplotlib", "nullcuda"), f"{name} is broken: {error}"
