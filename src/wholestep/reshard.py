@@ -53,8 +53,8 @@ def reshard(
     """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
     Collectives have their time on `hardware` as cost, those of a value that differs between pieces once for each piece;
-    local steps are free. Raises LayoutError if no path exists: a
-    varying value has no global value, a shard cannot become a partial value.
+    local steps are free. Raises LayoutError if no path exists: a varying value has no global value, a shard cannot
+    become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()
@@ -102,7 +102,7 @@ def _dim_to_share(layout: Layout, target: Layout, axis: str, shape: tuple[int, .
     """Return the dim along which the ranks of `axis` share out the sum over another axis, which then carries pieces,
     before they gather: the first one that divides evenly, else the longest. None if there is no such sum, or no dim.
     """
-    partial = {a for a, op in layout.partial if op in LINEAR_OPS and mesh.axis_size(a) > 1}
+    partial = {a for a, op in layout.partial if op in LINEAR_OPS and mesh.axis_size(a) > 1 and a != TIME}
     reduced = {a for a in partial if target.state(a).kind == "R"}
     if axis not in reduced or len(reduced) < 2 or not shape:
         return None

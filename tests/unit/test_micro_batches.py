@@ -174,6 +174,25 @@ def _trained(one: OneDevice, mesh: str, parallel: Any) -> dict[str, Tensor]:
     return {name: simulation.whole(name) for name in dict(one.model.named_parameters())}
 
 
+def test_draws_keep_their_order() -> None:
+    """One that only a result needs comes before the mask that the loop needs."""
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(3)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), noise
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = _mlp(0.3)
+        return model, SGD(model.parameters(), lr=0.1)
+
+    found = compare(OneDevice(make, train, [(torch.randn(9, 10),)]), "dp=1", ws.MicroBatches(3))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
 class Attention(nn.Module):
     """Embeddings, fused attention, layer norm, tied output."""
 

@@ -28,8 +28,9 @@ from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
 from ..layout import REPLICATED, Extent
 from ..mesh import TIME
+from ..rules.registry import draws
 from .accumulators import add_up, keep_piece, kept_piece, put_piece
-from .rank_ops import RANK_DEPENDENT, take_chunk
+from .rank_ops import RANK_DEPENDENT, drawn, take_chunk
 from .rank_ops import contiguous as contiguous_copy
 
 aten = torch.ops.aten
@@ -148,14 +149,24 @@ class _Fold:
             first[node] = max((first.get(given, 0) for given in self._operands(node)), default=0)
             if self._is_result(node):
                 first[node] += 1
+        self.first = first
         return max((first[n] + 1 for n in self.nodes if self.crosses(n)), default=0)
 
     def _latest(self) -> None:
+        """Find the last stage in which each node may run. Random numbers are drawn in the order of the program."""
+        drawn_by = self.loops
         for node in reversed(self.nodes):
             last = self.loops - 1 if self._in_loop(node) else self.loops
             for user in node.users:
                 if user.op != "output" and node in self._operands(user):
                     last = min(last, self.stage[user] - (1 if self._is_result(user) else 0))
+            if draws(node) or node.target is drawn:
+                last = drawn_by = min(last, drawn_by)
+            if last < self.first[node]:
+                found = (
+                    f"%{node.name} draws random numbers from a value of all micro-batches, and others follow before it"
+                )
+                raise PlanError(found, "draws that need no loop", "leave out MicroBatches", meta.source_line(node))
             self.stage[node] = last
             if node in self.regathered and all(self._in_loop(u) and self.stage[u] == last for u in node.users):
                 self.sunk.add(node)

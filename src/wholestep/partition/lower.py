@@ -33,7 +33,7 @@ from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
-from ..rules.registry import is_random
+from ..rules.registry import draws
 from ..typed_values import check_arguments
 from . import rank_ops
 from .collectives import Emitter
@@ -199,7 +199,7 @@ class _Lowering:
             target, args = DRAWN_INTO[cast(Any, node.target)], (sizes,)
             kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
         cut_by = decision.outputs[0].shard_axes() if decision.outputs else ()
-        if cut_by and is_random(node):
+        if cut_by and draws(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))

@@ -30,7 +30,7 @@ from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import TIME
 from ..reshard import reshard
 from ..rules.find_rule import find_rule
-from ..rules.registry import is_random
+from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
 from .decision import Decision
@@ -138,7 +138,7 @@ class _Propagation:
                 why = "a view of the whole"  # gathered as stored: rows first
                 because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
                 continue
-            if axis == TIME and (random or is_drawn_into(node)):
+            if axis == TIME and (draws(node) or is_drawn_into(node)):
                 why = "drawn at once"
                 wanted = wanted if random else [w.put(axis, s) for w, s in zip(wanted, states, strict=True)]
                 because.append(f"{axis}: random numbers of all pieces, as on one device")
