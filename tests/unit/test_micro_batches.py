@@ -431,6 +431,13 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
             "backend 'inductor' with MicroBatches(2)",
         ),
         (
+            lambda: _final(
+                [ws.TensorParallel({"qkv": "colwise"}, axis="tp", async_tp="exact"), ws.MicroBatches(2)], "tp=2"
+            ),
+            PlanError,
+            "async_tp with MicroBatches(2)",
+        ),
+        (
             lambda: ws.Recompute(1000)(_final(ws.MicroBatches(2), "dp=1")),
             PlanError,
             "a budget of memory with MicroBatches",

@@ -18,6 +18,7 @@ from ..mesh import TIME
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
+from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
 from .start_coalesced import COALESCED
@@ -73,6 +74,8 @@ def _bind(
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 to_exchange(graph, node)
+        elif node.target in FUSED:
+            node.args = (*node.args[:-1], groups[str(node.args[-1])])
         elif pieces == 1:
             node.args, node.kwargs = bound_arguments(node, coordinate)
         else:
