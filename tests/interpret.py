@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from wholestep import _torch
 from wholestep.errors import GraphError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph, TrainGraph
+from wholestep.graph.loop import Loop, loop_of
 from wholestep.graph.nodes import function_of, is_collective, is_mutating, is_wait, operands
 from wholestep.graph.op_kinds import Collective, collective_kind
-from wholestep.mesh import Mesh
+from wholestep.mesh import TIME, Mesh
 from wholestep.passes.coalesced import starts_in_row
 
 Value = Any
+Bind = Callable[[Node, Mapping[str, int]], tuple[Any, Any]]
 
 
 def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
@@ -33,9 +35,7 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
     return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
 
 
-def run_all(
-    local: LocalGraph, inputs: Sequence[Sequence[Tensor]], bind: Callable[[Node, Mapping[str, int]], tuple[Any, Any]]
-) -> list[list[Value]]:
+def run_all(local: LocalGraph, inputs: Sequence[Sequence[Tensor]], bind: Bind) -> list[list[Value]]:
     """Run all ranks in lockstep with `inputs[rank]`; return the outputs by rank.
 
     `bind` returns a rank's args and kwargs of a node. Each rank has its own random stream; all streams start at the
@@ -45,20 +45,46 @@ def run_all(
     streams = [torch.get_rng_state()] * local.mesh.size
     nodes = [n for n in local.graph.nodes if n.op == "placeholder"]
     envs: list[dict[Node, Value]] = [dict(zip(nodes, inputs[r], strict=True)) for r in ranks]
-    for node in local.graph.nodes:
+    _run_nodes(local.graph, local.mesh, envs, streams, bind, {})
+    return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
+
+
+def _run_nodes(
+    graph: Graph, mesh: Mesh, envs: list[dict[Node, Value]], streams: list[Tensor], bind: Bind, piece: dict[str, int]
+) -> None:
+    """Run the calls of a graph on all ranks; `piece` is the number of the piece in the body of a loop."""
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
         if is_collective(node):
-            _run_collective(node, local.mesh, envs)
+            _run_collective(node, mesh, envs)
             continue
-        for rank in ranks:
-            args, kwargs = map_arg(bind(node, local.mesh.coordinate(rank)), envs[rank].__getitem__)
+        if loop := loop_of(node):
+            _run_loop(loop, node, mesh, envs, streams, bind)
+            continue
+        for rank, env in enumerate(envs):
+            args, kwargs = map_arg(bind(node, {**mesh.coordinate(rank), **piece}), env.__getitem__)
             if draws := _is_random(node):
                 torch.set_rng_state(streams[rank])
-            envs[rank][node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
+            env[node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
             if draws:
                 streams[rank] = torch.get_rng_state()
-    return [[envs[r][n] if isinstance(n, Node) else n for _, n in local.results()] for r in ranks]
+
+
+def _run_loop(
+    loop: Loop, node: Node, mesh: Mesh, envs: list[dict[Node, Value]], streams: list[Tensor], bind: Bind
+) -> None:
+    """Run the body for each piece, on all ranks in lockstep."""
+    given = [n for n in loop.body.nodes if n.op == "placeholder"]
+    ends = operands(next(iter(reversed(loop.body.nodes))))
+    totals: list[list[Value]] = [[None] * len(ends) for _ in envs]
+    for piece in range(loop.pieces):
+        read = [[*(env[n] for n in operands(node)), *total] for env, total in zip(envs, totals, strict=True)]
+        inner = [dict(zip(given, values, strict=True)) for values in read]
+        _run_nodes(loop.body, mesh, inner, streams, bind, {TIME: piece})
+        totals = [[env[n] for n in ends] for env in inner]
+    for env, total in zip(envs, totals, strict=True):
+        env[node] = total
 
 
 def _is_random(node: Node) -> bool:

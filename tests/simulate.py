@@ -75,7 +75,7 @@ class Simulation:
         for given in self.plan.inputs:
             if given.role in (Role.PARAM, Role.BUFFER, Role.STATE):
                 whole = self._now(given)
-                self.pieces[given.name] = cut(whole, self.plan.storage[given.name], self.plan.mesh)
+                self.pieces[given.name] = cut(whole, self.plan.storage[given.name], self.local.mesh)
 
     def _now(self, given: Input) -> Tensor:
         state = self.capture.state
@@ -94,7 +94,9 @@ class Simulation:
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
         """One step with one batch for each rank, by leaf name; returns the results of each rank."""
         numbers = {h.name: self._number(h) for h in self.capture.hypers}
-        given = [[self._value(i, r, batches[r], numbers) for i in self.plan.inputs] for r in range(self.plan.mesh.size)]
+        given = [
+            [self._value(i, r, batches[r], numbers) for i in self.plan.inputs] for r in range(self.local.mesh.size)
+        ]
         local = self.local
         if local.across is not None and not self.carried:
             local = local.across[0]
@@ -104,7 +106,7 @@ class Simulation:
         """Complete what is carried."""
         if self.local.across is not None and self.carried:
             flush = self.local.across[1]
-            kept, ranks = [i for i in flush.inputs if i.role is not Role.CARRY], range(self.plan.mesh.size)
+            kept, ranks = [i for i in flush.inputs if i.role is not Role.CARRY], range(self.local.mesh.size)
             self._run(flush, [[self._value(i, r, {}, {}) for i in kept] for r in ranks])
 
     def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
@@ -137,4 +139,4 @@ class Simulation:
     def whole(self, name: str) -> Tensor:
         """An input as one tensor."""
         given = next(i for i in self.plan.inputs if i.name == name)
-        return join(self.pieces[name], self.plan.storage[name], self.plan.mesh, given.meta.shape)
+        return join(self.pieces[name], self.plan.storage[name], self.local.mesh, given.meta.shape)

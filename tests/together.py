@@ -63,12 +63,13 @@ def compare(one: OneDevice, mesh: str, parallel: Any, in_place: bool = False) ->
     simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local)
     simulation.start()
     found = Comparison(0.0, "", planned, local)
+    layouts = {i.name: layout for i, layout in zip(local.inputs, local.layouts, strict=True)}
     names = [i.name for i in planned.inputs if i.role is Role.BATCH]
     for number, batch in enumerate(one.batches):
         leaves = _named(batch, one)
-        ranks: list[dict[str, Tensor]] = [{} for _ in range(planned.mesh.size)]
+        ranks: list[dict[str, Tensor]] = [{} for _ in range(local.mesh.size)]
         for name in names:
-            for rank, piece in enumerate(cut(leaves[name], planned.storage[name], planned.mesh)):
+            for rank, piece in enumerate(cut(leaves[name], layouts[name], local.mesh)):
                 ranks[rank][name] = piece
         torch.set_rng_state(one.streams[number])
         for rank, results in enumerate(simulation.step(ranks)):

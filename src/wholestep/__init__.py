@@ -43,6 +43,7 @@ from .passes.base import run_passes
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
+from .plan.micro_batches import MicroBatches
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .planner.auto import Auto
@@ -83,6 +84,7 @@ __all__ = [
     "MemoryCopies",
     "Mesh",
     "MeshError",
+    "MicroBatches",
     "MixedPrecision",
     "NonFiniteError",
     "PeakMemory",

@@ -12,6 +12,8 @@ from .typed_values import check_arguments, check_fields
 
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
 _MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
+TIME = "time"
+"""The axis that ranks do not share but go through, piece after piece. `MicroBatches` adds it to the mesh of a plan."""
 _RESERVED = {
     "pp": ("pipeline parallelism is not offered", "split layers along tp, or shard parameters along dp"),
     "cp": (
@@ -80,8 +82,18 @@ class Mesh:
         object.__setattr__(self, "axes", axes)
 
     @property
+    def pieces(self) -> int:
+        """Number of pieces of the batch that each rank goes through: the size of the axis `time`, or 1."""
+        return next((axis.size for axis in self.axes if axis.name == TIME), 1)
+
+    @property
+    def of_ranks(self) -> Mesh:
+        """The mesh without the axis `time`: what ranks share."""
+        return Mesh(tuple(axis for axis in self.axes if axis.name != TIME)) if TIME in self.names else self
+
+    @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks; in the mesh of a plan with micro-batches, times the pieces."""
         return prod(axis.size for axis in self.axes)
 
     @property
@@ -126,6 +138,19 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
+
+
+def with_pieces(mesh: Mesh, pieces: int) -> Mesh:
+    """`mesh` with an axis `time` of so many pieces. It is outermost: ranks keep their numbers and their distances."""
+    return Mesh((Axis(TIME, pieces), *mesh.axes))
+
+
+def refuse_time(mesh: Mesh) -> Mesh:
+    """Return `mesh`. Raises MeshError if it has an axis `time`, which is no axis of ranks."""
+    if TIME in mesh.names:
+        needed = "axes of ranks: MicroBatches adds the axis 'time'"
+        raise MeshError(f"mesh {mesh} has an axis {TIME!r}", needed, "rename it, or give parallel=MicroBatches(...)")
+    return mesh
 
 
 def mesh_of_torch(names: tuple[str, ...], sizes: tuple[int, ...]) -> Mesh:

@@ -12,7 +12,7 @@ from math import prod
 from .errors import LayoutError
 from .hardware.hardware import Hardware
 from .layout import REPLICATED, AxisState, Layout
-from .mesh import Mesh
+from .mesh import TIME, Mesh
 
 LINEAR_OPS = frozenset({"sum", "avg"})
 
@@ -52,8 +52,9 @@ def reshard(
 ) -> Path:
     """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
-    Collectives have their time on `hardware` as cost; local steps are free. Raises LayoutError if no path exists: a
-    varying value has no global value, a shard cannot become a partial value.
+    Collectives have their time on `hardware` as cost, those of a value that differs between pieces once for each piece;
+    local steps are free. Raises LayoutError if no path exists: a varying value has no global value, a shard cannot
+    become a partial value.
     """
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()
@@ -68,6 +69,7 @@ def reshard(
             whole = _whole_bytes(step, layout, after, shape, itemsize, mesh)
             sends = step.communicates and mesh.axis_size(step.axis) > 1
             price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
+            price *= mesh.pieces if step.axis != TIME and layout.state(TIME).kind in "SP" else 1
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
 
@@ -79,7 +81,7 @@ def _moves(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -
             continue
         if have.kind == "S" and layout.dims[have.dim][-1] == axis and layout.dims[have.dim] != target.dims[have.dim]:
             yield Step("all_gather", axis, have.dim), layout.put(axis, REPLICATED)
-            if want.kind == "S" and want.dim != have.dim and _fits(layout, target, axis, want.dim):
+            if axis != TIME and want.kind == "S" and want.dim != have.dim and _fits(layout, target, axis, want.dim):
                 yield Step("all_to_all", axis, have.dim, to=want.dim), layout.put(axis, want)
         elif have.kind == "P":
             yield from _reductions(layout, target, axis, have)
@@ -92,7 +94,7 @@ def _moves(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -
 def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> Iterator[tuple[Step, Layout]]:
     yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
     want = target.state(axis)
-    if want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
+    if axis != TIME and want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
         yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
 
 
@@ -100,7 +102,7 @@ def _dim_to_share(layout: Layout, target: Layout, axis: str, shape: tuple[int, .
     """Return the dim along which the ranks of `axis` share out the sum over another axis, which then carries pieces,
     before they gather: the first one that divides evenly, else the longest. None if there is no such sum, or no dim.
     """
-    partial = {a for a, op in layout.partial if op in LINEAR_OPS and mesh.axis_size(a) > 1}
+    partial = {a for a, op in layout.partial if op in LINEAR_OPS and mesh.axis_size(a) > 1 and a != TIME}
     reduced = {a for a in partial if target.state(a).kind == "R"}
     if axis not in reduced or len(reduced) < 2 or not shape:
         return None

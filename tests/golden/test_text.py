@@ -46,6 +46,11 @@ def test_gathered_again_for_the_backward(graph, golden):
     golden("local_graph_gathered_again", str(ws.partition(graph, plan)))
 
 
+def test_micro_batches(graph, golden):
+    plan = ws.plan(graph, "dp=2", [ws.DataParallel("zero2"), ws.MicroBatches(2)])
+    golden("local_graph_micro_batches", str(ws.partition(graph, plan)))
+
+
 def test_text_of_two_captures_is_the_same(graph):
     torch.manual_seed(1)
     model = Net()

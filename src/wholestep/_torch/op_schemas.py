@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -41,6 +42,13 @@ def schema_of(target: object) -> Any:
     if not is_op(target):
         raise GraphError(f"{target!r} is not a torch op overload")
     return target._schema
+
+
+@cache
+def position_of(target: OpOverload[..., Any], argument: str) -> int | None:
+    """Return the position of an argument of an op; None if it has none of this name."""
+    names = [given.name for given in target._schema.arguments]
+    return names.index(argument) if argument in names else None
 
 
 def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:

@@ -14,11 +14,13 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
+from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run
 
+_PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
 
 
@@ -89,6 +91,8 @@ def eager(graph: Graph, clock: NodeClock | None = None) -> Run:
 class _Eager:
     """A bound graph as a function; `source` is its text.
 
+    The body of a loop is a function of its own, which takes the number of the piece too.
+
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
     functions about them. The first call finds those nodes; from then on their results are copied into shape.
     """
@@ -96,17 +100,18 @@ class _Eager:
     def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
         self._graph, self._clock = graph, clock
         self._wrong: dict[str, Callable[[Any], Any]] = {}
+        self._loops: dict[Node, RunLoop] = {}
         self._run = self._compile(first=True)
         self._checked = False
 
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, inputs: Sequence[Any], piece: int = 0) -> list[Any]:
         if self._checked:
-            return self._run(inputs)
-        out = self._run(inputs)
+            return self._run(inputs, piece)
+        out = self._run(inputs, piece)
         self._checked, self._run = True, self._compile(first=False)
         return out
 
-    def _compile(self, first: bool) -> Run:
+    def _compile(self, first: bool) -> Callable[[Sequence[Any], int], list[Any]]:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
@@ -137,7 +142,7 @@ class _Eager:
             if given.op != "placeholder" and node.op != "output":
                 dying.setdefault(node, []).append(given.name)
         inputs = [n.name for n in nodes if n.op == "placeholder"]
-        lines = ["def run(inputs):"]
+        lines = [f"def run(inputs, {_PIECE}):"]
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
         for node in nodes:
             if node.op == "call_function":
@@ -154,7 +159,7 @@ class _Eager:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
-            target = function_of(node)
+            target = self._loops.setdefault(node, RunLoop(loop)) if (loop := loop_of(node)) else function_of(node)
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
@@ -168,6 +173,8 @@ class _Eager:
             items = cast(Sequence[Any], value)
             inner = ", ".join(self._value(v) for v in items)
             return f"[{inner}]" if isinstance(items, list) else f"({inner}{',' if len(items) == 1 else ''})"
+        if isinstance(value, ByPiece):
+            return f"{self._constant(value.values, 'c')}[{_PIECE}]"
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
         return self._constant(value, "c")
@@ -178,3 +185,18 @@ class _Eager:
             self._names[key] = f"_{prefix}{len(self._constants)}"
             self._constants[self._names[key]] = value
         return self._names[key]
+
+
+class RunLoop:
+    """A loop as a function: its body is compiled once, and runs for every piece."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._pieces, self._body = loop.pieces, _Eager(loop.body, None)
+        self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
+
+    def __call__(self, *given: Any) -> list[Any]:
+        """What the pieces accumulate."""
+        totals: list[Any] = [None] * self._totals
+        for piece in range(self._pieces):
+            totals = self._body([*given, *totals], piece)
+        return totals

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -11,8 +11,10 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import ByPiece, loop_of
 from ..graph.nodes import copy_graph, is_collective, node_at
 from ..layout import resolve
+from ..mesh import TIME
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
@@ -47,10 +49,21 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     for given, node in zip(local.inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
         if given.role is Role.CARRY and given.key and exchange:
             add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
+    _bind(graph, coordinate, groups, exchange)
+    return graph
+
+
+def _bind(
+    graph: Graph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool, pieces: int = 1
+) -> None:
+    """Bind the nodes of a graph, or of a body that runs for several pieces."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if is_collective(node):
+        if loop := loop_of(node):
+            node.target = loop.with_body(copy_graph(loop.body))
+            _bind(node.target.body, coordinate, groups, exchange, loop.pieces)
+        elif is_collective(node):
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
             if node_at(node, 0).target is coalesce:
@@ -63,9 +76,21 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
                 to_exchange(graph, node)
         elif node.target in FUSED:
             node.args = (*node.args[:-1], groups[str(node.args[-1])])
-        else:
+        elif pieces == 1:
             node.args, node.kwargs = bound_arguments(node, coordinate)
-    return graph
+        else:
+            each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
+            node.args, node.kwargs = cast("tuple[Any, Any]", _by_piece(each))
+
+
+def _by_piece(values: Sequence[Any]) -> Any:
+    """One value, with a `ByPiece` where it differs between pieces."""
+    first = values[0]
+    if isinstance(first, (list, tuple)):
+        return type(cast(Any, first))(_by_piece(each) for each in zip(*values, strict=True))
+    if isinstance(first, dict):
+        return {key: _by_piece([value[key] for value in values]) for key in cast("dict[str, Any]", first)}
+    return first if all(value is first or value == first for value in values) else ByPiece(tuple(values))
 
 
 def _is_fresh(node: Node) -> bool:

@@ -9,7 +9,8 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import is_mutating, operands
+from ..graph.loop import loop_of, with_bodies
+from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.storage import shared_operand
 from ..hardware.device import Work
@@ -20,7 +21,12 @@ aten = torch.ops.aten
 
 
 def node_us(node: Node, hardware: Hardware) -> float:
-    """Microseconds of one call node on one rank: at least a launch, or a view. `getitem` is free."""
+    """Microseconds of one call node on one rank: at least a launch, or a view. `getitem` is free. Of a loop: without
+    collectives.
+    """
+    if loop := loop_of(node):
+        inner = (one for one in loop.body.nodes if not is_collective(one) and not is_wait(one))
+        return loop.pieces * sum(node_us(one, hardware) for one in inner)
     made = work(node)
     if made is not None:
         return hardware.work_us(made)
@@ -86,8 +92,8 @@ def flops(node: Node) -> float:
 def peak_us(graph: Graph, hardware: Hardware) -> tuple[float, float]:
     """Microseconds of a graph's arithmetic at the peak rate of the hardware: without recomputed nodes, and of them."""
     once = again = 0.0
-    for node in graph.nodes:
-        count = flops(node) if node.op == "call_function" else 0.0
+    for node, times in with_bodies(graph):
+        count = times * flops(node) if node.op == "call_function" else 0.0
         if not count or not node.all_input_nodes:
             continue
         us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from ..graph import meta
+from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import is_collective, is_wait
 from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
@@ -22,7 +23,7 @@ def op_times(
     """
     if stack is None and profile is None and not compiled:
         return None
-    calls = [node for node in graph.nodes if node.op == "call_function"]
+    calls = [node for node, _ in with_bodies(graph) if node.op == "call_function" and not loop_of(node)]
     if compiled or (stack is not None and stack.compiled):
         times = compiled_us(graph, hardware)
     else:
@@ -41,8 +42,8 @@ def op_times(
 def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: Stack) -> dict[Node, float]:
     """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once."""
     found: dict[Node, float] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or is_wait(node) or not (is_collective(node) or times[node] > 0):
+    for node, _ in with_bodies(graph):
+        if node.op != "call_function" or loop_of(node) or is_wait(node) or not (is_collective(node) or times[node] > 0):
             continue
         if is_collective(node) or is_list_op(node.target) or not meta.is_batch_invariant(node):
             several = started(work(node), stack)

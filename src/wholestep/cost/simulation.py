@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import Loop, loop_of, with_bodies
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
@@ -55,21 +56,18 @@ class Clock:
     host: float = 0.0
 
     @property
-    def host_us(self) -> float:
-        """What the host takes to start all ops."""
-        return sum((self.starts or {}).values())
-
-    @property
     def links_free(self) -> float:
         """When the last collective completes."""
         return max(self.link_free.values(), default=0.0)
 
     def run(self, node: Node) -> None:
         """Run `node` as the next call of the computing stream, once the host has started it."""
-        if self.starts is not None:
+        if self.starts is not None and not loop_of(node):
             self.host += self.starts.get(node, 0.0)
             self.now = max(self.now, self.host)
-        if is_wait(node):
+        if loop := loop_of(node):
+            self._run_pieces(loop)
+        elif is_wait(node):
             sent = node_at(node, 0)
             self._stop_overlap(sent)
             arrived = self.done.get(sent, 0.0)
@@ -85,6 +83,20 @@ class Clock:
             self._compute(fused_us(node, self.hardware))
         else:
             self._compute(node_us(node, self.hardware) if self.times is None else self.times[node])
+
+    def _run_pieces(self, loop: Loop) -> None:
+        """Run the first two pieces; all that follow take as long as the second."""
+        before, waited, host = self.now, self.waited, self.host
+        for _ in range(2):
+            before, waited, host = self.now, self.waited, self.host
+            for node in loop.body.nodes:
+                if node.op == "call_function":
+                    self.run(node)
+        more = loop.pieces - 2
+        left = more * (self.now - before)
+        self.now, self.host = self.now + left, self.host + more * (self.host - host)
+        self.waited += more * (self.waited - waited)
+        self.link_free = {axis: until + left for axis, until in self.link_free.items()}
 
     def _send(self, node: Node, axis: str) -> None:
         kind, whole = kind_of(node), whole_bytes(node)
@@ -201,16 +213,18 @@ def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
     """The result of a clock that has run `local`."""
     once, again = peak_us(local.graph, clock.hardware)
     mfu, hfu = (once / clock.now, (once + again) / clock.now) if clock.now else (0.0, 0.0)
-    hosted = clock.hardware.start_us * _started_by_host(local, clock) if clock.starts is None else clock.host_us
+    hosted = clock.hardware.start_us * _started_by_host(local, clock) if clock.starts is None else clock.host
     return SimulationResult(clock.now, clock.waited, mfu, hosted, hfu)
 
 
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
-    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    calls = [
+        (node, times) for node, times in with_bodies(local.graph) if node.op == "call_function" and not loop_of(node)
+    ]
     if clock.times is not None:
-        return sum(is_collective(node) or clock.times[node] > 0 for node in calls)
-    return sum(is_collective(node) or (not is_wait(node) and work(node) is not None) for node in calls)
+        return sum(times for node, times in calls if is_collective(node) or clock.times[node] > 0)
+    return sum(times for node, times in calls if is_collective(node) or (not is_wait(node) and work(node) is not None))
 
 
 def start(local: LocalGraph, clock: Clock, arrivals: Mapping[str, float]) -> Clock:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from . import meta
+from .loop import loop_of
 from .meta import TensorMeta
 from .nodes import is_collective, is_wait, operands
 
@@ -124,6 +126,17 @@ def _by_schema(node: Node, index: int) -> Node | None:
     return None
 
 
+def most_at_once(body: Graph) -> list[Storage]:
+    """Return the storages of a piece where it has most; what it is given and what it accumulates are none of them."""
+    own = [one for one in storages(body) if one.first >= 0 and one.last is not None]
+    changes = sorted(
+        (at, size) for s in own for at, size in ((s.first, s.size_bytes), (cast(int, s.last) + 0.5, -s.size_bytes))
+    )
+    sizes = list(accumulate((size for _, size in changes), initial=0))
+    at = changes[sizes.index(max(sizes)) - 1][0] if changes else 0
+    return [one for one in own if one.first <= at <= cast(int, one.last)]
+
+
 @dataclass
 class _Work:
     found: list[Storage] = field(default_factory=list[Storage])
@@ -147,6 +160,8 @@ class _Work:
         for storage in self.of[node]:
             if storage is not None:
                 storage.members.append(node)
+        if loop := loop_of(node):
+            self.found += [replace(one, first=self.at, last=self.at) for one in most_at_once(loop.body)]
 
     def _hold(self, nodes: Sequence[Node]) -> None:
         for node in nodes:

@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from . import meta
-from .nodes import is_collective, node_at
+from .loop import loop_of, with_bodies
+from .nodes import is_collective, node_at, operands
 from .op_kinds import collective_kind
 
 if TYPE_CHECKING:
@@ -112,6 +113,10 @@ def _body(graph: Graph) -> list[str]:
             lines.append(f"  # {module}" if module else "  #")
             where = module
         lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}")
+        if loop := loop_of(node):
+            ends = ", ".join(f"%{one.name}" for one in operands(next(iter(reversed(loop.body.nodes)))))
+            lines.append(f"    for each of {loop.pieces} pieces:")
+            lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
     return lines
 
 
@@ -162,11 +167,11 @@ class CollectiveTotal:
 def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
     """Count collectives by kind, with the bytes a rank sends: (n-1)/n of the tensor, twice for an all-reduce."""
     totals: dict[str, CollectiveTotal] = {}
-    for node in local.graph.nodes:
+    for node, times in with_bodies(local.graph):
         if is_collective(node):
             kind, sent = collective_bytes(node, local)
             before = totals.get(kind, CollectiveTotal(0, 0))
-            totals[kind] = CollectiveTotal(before.count + 1, before.bytes + sent)
+            totals[kind] = CollectiveTotal(before.count + times, before.bytes + times * sent)
     return totals
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from ..errors import GraphError
 from . import meta
 from .graph import Input, LocalGraph, Output, TrainGraph
+from .loop import loop_of
 from .nodes import is_collective, is_mutating, is_wait, operands
 
 _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
@@ -38,8 +39,15 @@ def check_local_graph(local: LocalGraph) -> None:
     _check_order(local.graph)
     for given, layout in zip(local.inputs, local.layouts, strict=True):
         layout.check(given.meta.shape, local.mesh, given.name)
-    carried = {node for out, node in local.results() if out.kind == "carry"}
-    for node in local.graph.nodes:
+    _check_calls(local.graph, {node for out, node in local.results() if out.kind == "carry"})
+    for loop in filter(None, map(loop_of, local.graph.nodes)):
+        _check_order(loop.body)
+        _check_calls(loop.body, set())
+
+
+def _check_calls(graph: Graph, carried: Collection[Node]) -> None:
+    """Check that every node is used, and that what a collective returns is waited for before it is read."""
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
         if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):

@@ -11,7 +11,7 @@ from math import ceil, prod
 from pathlib import Path
 
 from ..errors import PlanError
-from ..mesh import Mesh
+from ..mesh import TIME, Mesh
 from ..tuning import TUNING
 from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
@@ -251,8 +251,10 @@ class Hardware:
                 mask, vary) takes none.
             whole_bytes: of the largest buffer that a rank holds for it: the result of a gather, else the input.
             mesh: numbered over the ranks row-major.
-            axis: of the mesh.
+            axis: of the mesh. Along `time` nothing is sent: results are accumulated in memory.
         """
+        if axis == TIME:  # memory that each piece reads and writes
+            return 0.0 if kind in _LOCAL else self.bytes_us(2 * whole_bytes * mesh.pieces)
         return 0.0 if kind in _LOCAL else self._units_us(kind, whole_bytes, *_route(self, mesh, axis))
 
     def overlap_slowdown(self, kind: str, mesh: Mesh, axis: str) -> float:
@@ -339,7 +341,7 @@ def _outermost(units: tuple[int, ...]) -> int:
 @lru_cache(maxsize=4096)
 def _route(hardware: Hardware, mesh: Mesh, axis: str) -> tuple[int, tuple[int, ...]]:
     """The outermost level that groups of `axis` cross, and the units of such a group."""
-    units = units_of(mesh, axis, tuple(level.ranks for level in hardware.levels))
+    units = units_of(mesh.of_ranks, axis, tuple(level.ranks for level in hardware.levels))
     return _outermost(units), units
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import starmap
+from functools import partial
+from itertools import pairwise, starmap
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -19,23 +20,27 @@ from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
-from ..graph.ops import COMPLETE
+from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.verify import check_local_graph
-from ..layout import Extent, Layout, has_extent, replicated
+from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
+from ..mesh import TIME
 from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
+from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
 from ..plan.plan import Plan
 from ..plan.propagation_inputs import moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
-from ..rules.registry import is_random
+from ..rules.registry import draws
 from ..typed_values import check_arguments
 from . import rank_ops
 from .collectives import Emitter
+from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
+from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -68,13 +73,21 @@ def lowered(graph: TrainGraph, plan: Plan) -> LocalGraph:
 
 
 def _written(graph: TrainGraph, plan: Plan) -> LocalGraph:
-    local = _Lowering(graph, plan, find_regions(graph, plan)).run()
+    lowering = _Lowering(graph, plan, find_regions(graph, plan))
+    local = lowering.run()
+    if plan.mesh.pieces > 1:
+        slice_early(local.graph)
+        local = fold_pieces(local, lowering.once, lowering.regathered)
     check_local_graph(local)
     return local
 
 
 @dataclass
 class _Lowering:
+    """`once`: calls whose results are the same for every piece, with the operands of which they read only the shape.
+    `regathered`: nodes that gather a parameter for one segment of the step, with its views and casts.
+    """
+
     train: TrainGraph
     plan: Plan
     regions: Regions
@@ -84,6 +97,8 @@ class _Lowering:
     started: dict[tuple[Node, int], _Finish] = field(default_factory=dict[tuple[Node, int], _Finish])
     moved: dict[_Key, _Finish] = field(default_factory=dict[_Key, _Finish])
     ordered: dict[tuple[Node, bool], Node] = field(default_factory=dict[tuple[Node, bool], Node])
+    once: dict[Node, tuple[Node, ...]] = field(default_factory=dict[Node, "tuple[Node, ...]"])
+    regathered: set[Node] = field(default_factory=set[Node])
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
@@ -118,7 +133,7 @@ class _Lowering:
     def _broadcast(self, node: Node, new: Node) -> None:
         made = meta.one_tensor(new)
         for axis in self.plan.mesh.axes:
-            if axis.size > 1:
+            if axis.size > 1 and axis.name != TIME:
                 begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), made, new)
                 new = self.emit.call(funcol.wait_tensor.default, (begun,), made, new)
         self.at[node, 0] = new
@@ -145,6 +160,8 @@ class _Lowering:
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
+        if node in self.regions.on_demand:
+            self.regathered.add(new)
         if decision.reshards_to is not None:
             self.started[key] = self._begin(node, new, decision.outputs[0], decision.reshards_to)
             self.layouts[node] = (decision.reshards_to,)
@@ -161,6 +178,10 @@ class _Lowering:
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
+        if self.plan.mesh.pieces > 1 and all(layout.state(TIME) == REPLICATED for layout in decision.outputs):
+            rule = find_rule(node)
+            cut = [layout.state(TIME).kind == "S" for layout in decision.operands]
+            self.once[new] = tuple(n for i, n in enumerate(given) if rule and i in rule.by_shape and not cut[i])
         return self._with_outputs(new, node)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
@@ -172,8 +193,13 @@ class _Lowering:
         if call is not None:
             mesh = self.plan.mesh
             target, args, kwargs = localize(rule, call, decision.operands, decision.outputs, mesh, args, kwargs)
+        if self.plan.mesh.pieces > 1 and is_drawn_into(node):
+            made, axes = meta.one_tensor(node), decision.outputs[0].dims
+            sizes = [extent(n, by, self.plan.mesh) for n, by in zip(made.shape, axes, strict=True)]
+            target, args = DRAWN_INTO[cast(Any, node.target)], (sizes,)
+            kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
         cut_by = decision.outputs[0].shard_axes() if decision.outputs else ()
-        if cut_by and is_random(node):
+        if cut_by and draws(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
@@ -251,10 +277,14 @@ class _Lowering:
             if self._layout(source) == have.transposed and node not in self.regions.on_demand:
                 return self._transposed(node, want, region)
         key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
+        last = next(iter(reversed(self.graph.nodes)))
         if key not in self.moved:
             self.moved[key] = self._begin(node, at, have, want)
         done = self.moved[key]()
         self.moved[key] = lambda: done
+        if self.regions.source.get(node) in self.regions.regathered and gathers(have, want):
+            while (last := cast(Node, last.next)).op != "root":
+                self.regathered.add(last)
         return done
 
     def _transposed(self, node: Node, want: Layout, region: int) -> Node:
@@ -285,11 +315,32 @@ class _Lowering:
                 found += [want for n, want in zip(operands(user), wants, strict=True) if n is node]
         return found
 
-    def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> Callable[[], Node]:
+    def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> _Finish:
+        first, *others = pairwise(self._legs(node, have, want))
+        finish = self._leg(node, at, *first)
+        for before, after in others:
+            finish = partial(self._then, node, finish, before, after)
+        return finish
+
+    def _legs(self, node: Node, have: Layout, want: Layout) -> list[Layout]:
+        """Layouts on the way: sums over pieces come before sums over ranks, or after them for each piece."""
+        pieces = have.state(TIME)
+        if pieces.kind != "P" or pieces == want.state(TIME):
+            return [have, want]
+        each = self.plan.options.reduces_each_piece and node.target is GRAD_READY
+        between = want.put(TIME, pieces) if each else have.put(TIME, REPLICATED)
+        return [have, want] if between in (have, want) else [have, between, want]
+
+    def _then(self, node: Node, finish: _Finish, have: Layout, want: Layout) -> Node:
+        return self._leg(node, finish(), have, want)()
+
+    def _leg(self, node: Node, at: Node, have: Layout, want: Layout) -> _Finish:
         whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
-        reduces = any(s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg") for s in path.steps)
-        other = self._reduce_dtype(whole) if reduces and whole.shape else None
+        sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
+        other = self._reduce_dtype(whole) if sums and whole.shape else None
+        if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
+            other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
             return self.emit.start(path, at, whole)[1]
         cast = self._cast(at, other)

@@ -13,6 +13,7 @@ from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
 from ..layout import chunk_range
+from .accumulators import kept_piece, put_piece
 from .host_copies import HOST_COPIES
 
 
@@ -89,5 +90,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
-RANK_DEPENDENT = (take_chunk, only_first)
+RANK_DEPENDENT = (take_chunk, only_first, put_piece, kept_piece)
 MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)

@@ -10,6 +10,8 @@ from ..cost.memory import peak_memory
 from ..cost.simulation import simulate
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
+from ..graph.loop import loop_of
+from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .base import Pass, run_passes
@@ -83,7 +85,9 @@ class FitMemory:
         return run_passes(self.applied(local, found), self.after)
 
     def choose(self, local: LocalGraph) -> Fitting:
-        """The shortest simulated step that fits; PlanError where nothing does."""
+        """The shortest simulated step that fits; PlanError where nothing does. Loops rematerialize nothing."""
+        if any(map(loop_of, local.graph.nodes)):
+            return self._choose_buckets(local)
         saved, ways, held = SavedTensors(local, gathers=self.gathers), smaller_buckets(self.after), held_by(local)
         path = choices(saved, held, self.hardware)
         found: list[tuple[float, int, tuple[str, ...]]] = []
@@ -107,6 +111,16 @@ class FitMemory:
             attempt(min(found)[1], choices(saved, held, self.hardware, TUNING.hidden_gather_share))
         _, number, names = min(found)
         return Fitting(number, names)
+
+    def _choose_buckets(self, local: LocalGraph) -> Fitting:
+        """The largest buckets that fit."""
+        peaks = [self._peak_after(way)(local) for way in smaller_buckets(self.after)]
+        fits = [number for number, peak in enumerate(peaks) if peak.size_bytes <= self.budget_bytes]
+        if not fits:
+            least = min(peaks, key=lambda peak: peak.size_bytes)
+            next_step = "give MicroBatches more pieces, or torch.utils.checkpoint in the model"
+            raise PlanError(f"{least} with micro-batches", f"at most {human(self.budget_bytes)}", next_step)
+        return Fitting(fits[0], ())
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
         """The choice with the smallest peak, and that peak in bytes."""

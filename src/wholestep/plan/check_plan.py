@@ -19,7 +19,7 @@ from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout
-from ..mesh import Mesh
+from ..mesh import TIME, Mesh
 from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import BoundRule, Group
@@ -131,7 +131,8 @@ class _Check:
         (read,), (made,) = decision.operands, decision.outputs
         part, other = AxisState("P", op="norm1"), AxisState("P", op="norm2")
         takes = (REPLICATED, VARIES, part, other)
-        heard = all(made.state(axis) == part and read.state(axis) in takes for axis in self.axes)
+        alike = TIME if read.state(TIME) == made.state(TIME) == REPLICATED else ""
+        heard = all(made.state(axis) == part and read.state(axis) in takes for axis in self.axes if axis != alike)
         if not heard or read.dims != made.dims:
             raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 

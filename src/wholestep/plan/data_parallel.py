@@ -107,7 +107,7 @@ class DataParallel:
             MeshError: an axis does not exist.
             PlanError: a style that needs two axes on one.
         """
-        names = mesh.names if self.axis is None else (self.axis,) if isinstance(self.axis, str) else self.axis
+        names = mesh.of_ranks.names if self.axis is None else (self.axis,) if isinstance(self.axis, str) else self.axis
         for name in names:
             mesh.axis_size(name)
         if self.kind.grouped and len(names) < 2:

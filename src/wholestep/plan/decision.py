@@ -39,13 +39,15 @@ class Options:
 
     `keep_gathered_bytes` bounds the gathered parameters that are kept from forward to backward; parameters beyond it
     are re-gathered (0: all, None: none). `regathered` names further ones. `reduce_dtype` is the dtype of gradient
-    reductions, None for the dtype of the gradient.
+    reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
+    piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
     """
 
     keep_gathered_bytes: int | None = None
     reduce_dtype: str | None = None
     broadcast_buffers: bool = False
     regathered: tuple[str, ...] = ()
+    reduces_each_piece: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .decision import Decision, Options
+from .for_pieces import for_pieces
 from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
@@ -46,7 +47,7 @@ def make_plan(
     hardware: Hardware | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
-    hardware = hardware or one_host()
+    hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
@@ -54,15 +55,17 @@ def make_plan(
     resting, rest = _placed(graph, mesh, strategies, placed)
     grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
+    planned = for_pieces(graph) if mesh.pieces > 1 else graph
     start = PropagationInputs(
-        graph, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
+        planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
     )  # fmt: skip
     decisions, expanded = _propagate(start, strategies)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered)
+    each = mesh.pieces > 1 and options.kind.shards_gradients
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, grad_targets)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}

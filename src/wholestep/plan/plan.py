@@ -21,6 +21,7 @@ from ..typed_json import MalformedError, hints_of, parse
 from ..typed_values import check_arguments
 from . import explain as explanations
 from .decision import Decision, Objective, Options
+from .for_pieces import for_pieces
 from .plan_diff import Difference, diff
 from .plan_file import decode, encode
 from .plan_form import check_form
@@ -91,7 +92,8 @@ class Plan:
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops in `expanded` decomposed."""
+        """`graph` with the ops in `decomposed` decomposed, and random numbers that pieces share drawn at once."""
+        graph = for_pieces(graph) if self.mesh.pieces > 1 else graph
         return expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
 
     def check(self, graph: TrainGraph) -> None:

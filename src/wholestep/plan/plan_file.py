@@ -22,11 +22,14 @@ from ..typed_json import MalformedError, Readers, as_list, as_object, hints_of, 
 from ..typed_json import read as typed
 from .data_parallel import DataParallel, PerParameterStorage
 from .decision import Decision
+from .micro_batches import MicroBatches
 from .strategies import Strategies
 from .strategy import Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
 
-_STRATEGIES = {kind.__name__: kind for kind in (DataParallel, PerParameterStorage, TensorParallel, SolvedLayouts)}
+_STRATEGIES = {
+    kind.__name__: kind for kind in (DataParallel, MicroBatches, PerParameterStorage, TensorParallel, SolvedLayouts)
+}
 _AGAIN = "write the plan again"
 
 

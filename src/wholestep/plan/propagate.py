@@ -27,13 +27,15 @@ from ..graph.nodes import node_at, operands
 from ..graph.op_kinds import VIEWS
 from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
+from ..mesh import TIME
 from ..reshard import reshard
 from ..rules.find_rule import find_rule
-from ..rules.registry import is_random
+from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
 from .decision import Decision
 from .explain import moves, reason, settled
+from .for_pieces import is_drawn_into
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
@@ -107,7 +109,8 @@ class _Propagation:
         """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard."""
         layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
-            partial = partial.put(axis, AxisState("P", op="norm1"))
+            if axis != TIME or layout.state(axis) != REPLICATED:  # a rank need not be heard once for each piece
+                partial = partial.put(axis, AxisState("P", op="norm1"))
         return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 
     def _call(self, node: Node) -> Decision:
@@ -134,6 +137,11 @@ class _Propagation:
             if axis in self.situation.storage and node.target in VIEWS and node not in self.batch_dependent:
                 why = "a view of the whole"  # gathered as stored: rows first
                 because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
+                continue
+            if axis == TIME and (draws(node) or is_drawn_into(node)):
+                why = "drawn at once"
+                wanted = wanted if random else [w.put(axis, s) for w, s in zip(wanted, states, strict=True)]
+                because.append(f"{axis}: random numbers of all pieces, as on one device")
                 continue
             if node in self.rounding:
                 why = "rounds coarsely"

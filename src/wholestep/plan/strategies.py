@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar, cast
 
 from ..errors import PlanError, shown
-from ..graph.graph import TrainGraph
-from ..mesh import Mesh
+from ..graph.graph import Role, TrainGraph
+from ..mesh import TIME, Mesh, refuse_time, with_pieces
 from .data_parallel import DataParallel
 from .decision import Decision
+from .micro_batches import MicroBatches
 from .storage_styles import STYLES
 from .strategy import BatchCut, Pins, Resting, Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
@@ -34,6 +36,31 @@ class Strategies:
     def options(self) -> DataParallel:
         """Options of the data-parallel strategy, or the defaults."""
         return self.data or DataParallel("replicate", axis=(), semantics="global")
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces in which a rank goes through its batch."""
+        return next((part.pieces for part in self.parts if isinstance(part, MicroBatches)), 1)
+
+    def planning_mesh(self, graph: TrainGraph, mesh: Mesh) -> Mesh:
+        """The mesh of ranks, with an axis `time` if there are micro-batches. Raises MeshError if it has one already.
+
+        A small batch has fewer pieces: 12 samples in 8 are 6 pieces of 2.
+        """
+        refuse_time(mesh)
+        if self.pieces == 1:
+            return mesh
+        if self.async_axes(mesh):
+            found = f"async_tp with MicroBatches({self.pieces})"
+            raise PlanError(found, "one of them: products inside a loop are not cut into blocks", "leave out async_tp")
+        most, asked = 1, with_pieces(mesh, self.pieces)
+        for given in graph.inputs:
+            for cut in self.batch_cuts(asked, given.name, len(given.meta.shape)) if given.role is Role.BATCH else ():
+                parts = prod(mesh.axis_size(axis) for axis in cut.axes if axis != TIME)
+                rows = -(-given.meta.shape[cut.dim] // parts)
+                if TIME in cut.axes and rows:
+                    most = max(most, -(-rows // -(-rows // self.pieces)))
+        return with_pieces(mesh, most) if most > 1 else mesh
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
@@ -73,9 +100,9 @@ class Strategies:
         return any(part.shares_batches for part in self.parts)
 
     def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
-        """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost."""
+        """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost, `time` innermost."""
         dims: dict[int, tuple[str, ...]] = {}
-        for part in sorted(self.parts, key=lambda p: p is not self.data):
+        for part in sorted(self.parts, key=lambda p: (p is not self.data, isinstance(p, MicroBatches))):
             cut = part.batch_cut(mesh, name, ndim)
             if cut is not None:
                 several = tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
@@ -121,4 +148,6 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         )
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
+    if sum(isinstance(p, MicroBatches) for p in parts) > 1:
+        raise PlanError("MicroBatches twice", "one number of pieces", "pass one with the product of both")
     return Strategies(parts)

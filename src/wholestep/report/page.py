@@ -97,7 +97,7 @@ def program(
         return run_passes(partition(graph, plan), pipeline(hardware) if passes is None else passes)
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
-    if differing or graph.mesh != plan.mesh:
+    if differing or graph.mesh != plan.mesh.of_ranks:
         found = f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}"
         found = f"only one of plan and program has {differing[0]!r}" if differing else found
         next_step = "pass the planned graph, or wholestep.partition(graph, plan)"

@@ -222,5 +222,12 @@ def _frozen(value: Any) -> Any:
 
 
 def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers."""
+    """True for an op that may draw random numbers."""
     return _torch.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def draws(node: Node) -> bool:
+    """True for an op that draws random numbers: fused attention does with dropout alone."""
+    place = _torch.position_of(node.target, "dropout_p") if is_random(node) and _torch.is_op(node.target) else None
+    given = node.args[place] if place is not None and place < len(node.args) else 0.0
+    return is_random(node) and (place is None or node.kwargs.get("dropout_p", given) not in (0, 0.0))

@@ -21,7 +21,7 @@ from ..capture.capture_options import CaptureOptions
 from ..distributed.launch import World
 from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
-from ..mesh import Mesh
+from ..mesh import Mesh, refuse_time
 from ..passes.schedule import Schedule
 from ..plan.plan import Plan
 from ..plan.plan_form import check_form
@@ -208,11 +208,14 @@ class StepOptions:
         else:
             auto = given.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
+        if strategies.pieces > 1 and backend.name == "inductor":
+            found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
+            raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
         keeps = strategies.options.reshard_after_forward is False
         if budget is not None:
             strategies = _with_kept_gathers(strategies, given)
         if mesh is not None:
-            strategies.axes(mesh)
+            strategies.axes(refuse_time(mesh))
         elif (style := strategies.options.kind).grouped:
             needed = "a mesh of two axes"
             raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
@@ -292,6 +295,7 @@ def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
         found = f"the plan does not hold what made it ({plan.strategy})"
         needed = "one of wholestep's own strategies, in a file that this version writes"
         raise PlanError(found, needed, "give the strategy as parallel=")
-    if mesh is not None and mesh != plan.mesh:
-        raise MeshError(f"mesh {mesh} with a plan for {plan.mesh}", "the plan's mesh", "leave out mesh=, or plan again")
-    return plan.strategies, plan.mesh
+    ranks = plan.mesh.of_ranks
+    if mesh is not None and mesh != ranks:
+        raise MeshError(f"mesh {mesh} with a plan for {ranks}", "the plan's mesh", "leave out mesh=, or plan again")
+    return plan.strategies, ranks

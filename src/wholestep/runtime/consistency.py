@@ -32,6 +32,7 @@ from ..distributed.rendezvous import Calls, Rendezvous
 from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, Section
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.loop import with_bodies
 from ..graph.nodes import is_collective, node_at
 from ..graph.text import short_dtype, show_call
 from ..plan.plan import Plan
@@ -262,7 +263,7 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             lines.append(
                 f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
             )
-    for node in local.graph.nodes:
+    for node, _ in with_bodies(local.graph):
         if is_collective(node):
             source = meta.tensor(node_at(node, 0))
             shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""

@@ -1,0 +1,73 @@
+"""Loops of a local graph: one body, run for each piece of the batch, with what it accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .nodes import function_of
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """The target of a node: runs `body` for piece 0, 1, ... of `pieces`, and returns a list of what it accumulates.
+
+    The node's operands are those of the whole rank. Placeholders of the body are these, then one for each accumulator,
+    which is None for the first piece; the body returns the accumulators. Before binding, the coordinate of a piece is
+    the axis `time`, as that of a rank is another axis; then arguments that differ between pieces are a `ByPiece`.
+    """
+
+    body: Graph
+    pieces: int
+    __name__ = "loop"
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """Run the pieces node by node, once the loop is bound to a rank. The backend `eager` compiles the body."""
+        end = next(iter(reversed(self.body.nodes)))
+        totals: list[Any] = [None] * len(end.args[0])  # pyright: ignore
+        for piece in range(self.pieces):
+            given = iter([*operands, *totals])
+            values: dict[Node, Any] = {}
+
+            def read(value: Any, piece: int = piece, values: dict[Node, Any] = values) -> Any:
+                if isinstance(value, Node):
+                    return values[value]
+                if isinstance(value, (list, tuple)):
+                    return type(value)(read(one) for one in value)  # pyright: ignore
+                return value.values[piece] if isinstance(value, ByPiece) else value
+
+            for node in self.body.nodes:
+                if node.op == "call_function":
+                    kwargs = {key: read(value) for key, value in node.kwargs.items()}
+                    values[node] = function_of(node)(*map(read, node.args), **kwargs)
+                elif node.op == "placeholder":
+                    values[node] = next(given)
+            totals = list(map(read, end.args[0]))  # pyright: ignore
+        return totals
+
+    def with_body(self, body: Graph) -> Loop:
+        """This loop with another body."""
+        return replace(self, body=body)
+
+
+@dataclass(frozen=True)
+class ByPiece:
+    """An argument of a body that is bound to a rank: its value for each piece."""
+
+    values: tuple[Any, ...]
+
+
+def loop_of(node: Node) -> Loop | None:
+    """The loop that `node` runs; None for every other node."""
+    return node.target if isinstance(node.target, Loop) else None
+
+
+def with_bodies(graph: Graph) -> Iterator[tuple[Node, int]]:
+    """Each node of a graph and of the bodies of its loops, with the number of times that it runs."""
+    for node in graph.nodes:
+        yield node, 1
+        if loop := loop_of(node):
+            yield from ((inner, loop.pieces) for inner in loop.body.nodes)

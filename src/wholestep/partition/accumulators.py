@@ -1,0 +1,44 @@
+"""What loops accumulate. The first operand of these functions is None for the first piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..graph.op_kinds import FREE, priced_like
+from ..graph.storage import shares
+
+
+@shares("view")
+def add_up(total: Tensor | None, value: Tensor, op: str, owned: bool) -> Tensor:
+    """Return `total` with `value` added, or the larger (`max`) or smaller (`min`) of both, in the memory of `total`.
+    `owned`: nothing else uses the memory of `value`.
+    """
+    if total is None:
+        return value if owned else value.clone()
+    if op in ("max", "min"):
+        return (torch.maximum if op == "max" else torch.minimum)(total, value, out=total)
+    return total.add_(value)
+
+
+@shares("view")
+def put_piece(whole: Tensor | None, value: Tensor, pieces: int, piece: int) -> Tensor:
+    """Return `whole` with `value` as its rows number `piece` of as many."""
+    rows = value.shape[0]
+    if whole is None:
+        whole = value.new_empty((pieces * rows, *value.shape[1:]))
+    whole[piece * rows : (piece + 1) * rows] = value
+    return whole
+
+
+@shares("all")
+def keep_piece(kept: list[Tensor] | None, value: Tensor, owned: bool) -> list[Tensor]:
+    """Return `kept` with `value` of one more piece, for a later loop."""
+    return [*(kept or ()), value if owned else value.clone()]
+
+
+@priced_like(FREE)
+@shares("view")
+def kept_piece(kept: list[Tensor], piece: int) -> Tensor:
+    """Return the value of one piece that `keep_piece` has kept."""
+    return kept[piece]

@@ -1,0 +1,346 @@
+"""Folds the axis `time` of a partitioned program into loops: one rank goes through the pieces of its batch.
+
+Partitioning has treated the pieces as ranks. Here a value that differs between pieces belongs to a loop, one that does
+not is computed once; a collective along `time` becomes an accumulator. What needs the result of such a collective comes
+in a later loop, or after the last one. Everything runs as late as it may, so that a first loop that only counts tokens
+does not take the forward away from its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import LocalGraph
+from ..graph.loop import Loop, loop_of
+from ..graph.meta import TensorMeta, contiguous
+from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.op_kinds import CHEAP, collective_kind, is_pointwise
+from ..graph.storage import most_at_once, shared_operand
+from ..graph.text import human
+from ..layout import REPLICATED, Extent
+from ..mesh import TIME
+from ..rules.registry import draws
+from .accumulators import add_up, keep_piece, kept_piece, put_piece
+from .rank_ops import RANK_DEPENDENT, drawn, take_chunk
+from .rank_ops import contiguous as contiguous_copy
+
+aten = torch.ops.aten
+
+
+def fold_pieces(local: LocalGraph, once: Mapping[Node, Collection[Node]], regathered: Collection[Node]) -> LocalGraph:
+    """Return the program of a rank for a program of a rank and a piece. `once`: calls whose results are the same for
+    every piece, as the plan says, with the operands of which they read only the shape. `regathered`: gathers that are
+    repeated for each piece rather than kept for all.
+
+    Raises:
+        PlanError: more than half of the activations would be kept for all pieces: sums over the whole batch split the
+            loop. Or a value has to be exchanged between pieces in a way that has no form as a loop.
+    """
+    fold = _Fold(local, once, regathered)
+    made = fold.run()
+    _check_memory(made, fold.pieces)
+    return made
+
+
+@dataclass
+class _Fold:
+    """`stage`: of a node that runs once, how many loops run before it; of others, the number of the loop. `batch`: the
+    dim that is cut, by placeholder. `looped`: nodes that differ between pieces. `keeps`: those that a later loop reads.
+    `sunk`: gathers that are repeated for each piece.
+    """
+
+    local: LocalGraph
+    once: Mapping[Node, Collection[Node]]
+    regathered: Collection[Node]
+    new: Graph = field(default_factory=Graph)
+    at: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    stage: dict[Node, int] = field(default_factory=dict[Node, int])
+
+    def __post_init__(self) -> None:
+        self.nodes = [n for n in self.local.graph.nodes if n.op == "call_function"]
+        self.pieces = self.local.mesh.pieces
+        given = zip(self.local.placeholders(), self.local.layouts, strict=True)
+        self.batch = {node: layout.state(TIME).dim for (_, node), layout in given if layout.state(TIME) != REPLICATED}
+        self.looped, self.sunk = set(self.batch), set[Node]()
+        self._find_looped()
+        self.loops = self._earliest()
+        self._latest()
+        self.keeps = self._kept()
+
+    def run(self) -> LocalGraph:
+        mesh = self.local.mesh.of_ranks
+        layouts = tuple(layout.put(TIME, REPLICATED) for layout in self.local.layouts)
+        for (given, node), layout in zip(self.local.placeholders(), layouts, strict=True):
+            self.at[node] = copy_node(node, self.new, self.at.__getitem__)
+            if node in self.batch:
+                shape = layout.local_shape(given.meta.shape, mesh, mesh.coordinate(0))
+                whole = given.meta if shape == given.meta.shape else contiguous(shape, given.meta)
+                meta.set_tensors(self.at[node], (whole,))
+        by_stage: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            if not self._in_loop(node) and not self._is_result(node):
+                by_stage.setdefault(self.stage[node], []).append(node)
+        for stage in range(self.loops + 1):
+            for node in by_stage.get(stage, []):
+                if node in self.at:
+                    continue
+                self.at[node] = copy_node(node, self.new, self._read)
+            if stage < self.loops:
+                _Body(self, stage).write([n for n in self.nodes if self._in_loop(n) and self.stage[n] == stage])
+        output = next(iter(reversed(self.local.graph.nodes)))
+        self.new.output(map_arg(output.args[0], self.at.__getitem__))
+        _drop_dead(self.new)
+        return replace(self.local, graph=self.new, mesh=mesh, layouts=layouts)
+
+    def _read(self, node: Node) -> Node:
+        """A value in the outer graph; memory of its shape for one that is not there: only the shape is read."""
+        if node in self.at and node not in self.looped:
+            return self.at[node]
+        if not node.all_input_nodes:
+            self.at[node] = copy_node(node, self.new, self._read)
+            return self.at[node]
+        made = meta.one_tensor(node)
+        new = add_call(self.new, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
+        new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+        return new
+
+    def _operands(self, node: Node) -> list[Node]:
+        """The nodes whose values `node` reads."""
+        by_shape = self.once.get(node, ())
+        return [given for given in node.all_input_nodes if given not in by_shape]
+
+    def crosses(self, node: Node) -> bool:
+        """True for a collective along `time`."""
+        return is_collective(node) and node.args[-1] == TIME
+
+    def _is_result(self, node: Node) -> bool:
+        return is_wait(node) and self.crosses(node_at(node, 0))
+
+    def _in_loop(self, node: Node) -> bool:
+        return node in self.looped or node in self.sunk or self.crosses(node)
+
+    def _find_looped(self) -> None:
+        """Find the nodes whose values differ between pieces."""
+        for node in self.nodes:
+            if self.crosses(node) or self._is_result(node):
+                continue
+            differs = node.target in RANK_DEPENDENT and node.args[-1] == TIME
+            differs = differs or (meta.is_ranked(node) and _has_time((node.args, tuple(node.kwargs.values()))))
+            differs = differs or not self.looped.isdisjoint(self._operands(node))
+            if differs and node in self.once:
+                text = f"%{node.name} is the same for all micro-batches, but reads what differs between them"
+                raise PlanError(text, "a rule that says so", "leave out MicroBatches", meta.source_line(node))
+            if differs:
+                self.looped.add(node)
+
+    def _earliest(self) -> int:
+        """The number of loops: the longest chain of values that are complete after a loop."""
+        first = dict[Node, int]()
+        for node in self.nodes:
+            first[node] = max((first.get(given, 0) for given in self._operands(node)), default=0)
+            if self._is_result(node):
+                first[node] += 1
+        self.first = first
+        return max((first[n] + 1 for n in self.nodes if self.crosses(n)), default=0)
+
+    def _latest(self) -> None:
+        """Find the last stage in which each node may run. Random numbers are drawn in the order of the program."""
+        drawn_by = self.loops
+        for node in reversed(self.nodes):
+            last = self.loops - 1 if self._in_loop(node) else self.loops
+            for user in node.users:
+                if user.op != "output" and node in self._operands(user):
+                    last = min(last, self.stage[user] - (1 if self._is_result(user) else 0))
+            if draws(node) or node.target is drawn:
+                last = drawn_by = min(last, drawn_by)
+            if last < self.first[node]:
+                found = (
+                    f"%{node.name} draws random numbers from a value of all micro-batches, and others follow before it"
+                )
+                raise PlanError(found, "draws that need no loop", "leave out MicroBatches", meta.source_line(node))
+            self.stage[node] = last
+            if node in self.regathered and all(self._in_loop(u) and self.stage[u] == last for u in node.users):
+                self.sunk.add(node)
+        for node in self.nodes:
+            if _torch.is_getitem(node.target):
+                self.stage[node] = self.stage[node_at(node, 0)]
+
+    def _kept(self) -> set[Node]:
+        """Values of pieces that a later loop reads, but for those that are computed again from what it has anyway."""
+        kept, again = set[Node](), set(self.batch)
+        for node in self.nodes:
+            if node not in self.looped:
+                continue
+            cheap = is_pointwise(node.target) or node.target in CHEAP or node.target in RANK_DEPENDENT
+            if cheap and all(given in again or given not in self.looped for given in node.all_input_nodes):
+                again.add(node)
+            elif any(user.op != "output" and self.stage[user] > self.stage[node] for user in node.users):
+                kept.add(node)
+                again.add(node)
+        return kept
+
+    def owned(self, node: Node) -> bool:
+        """True if nothing but its one reader uses the memory of a value of a piece."""
+        if node not in self.looped or node in self.batch or len(node.users) != 1:
+            return False
+        shared = None if _torch.is_getitem(node.target) else shared_operand(node)
+        return _is_fresh(node) if shared is None else self.owned(shared)
+
+
+@dataclass
+class _Body:
+    """Writes one loop. `given`: placeholders, by the node of the outer graph that they stand for. `totals`: for each
+    accumulator its placeholder, its last value, and the node of the partitioned program that it is the result of.
+    """
+
+    fold: _Fold
+    stage: int
+    graph: Graph = field(default_factory=Graph)
+    inside: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    given: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    totals: list[tuple[Node, Node, Node]] = field(default_factory=list[tuple[Node, Node, Node]])
+
+    def write(self, nodes: Sequence[Node]) -> None:
+        """Write the loop whose nodes are `nodes`, in order."""
+        for node in nodes:
+            if self.fold.crosses(node):
+                self._accumulate(node)
+            elif node not in self.inside:
+                self._copy(node)
+            if node in self.fold.keeps:
+                self._keep(node)
+        self.graph.output(tuple(total for _, total, _ in self.totals))
+        _drop_dead(self.graph)
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
+            first.prepend(placeholder)
+        made = [meta.one_tensor(total) for _, total, _ in self.totals]
+        target = Loop(self.graph, self.fold.pieces)
+        loop = add_call(self.fold.new, target, tuple(self.given), made[0], self.totals[0][1], f"loop_{self.stage}")
+        meta.set_tensors(loop, made)
+        for number, (_, total, source) in enumerate(self.totals):
+            item = self.fold.new.create_node("call_function", _torch.GETITEM, (loop, number), name=total.name)
+            meta.copy(source, item)
+            meta.set_tensors(item, (made[number],))
+            self.fold.at[source] = item
+
+    def _copy(self, node: Node) -> Node:
+        self.inside[node] = copy_node(node, self.graph, self._read)
+        return self.inside[node]
+
+    def _read(self, node: Node) -> Node:
+        """A value in this body: computed here, kept by an earlier loop, computed again, or given from outside."""
+        if node in self.inside:
+            return self.inside[node]
+        made = meta.tensor(node)
+        if node not in self.fold.looped:
+            self.inside[node] = self._take(node)
+        elif node in self.fold.batch and made is not None:
+            args = (self._take(node), self.fold.batch[node], self.fold.pieces, TIME)
+            self.inside[node] = add_call(self.graph, take_chunk, args, made, node, f"{node.name}_piece")
+            meta.set_strided(self.inside[node], meta.is_strided(node))
+        elif node in self.fold.at and made is not None:
+            self.inside[node] = add_call(
+                self.graph, kept_piece, (self._take(node), TIME), made, node, f"{node.name}_kept"
+            )
+        else:
+            self._copy(node)
+        return self.inside[node]
+
+    def _take(self, node: Node) -> Node:
+        """A placeholder for a value of the outer graph."""
+        outer = self.fold.at[node]
+        if outer not in self.given:
+            self.given[outer] = self._placeholder(outer.name, outer, meta.one_tensor(outer))
+        return self.given[outer]
+
+    def _placeholder(self, name: str, like: Node, made: TensorMeta) -> Node:
+        new = self.graph.create_node("placeholder", name, name=name)
+        meta.copy(like, new)
+        meta.set_tensors(new, (made,))
+        return new
+
+    def _accumulate(self, node: Node) -> None:
+        """The accumulator that a collective along `time` becomes."""
+        (result,) = node.users
+        given = node_at(node, 0)
+        name = (node_at(given, 0) if given.target is contiguous_copy else given).name
+        value, made = self._read(given), meta.one_tensor(result)
+        kind, op = collective_kind(node.target), node.args[1]
+        total = self._placeholder(f"{name}_so_far", result, made)
+        if kind == "all_reduce" and op in ("sum", "max", "min"):
+            new = add_call(self.graph, add_up, (total, value, op, self.fold.owned(given)), made, node, f"{name}_total")
+        elif kind == "all_gather":
+            new = add_call(self.graph, put_piece, (total, value, self.fold.pieces, TIME), made, node, f"{name}_total")
+        else:
+            found = f"%{node.name}: {kind} ({op}) between micro-batches"
+            raise PlanError(found, "sums, extremes and gathers", "leave out MicroBatches", meta.source_line(node))
+        self.totals.append((total, new, result))
+
+    def _keep(self, node: Node) -> None:
+        """Keep the value of every piece for a later loop."""
+        found = meta.one_tensor(node)
+        made = contiguous((self.fold.pieces, *found.shape), found)
+        total = self._placeholder(f"{node.name}_so_far", node, made)
+        new = add_call(
+            self.graph, keep_piece, (total, self.inside[node], _is_fresh(node)), made, node, f"{node.name}_pieces"
+        )
+        self.totals.append((total, new, node))
+
+
+def _check_memory(local: LocalGraph, pieces: int) -> None:
+    """Raise PlanError if loops keep more for all pieces than they hold of the whole batch piece by piece."""
+    loops = [(node, loop) for node in local.graph.nodes if (loop := loop_of(node))]
+    held = pieces * max((sum(one.size_bytes for one in most_at_once(loop.body)) for _, loop in loops), default=0)
+    kept: dict[Node, int] = {}
+    for node, loop in loops:
+        ends = operands(next(iter(reversed(loop.body.nodes))))
+        for item in node.users:
+            end = ends[cast(int, item.args[1])]
+            if end.target is keep_piece or (end.target is put_piece and not _is_returned(item)):
+                kept[end] = meta.size_bytes(end)
+    if sum(kept.values()) <= held:
+        return
+    largest = max(kept, key=kept.__getitem__)
+    total, name, size = human(sum(kept.values())), node_at(largest, 1).name, human(kept[largest])
+    raise PlanError(
+        f"{pieces} micro-batches keep {total} of values for all pieces, and hold {human(held)} piece by piece:"
+        f" what follows %{name} ({size}) waits for all of the batch",
+        "at least half of the activations to be needed for one piece at a time",
+        "compute statistics and views that mix samples outside the model, give pieces of equal size, or leave out"
+        " MicroBatches",
+        meta.source_line(largest),
+    )
+
+
+def _is_returned(node: Node) -> bool:
+    """True if nothing but the caller reads a value."""
+    return all(user.op == "output" or (shared_operand(user) is node and _is_returned(user)) for user in node.users)
+
+
+def _is_fresh(node: Node) -> bool:
+    """True if the value is in memory that the node has made, or the op whose result it is."""
+    if not _torch.is_getitem(node.target):
+        return shared_operand(node) is None
+    source = node_at(node, 0)
+    return _torch.is_op(source.target) and shared_operand(source, meta.picked(node).start) is None
+
+
+def _drop_dead(graph: Graph) -> None:
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+
+def _has_time(value: Any) -> bool:
+    """True if a number in the arguments differs between pieces."""
+    if isinstance(value, (list, tuple)):
+        return any(_has_time(one) for one in cast(Sequence[Any], value))
+    return isinstance(value, Extent) and any(axis == TIME for axis, _ in value.axes)

@@ -1,0 +1,72 @@
+"""Micro-batches: an axis `time` that ranks do not share, but go through piece after piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..graph.graph import TrainGraph
+from ..mesh import TIME, Mesh
+from ..typed_values import check_fields
+from .data_parallel import BatchDim, batch_dim
+from .decision import Decision
+from .strategy import BatchCut, Pins, Resting
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Each rank goes through its batch in `pieces`, and computes what it would compute on all of it at once.
+
+    What depends on samples (activations) exists for one piece at a time, what is summed over samples (gradients,
+    losses, counts) accumulates, and all else is computed once. Random numbers are drawn for the whole batch, so that
+    pieces do not change them. Pieces may differ in size: they are those of `torch.chunk`.
+
+    Args:
+        pieces: how many.
+        input_batch_dim: the dim of batch tensors that counts samples, as in `DataParallel`.
+
+    Example:
+        >>> plan = ws.plan(graph, "dp=8", [ws.DataParallel("zero1"), ws.MicroBatches(4)])
+        >>> step = ws.compile(train_step, parallel=[ws.DataParallel("fully_shard"), ws.MicroBatches(4)])
+
+    Raises:
+        PlanError: `pieces` is not positive.
+    """
+
+    pieces: int
+    input_batch_dim: BatchDim = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.pieces < 1:
+            raise PlanError(f"MicroBatches({self.pieces})", "at least one piece", "correct the number")
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axis `time`, in the mesh of a plan."""
+        return (TIME,) if TIME in mesh.names else ()
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """As they are: every piece reads the same parameters."""
+        return dict(before)
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """None: activations stay where the batch puts them."""
+        return Pins()
+
+    @property
+    def shares_batches(self) -> bool:
+        """False: no other rank has the other pieces."""
+        return False
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """The dim that counts samples."""
+        dim = batch_dim(self.input_batch_dim, name, ndim) if TIME in mesh.names else None
+        return None if dim is None else BatchCut(dim, (TIME,))
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Nothing more is promised."""
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        return f"{self.pieces} micro-batches"

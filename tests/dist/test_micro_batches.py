@@ -1,0 +1,94 @@
+"""Micro-batches on gloo ranks: what the ranks compute without them, with all passes, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from wholestep.graph.loop import loop_of
+from wholestep.runtime.random_state import of_steps
+
+ROWS = (8, 8, 5, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    loss = (losses * batch["weight"]).sum() / batch["weight"].sum()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _trained(rank: int, parallel: Any, options: dict[str, Any]) -> tuple[list[Tensor], ws.CompiledStep]:
+    """Losses and parameters."""
+    of_steps.clear()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    step = ws.compile(train, parallel=parallel, **options)
+    generator, found = torch.Generator().manual_seed(rank), list[Tensor]()
+    for number, rows in enumerate(ROWS):
+        batch = {
+            "x": torch.randn(rows, 12, generator=generator), "y": torch.randint(0, 7, (rows,), generator=generator),
+            "weight": torch.rand(rows, generator=generator),
+        }  # fmt: skip
+        torch.manual_seed(10 * number + rank)
+        found.append(step(model, optimizer, batch))
+    step.flush()
+    return [*found, *map(whole, model.parameters())], step
+
+
+def _trains(rank: int, world: int, data: dict[str, Any], pieces: int, options: dict[str, Any]) -> tuple[float, int]:
+    torch.set_default_dtype(torch.float64)
+    one = ws.DataParallel(**data)
+    expected, _ = _trained(rank, one, options)
+    found, step = _trained(rank, [one, ws.MicroBatches(pieces)], options)
+    assert step.local_graph is not None
+    loops = sum(1 for node in step.local_graph.graph.nodes if loop_of(node))
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), loops
+
+
+STYLES = [
+    {"style": "replicate"}, {"style": "zero1"}, {"style": "zero2"}, {"style": "fully_shard"},
+    {"style": "fully_shard", "reshard_after_forward": True},
+]  # fmt: skip
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "across_steps"}, {"on_nonfinite": "skip"}], ids=["", "across", "skip"]
+)
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+@pytest.mark.parametrize("data", STYLES, ids=lambda data: "-".join(map(str, data.values())))
+def test_the_same_as_without(data: dict[str, Any], semantics: str, pieces: int, options: dict[str, Any]) -> None:
+    """In float64, and with dropout."""
+    for worst, loops in run_ranks(_trains, 2, data | {"semantics": semantics}, pieces, options):
+        assert worst < 1e-10
+        assert loops == 2
+
+
+def test_with_all_passes() -> None:
+    for worst, loops in run_ranks(_trains, 2, STYLES[-1] | {"semantics": "global"}, 3, {}):
+        assert worst < 1e-10
+        assert loops == 2
