@@ -81,4 +81,5 @@ from .inductor import *
 from .op_schemas import *
 from .python_hooks import *
 from .replaced import *
+from .symbols import *
 from .tracing import *
