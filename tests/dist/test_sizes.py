@@ -39,7 +39,7 @@ def average(model: nn.Module, world: int) -> None:
 
 def _trains(rank: int, world: int, style: str, semantics: str, calls: int) -> tuple[float, int, list[str]]:
     torch.set_default_dtype(torch.float64)
-    config = GPTConfig(layers=2, width=32, heads=2, context=24)
+    config = GPTConfig(layers=1, width=16, heads=2, context=24)
     model, other = build(config, 0), build(config, 0)
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
     step = ws.compile(train, parallel=ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics)))
@@ -60,14 +60,14 @@ def _trains(rank: int, world: int, style: str, semantics: str, calls: int) -> tu
 
 
 def check(style: str, semantics: str, calls: int) -> None:
-    for worst, captures, misses in run_ranks(_trains, 2, style, semantics, calls):
+    for worst, captures, misses in run_ranks(_trains, 2, style, semantics, calls, timeout=300):
         assert worst < 1e-9, misses
         assert captures == 2, misses
 
 
 @pytest.mark.parametrize(("style", "semantics"), [("fully_shard", "per_rank"), ("zero1", "global")])
 def test_ranks_with_other_sizes_share_one_program(style: str, semantics: str) -> None:
-    check(style, semantics, 8)
+    check(style, semantics, 5)
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
 """Sizes of the batch as symbols: what is captured with them is, at each size, what a capture for that size gives."""
 
 import copy
-import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -64,6 +63,10 @@ def _filled(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def _by_count(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x * cast(float, (x.shape[0] * x.shape[1]) ** -0.5)
+
+
 def _branches(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x * 2 if x.shape[1] > 5 else x + v
 
@@ -76,7 +79,6 @@ OPS: dict[str, Op] = {
     "mean over tokens": lambda x, w, v: x - x.mean(1, keepdim=True),
     "mean over all": lambda x, w, v: x / (x.square().mean() + 1),
     "sum over batch": lambda x, w, v: x - x.sum(0) / x.shape[0],
-    "by count": lambda x, w, v: x * math.prod(x.shape[:2]) ** -0.5,
     "shifted": lambda x, w, v: torch.cat([x[:, 1:], x[:, :1]], 1),
     "flipped": lambda x, w, v: x.flip(1) + x.roll(1, 0),
     "halves": lambda x, w, v: torch.cat(x.chunk(2, -1)[::-1], -1),
@@ -91,7 +93,7 @@ OPS: dict[str, Op] = {
     "repeated": lambda x, w, v: x.repeat(2, 1, 1)[: x.shape[0]],
     "einsum": lambda x, w, v: torch.einsum("btd,de->bte", x, w),
     "attends": _attends, "masked": _masked, "sdpa": _sdpa, "convolved": _convolved, "filled": _filled,
-    "branches": _branches,
+    "branches": _branches, "by count": _by_count,
 }  # fmt: skip
 
 

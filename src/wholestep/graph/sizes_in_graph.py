@@ -72,7 +72,7 @@ def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
     """Return the graph that a capture at these sizes, by symbol, gives."""
     made = _copied(train)
     values = at_sizes(made.graph, sizes)
-    with _torch.fake_mode():
+    with _torch.fake_results_bounded(), _torch.fake_mode():
         for node in made.graph.nodes:
             meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, sizes)))
     return replace(made, inputs=_inputs(made, values))

@@ -37,8 +37,8 @@ class Miss:
 
 @dataclass(frozen=True)
 class TensorGuard:
-    """Shape, stride, dtype, device and requires_grad of a tensor argument. `dims` may have any size, in any
-    strides.
+    """Shape, stride, dtype, device and requires_grad of a tensor argument. `dims` may have other
+    sizes, in any strides: `SizeCheck` compares shapes.
     """
 
     shape: torch.Size
@@ -57,8 +57,9 @@ class TensorGuard:
         """True when `value` is such a tensor."""
         return (
             isinstance(value, torch.Tensor)
-            and (self._same_shape(value) if self.dims else value.shape == self.shape and value.stride() == self.stride)
+            and (value.dim() == len(self.shape) if self.dims else value.shape == self.shape)
             and value.dtype is self.dtype
+            and (bool(self.dims) or value.stride() == self.stride)
             and value.device == self.device
             and value.requires_grad == self.requires_grad
         )
@@ -69,12 +70,6 @@ class TensorGuard:
             return False
         other = value.dtype, value.device, value.requires_grad
         return other == (self.dtype, self.device, self.requires_grad)
-
-    def _same_shape(self, value: torch.Tensor) -> bool:
-        shape = value.shape
-        return len(shape) == len(self.shape) and all(
-            n == was or dim in self.dims for dim, (n, was) in enumerate(zip(shape, self.shape, strict=True))
-        )
 
 
 class Condition:

@@ -34,6 +34,12 @@ class SizeCheck:
             for dim, size in enumerate(shape)
             if (name, dim) not in chosen
         ]
+        self._own = [
+            (i, dim, size)
+            for i, dims in self.dims.items()
+            for dim, size in enumerate(inputs.leaves[i].shape)
+            if dim not in dims
+        ]
         self.batch_sizes = inputs.sizes
         self._proved: dict[Any, tuple[int, ...]] = {}
         self._terms: list[SizeGuard] = []
@@ -48,6 +54,9 @@ class SizeCheck:
         key = (sizes, *[leaves[i].shape for i in self._leaves])
         now = self._proved.get(key)
         if now is None:
+            for i, dim, size in self._own:
+                if leaves[i].shape[dim] != size:
+                    return f"dim {dim} of argument {self._names[i]} is {leaves[i].shape[dim]}, it was {size}"
             whole = self._whole(leaves, sizes)
             for name, dim, size in self._fixed:
                 if whole[name][dim] != size:
