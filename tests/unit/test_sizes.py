@@ -74,7 +74,7 @@ def _branches(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 OPS: dict[str, Op] = {
     "linear": lambda x, w, v: F.linear(x, w, v),
     "rows": lambda x, w, v: (x.reshape(-1, D) @ w).view(x.shape[0], x.shape[1], D),
-    "rows of batches": lambda x, w, v: (x.flatten(1) * 0.5).unflatten(1, (x.shape[1], D)),
+    "rows of batches": lambda x, w, v: (x.flatten(1) * 0.5).view(x.shape),
     "norm": lambda x, w, v: F.layer_norm(x, (D,), v, v),
     "mean over tokens": lambda x, w, v: x - x.mean(1, keepdim=True),
     "mean over all": lambda x, w, v: x / (x.square().mean() + 1),
@@ -259,6 +259,12 @@ def test_dynamic_names_dims_from_the_first_call() -> None:
     calls = words((4, 8), (3, 5), (7, 32))
     step = follow(small_gpt(), calls, dynamic={"tokens": (0, 1), "targets": (0, 1)})
     assert (len(step.programs), step.captures) == (1, 2)  # the second is what the program is compared with
+
+
+@pytest.mark.parametrize("dynamic", [{"token": (0,)}, {"tokens": (2,)}])
+def test_dynamic_that_names_no_dim_is_refused(dynamic: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(ws.PlanError, match="dims of tensors that the step is given: tokens of 2 dims, targets of"):
+        follow(small_gpt(), words((4, 8)), dynamic=dynamic)
 
 
 def test_dynamic_false_captures_each_size() -> None:

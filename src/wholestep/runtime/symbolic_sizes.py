@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ from ..capture.capture import Capture, at_other_sizes
 from ..capture.fake_inputs import dynamic_dims
 from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.meta import meta_of, row_major
@@ -67,9 +69,10 @@ class SymbolicSizes:
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
         """The dims to capture as symbols for a call."""
+        shapes = batch_shapes(inputs)
+        self._check_names(shapes)
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
-        shapes = batch_shapes(inputs)
         found: dict[str, tuple[int, ...]] = {}
         for name, leaf in zip(inputs.names, inputs.leaves, strict=True):
             asked = self._asked(name)
@@ -78,6 +81,19 @@ class SymbolicSizes:
                 dims = tuple(dim for dim in sorted(asked) if dim < len(given.shape) and (name, dim) not in self.fixed)
                 found[name] = dynamic_dims(given, dims)
         return {name: dims for name, dims in found.items() if dims}
+
+    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise PlanError if `dynamic` names what is no dim of a batch tensor; warn if it is not honoured."""
+        dynamic = self.options.given.dynamic
+        given: Mapping[str, Sequence[int]] = {} if isinstance(dynamic, bool) else dynamic
+        for key, dims in given.items():
+            of = [shape for name, shape in shapes.items() if name == key or name.startswith((f"{key}[", f"{key}."))]
+            if not of or any(not 0 <= dim < len(shape) for shape in of for dim in dims):
+                found = f"dynamic={{{key!r}: {tuple(dims)}}}"
+                known = ", ".join(f"{name} of {len(shape)} dims" for name, shape in shapes.items()) or "none"
+                raise PlanError(found, f"dims of tensors that the step is given: {known}", "correct it")
+            if self.why_not:
+                warnings.warn(f"dynamic={{{key!r}: ...}} has no effect: {self.why_not}", stacklevel=2)
 
     def _asked(self, name: str) -> Collection[int]:
         dynamic = self.options.given.dynamic
