@@ -7,6 +7,7 @@ import pytest
 
 import benchmarks
 
+OTHERS = ("jax", "matplotlib", "nullcuda")  # packages of single benchmarks
 MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
 
 
@@ -14,5 +15,7 @@ MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "b
 def test_it_can_be_imported(name: str) -> None:
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        assert error.name in ("jax", "jaxlib", "matplotlib", "nullcuda"), f"{name} is broken: {error}"
+    except ModuleNotFoundError as error:
+        if error.name not in OTHERS:
+            raise
+        pytest.skip(f"needs {error.name}")

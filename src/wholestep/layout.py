@@ -83,6 +83,11 @@ class Layout:
         """Return the axes that shard a dim, by dim, outermost first."""
         return tuple(a for axes in self.dims for a in axes)
 
+    @property
+    def transposed(self) -> Layout:
+        """This layout with the dims in reverse order."""
+        return replace(self, dims=self.dims[::-1])
+
     def without_partial(self) -> Layout:
         """Return this layout with every partial axis replicated."""
         return replace(self, partial=())

@@ -19,14 +19,21 @@ class MixedPrecision:
     Args:
         param: dtype in which modules compute; None for the dtype of their parameters.
         reduce: dtype in which gradients are reduced over ranks; None for the gradient's dtype.
+        stochastic_rounding: the optimizer updates bfloat16 parameters in float32, and the result is rounded up or down
+            at random, so that its expectation is the float32 value: small updates are not lost. Random numbers follow
+            from the optimizer's count of steps, the parameter's name and the place of the element; ranks, meshes and
+            styles draw the same. Optimizer state in bfloat16 takes the nearest value. The step must update a bfloat16
+            parameter, by an optimizer that counts steps.
 
     Example:
         >>> half = wholestep.MixedPrecision(torch.bfloat16, torch.float32)
         >>> step = wholestep.compile(train_step, mixed_precision=half)
+        >>> rounded = wholestep.MixedPrecision(stochastic_rounding=True)  # of a model in bfloat16
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,6 +8,7 @@ import torch
 
 import wholestep as ws
 from benchmarks.gpu.workload import SIZES, Setting, train_step_of
+from wholestep.passes.write_into_buckets import put_pieces
 
 nullcuda: Any = pytest.importorskip(
     "nullcuda", reason="needs the null CUDA device: make test-nullcuda", exc_type=ImportError
@@ -45,3 +46,22 @@ def test_a_recorded_step_is_one_launch(optimizer: str) -> None:
     found = counts(ws.compile(train_step_of(setting), device="cuda:0", cuda_graphs=True), *setting.build())
     assert (found.graphs, found.launches, found.blas, found.syncs) == (1, 0, 0, 0)
     assert found.memcpys <= 3
+
+
+def test_pieces_of_a_bucket_are_written_together() -> None:
+    """Biases and norms, which are no matrix products: two kernels for any number of them."""
+    pieces = [torch.zeros(64, device="cuda") for _ in range(50)]
+    bucket = torch.zeros(64 * 50, device="cuda")
+    with nullcuda.counting() as counted:
+        put_pieces(bucket, [64] * 50, list(range(50)), pieces, 0.5)
+    assert (counted.counts.launches, counted.counts.memcpys) == (2, 0)
+
+
+def test_a_gradient_norm_is_one_kernel_for_all_parameters() -> None:
+    setting = Setting("tiny", SIX_LAYERS, precision="float32", optimizer="fused")
+    step = ws.compile(train_step_of(setting), device="cuda:0", cuda_graphs=False)
+    counts(step, *setting.build())
+    norms = [
+        n for n in step.local_graph.graph.nodes if "vector_norm" in str(n.target) or "foreach_norm" in str(n.target)
+    ]
+    assert sorted(str(n.target) for n in norms) == ["aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default"]

@@ -32,7 +32,13 @@ from wholestep.passes.reinplace import GATHER_INTO, Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
-from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, part_of_average, put_pieces
+from wholestep.passes.write_into_buckets import (
+    WriteIntoBuckets,
+    multiply_into,
+    part_of_average,
+    put_pieces,
+    put_together,
+)
 
 MB = 1 << 20
 
@@ -525,6 +531,16 @@ def test_parts_of_an_average() -> None:
     bucket = torch.full((30,), float("nan"))
     bucket = put_pieces(multiply_into(bucket, 6, a, b, 0.25), [6, 24], [0], [piece], 0.25)
     assert torch.equal(bucket, torch.cat([piece.flatten(), (a @ b).flatten()]) / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_pieces_that_a_gpu_writes_together_are_the_same_bits(dtype: torch.dtype, scale: float) -> None:
+    rows = [torch.randn(size).to(dtype) for size in (6, 1, 24)]
+    one_by_one = put_pieces(torch.empty(31, dtype=dtype), [6, 1, 24], [0, 1, 2], rows, scale)
+    together = torch.empty(31, dtype=dtype)
+    put_together(together.split([6, 1, 24]), rows, scale)
+    assert torch.equal(together, one_by_one)
 
 
 @pytest.mark.parametrize("case", ["convolutions", "recurrent", "micro-batches"])

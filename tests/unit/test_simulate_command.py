@@ -71,6 +71,8 @@ def test_hardware_from_a_file(model: str, tmp_path: Path) -> None:
         (("--hf", "gpt2"), "needed one of them"),
         (("--mesh", "dp=0"), "dp"),
         (("--mesh", "dp=2,tp=2"), "plan"),
+        (("--async-tp", "fast"), "--async-tp without tensor parallelism: needed an axis of --tp"),
+        (("--tp", "sequence"), "--tp on mesh dp=8: needed an axis tp"),
     ],
 )
 def test_what_is_refused(model: str, args: tuple[str, ...], message: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.fx import Node
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep as ws
 from tests import tp_models as models
@@ -196,6 +196,15 @@ def test_sequence_sharded_norm_and_mlp() -> None:
         "tp": Counter(all_gather=2, reduce_scatter=2, all_reduce=2),
         "dp": Counter(all_gather=3, reduce_scatter=3, all_reduce=1),
     }
+
+
+def test_a_gradient_is_gathered_once_for_both_products() -> None:
+    """Of the gradient, and of its transpose for the gradient of the weight."""
+    model = Llama(layers=1)
+    batch = [torch.randint(0, models.VOCAB, (2, 8)) for _ in range(2)]
+    graph = ws.capture(step_of(next_token), model, SGD(model.parameters(), lr=0.1), *batch)
+    local = ws.partition(graph, ws.plan(graph, "tp=2", TensorParallel(models.SEQUENCE)))
+    assert local.collectives()["all_gather"].count == 5  # three forward, and one for each row-parallel layer
 
 
 def test_at_most_seven_collectives() -> None:

@@ -50,6 +50,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   public writer that takes where they are.
 - distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts all_gather_into_tensor_out and
   all_reduce_; entries for both.
+- distributed._symmetric_memory (2.5): products fused with a gather or a reduce-scatter (`symmetric_memory`); a public
+  module.
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor on GPUs with its local tensor in host memory; a
   from_local that does not move the local tensor.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
@@ -87,4 +89,5 @@ from .op_schemas import *
 from .python_hooks import *
 from .replaced import *
 from .symbols import *
+from .symmetric_memory import *
 from .tracing import *

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, cast
 
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
+from ..passes.async_tensor_parallel import Agree, AsyncTensorParallel
 from ..passes.base import Pass
 from ..passes.bucket_sizes import resized
 from ..passes.contiguous_shards import ContiguousShards
@@ -30,6 +32,11 @@ HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
+
+
+def with_blocks_from(passes: Sequence[Pass], agree: Agree) -> tuple[Pass, ...]:
+    """`passes` whose `AsyncTensorParallel` cuts into the blocks that `agree` returns."""
+    return tuple(replace(one, agree=agree) if isinstance(one, AsyncTensorParallel) else one for one in passes)
 
 
 def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:

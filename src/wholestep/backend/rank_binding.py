@@ -16,6 +16,7 @@ from ..layout import resolve
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
+from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
 from .start_coalesced import COALESCED
@@ -60,6 +61,8 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 to_exchange(graph, node)
+        elif node.target in FUSED:
+            node.args = (*node.args[:-1], groups[str(node.args[-1])])
         else:
             node.args, node.kwargs = bound_arguments(node, coordinate)
     return graph

@@ -20,12 +20,13 @@ from ..graph.graph import Input, Role
 from ..graph.nodes import is_collective, operands
 from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
+from ..passes.fused_products import FUSED
 from ..rules.registry import is_random
 from .gloo.exchange import gather, swap
 from .start_coalesced import COALESCED
 from .tensorize_numbers import as_tensors, following
 
-_STARTS = (gather, swap, *COALESCED.values())
+_STARTS = (gather, swap, *COALESCED.values(), *FUSED)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
@@ -32,6 +32,7 @@ from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .sizes_fixed import SizesFixedError
+from .rounded_updates import RoundedUpdates
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
 from .watch import Watch
@@ -102,6 +103,7 @@ class Traced:
         self.numbers = Numbers(fakes.mode, first, self._add_number)
         self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
         self.given = dict[str, torch.Tensor]()
+        self.rounded = RoundedUpdates({})
 
     @property
     def kernels(self) -> str | None:
@@ -115,7 +117,11 @@ class Traced:
 
     def trace(self) -> None:
         """Trace the step."""
-        optimizer_hook = register_optimizer_step_pre_hook(self._saw_optimizer)
+        hooks = [register_optimizer_step_pre_hook(self._saw_optimizer)]
+        precision = self.request.options.mixed_precision
+        if precision and precision.stochastic_rounding:
+            hooks.append(register_optimizer_step_pre_hook(self.rounded.before))
+            hooks.append(register_optimizer_step_post_hook(self.rounded.after))
         try:
             if torch.is_anomaly_enabled():
                 refuse_anomaly_mode()
@@ -138,8 +144,11 @@ class Traced:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
             if linears:
                 linears.check_used()
+            if len(hooks) > 1:
+                self.rounded.check_used()
         finally:
-            optimizer_hook.remove()
+            for hook in hooks:
+                hook.remove()
         self.values = self.reader.values()
 
     def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
@@ -150,6 +159,7 @@ class Traced:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
         self._real = {n: h.tensor for n, h in state.params.items()}
+        self.rounded.names = {id(given[n]): n for n in state.params}
         swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
         plain = _plain_state(state, swap)
         with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
@@ -166,7 +176,7 @@ class Traced:
             groups = _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = _TorchCalls(self, swap, zeros)
-            with modules, self.watch.watching(given, called), calls:
+            with modules, self.watch.watching(given, called), calls, self.rounded:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it

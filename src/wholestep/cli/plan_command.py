@@ -13,11 +13,13 @@ from .plan_options import WHAT_IF_FORMS, batch_sizes, check_what_if, constraints
 from .target import (
     FULLY_SHARD,
     RETURNS,
+    AsyncTp,
     HardwareName,
     Hf,
     Layers,
     Seq,
     Style,
+    Tp,
     check_given,
     check_mesh,
     check_outputs,
@@ -36,10 +38,6 @@ _Model = Annotated[
 
 _Batch = Annotated[
     str | None, typer.Option(help="With --hf: sequences for each rank (1); with --auto several, 1,2,4, or auto.")
-]
-_Tp = Annotated[
-    list[str] | None,
-    typer.Option("--tp", help="Tensor parallel: pattern=colwise|rowwise|..., repeatable; model: its own plan; auto."),
 ]
 _Pin = Annotated[
     list[str] | None,
@@ -73,7 +71,8 @@ def plan(
     semantics: Annotated[
         Semantics, typer.Option(help="per_rank: as DDP; global: as one device on the whole batch.")
     ] = Semantics.per_rank,
-    tp: _Tp = None,
+    tp: Tp = None,
+    async_tp: AsyncTp = None,
     tp_axis: Annotated[str, typer.Option(help="The axis of --tp; with --hf, of the model's own plan.")] = "tp",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
@@ -118,7 +117,7 @@ def plan(
         check_what_if(what_if or [], hf is not None)
         described, spec = hardware_of(hardware), spec_of(hf, **given)
         found, kind = load(shown, target, spec), cast(Literal["per_rank", "global"], semantics.value)
-        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described)
+        tensor = planning.tensor_parallel(found, tp or [], tp_axis, mesh if hf is not None else "", described, async_tp)
         asked = planning.PlanRequest(
             found, mesh, described, described if hardware else None, kind, tensor, tp_axis, explain or (), show,
             stop_after,

@@ -146,27 +146,34 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
 
 
 def tensor_parallel(
-    target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: ws.Hardware
+    target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: ws.Hardware, async_tp: str | None = None
 ) -> Strategy | ws.WholestepError | None:
     """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose. An error,
     which is not raised, if the model has no plan.
     """
+    options: Any = {"async_tp": str(async_tp) if async_tp else None}  # an enum on the command line
     if list(tp) == ["auto"]:
-        return ws.TensorParallel("auto", axis=axis, hardware=hardware)
+        return ws.TensorParallel("auto", axis=axis, hardware=hardware, **options)
     if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
+        if async_tp:
+            refuse("--async-tp without tensor parallelism: needed an axis of --tp")
         return None
-    if not tp or list(tp) == ["model"]:
+    if not tp or list(tp) in (["model"], ["sequence"]):
+        if list(tp) == ["sequence"]:
+            options |= {"sequence": True, "loss_parallel": True}
         try:
-            return ws.TensorParallel.of((*target.models(), cast(Any, None))[0], axis=axis)
+            return ws.TensorParallel.of((*target.models(), cast(Any, None))[0], axis, **options)
         except ws.PlanError as error:
             return error
     pairs: dict[str, str] = {}
     for entry in tp:
         pattern, _, how = entry.rpartition("=")
         if not pattern:
-            refuse(f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model or auto alone")
+            refuse(
+                f"--tp {entry}: needed pattern=colwise, pattern=rowwise or the like, or model, sequence or auto alone"
+            )
         pairs[pattern] = how
-    return ws.TensorParallel(pairs, axis=axis)
+    return ws.TensorParallel(pairs, axis=axis, **options)
 
 
 def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked: PlanRequest, head: str) -> Done:
@@ -252,9 +259,12 @@ def simulated(
     hardware: ws.Hardware,
     backend: str = "eager",
     float8: ws.Float8 | None = None,
+    tp: Sequence[str] = (),
+    async_tp: str | None = None,
 ) -> ws.Timeline:
-    """The timeline of one style, with the model's own plan along an axis `tp`."""
-    strategies = _strategies(mesh, style, tensor_parallel(found, (), "tp", mesh, hardware), "tp")
+    """The timeline of one style, with tensor parallelism along an axis `tp`: by default the model's own plan."""
+    tensor = tensor_parallel(found, tp, "tp", mesh, hardware, async_tp)
+    strategies = _strategies(mesh, style, tensor, "tp")
     graph = capture(shown, found, hardware, float8=float8)
     with shown.stage("plan"):
         planned = ws.plan(graph, mesh, strategies, hardware=hardware)

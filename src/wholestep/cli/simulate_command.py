@@ -10,12 +10,14 @@ import typer
 from .hf import load, spec_of
 from .target import (
     FULLY_SHARD,
+    AsyncTp,
     Batch,
     HardwareName,
     Hf,
     Layers,
     Seq,
     Style,
+    Tp,
     check_given,
     check_mesh,
     check_outputs,
@@ -40,6 +42,8 @@ def simulate(
         str, typer.Option(help="Axes and sizes, as dp=4,tp=2; with an axis tp, the model's own plan.")
     ] = "dp=8",
     style: Annotated[Style, typer.Option(help="Where the data-parallel axes keep parameters.")] = FULLY_SHARD,
+    tp: Tp = None,
+    async_tp: AsyncTp = None,
     float8: Annotated[Recipe | None, typer.Option(help="Multiply large linear layers in float8.")] = None,
     hardware: HardwareName = "dgx-h100",
     backend: Annotated[
@@ -63,10 +67,12 @@ def simulate(
         refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
     with working() as shown:
         check_mesh(mesh)
+        if tp and "tp" not in ws.Mesh(mesh).names:
+            refuse(f"--tp on mesh {mesh}: needed an axis tp")
         machine = hardware_of(hardware)
         found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
         eight = ws.Float8(cast(Any, str(float8))) if float8 else None
-        made = simulated(shown, found, mesh, style, machine, backend, eight)
+        made = simulated(shown, found, mesh, style, machine, backend, eight, tp or (), async_tp)
     typer.echo(f"{found.name} on mesh {mesh}, {style.value}, {machine}\n{made}")
     took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
     figures = {

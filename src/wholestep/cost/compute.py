@@ -14,6 +14,7 @@ from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES
 from ..graph.storage import shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
+from .fused import fused_flops, is_fused
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ def is_free(node: Node) -> bool:
 
 def flops(node: Node) -> float:
     """Multiplications and additions of a product, a convolution or attention; 0 for other ops."""
+    if is_fused(node):
+        return fused_flops(node)
     found = arithmetic(node.target)
     if found is None:
         return 0.0

@@ -16,6 +16,7 @@ from ..mesh import Mesh
 from ..tuning import TUNING
 from ..typed_values import check_arguments
 from .compute import node_us, peak_us, work
+from .fused import fused_us, is_fused
 from .fusion import compiled_us
 
 
@@ -66,6 +67,8 @@ class Clock:
         elif is_collective(node):
             self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
+        elif is_fused(node):
+            self._compute(fused_us(node, self.hardware))
         else:
             self._compute(node_us(node, self.hardware) if self.compiled is None else self.compiled[node])
 

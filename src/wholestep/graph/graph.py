@@ -118,8 +118,9 @@ class LocalGraph:
     """The program of one rank: local shapes, explicit collectives and waits.
 
     It is the same for all ranks: rank-dependent ops name a mesh axis, for which `backend.rank_binding` inserts the
-    coordinate. `passes` names the applied passes. With `across`, a call completes the previous step: this program runs
-    in all calls except the first; `across` has the program of the first call, and the one that completes the last step.
+    coordinate. `passes` names the applied passes. `async_axes` are those of `TensorParallel(async_tp=...)`, each with
+    its value. With `across`, a call completes the previous step: this program runs in all calls except the first;
+    `across` has the program of the first call, and the one that completes the last step.
     Invariants (`verify.check_local_graph`): those of a TrainGraph, except that nodes may mutate; every collective is
     waited for or carried to the next call; no dead node.
 
@@ -137,6 +138,7 @@ class LocalGraph:
     passes: tuple[str, ...] = ()
     offload: str = ""
     sizes: BucketSizes | None = None
+    async_axes: tuple[tuple[str, str], ...] = ()
     across: tuple[LocalGraph, LocalGraph] | None = None
 
     placeholders = TrainGraph.placeholders

@@ -51,6 +51,10 @@ PRODUCTS: set[object] = {
 }  # fmt: skip
 """Products of matrices."""
 
+GATHER_AND_MULTIPLY: set[object] = set()
+MULTIPLY_AND_SCATTER: set[object] = set()
+"""Products that are fused with the collective before or behind them."""
+
 
 def priced_like(kind: set[object]) -> Callable[[F], F]:
     """Adds a function that graphs call to one of the sets above."""

@@ -1,6 +1,9 @@
-"""Custom ops of captured graphs: marks on gradients and losses, sums over ranks, a CTC loss of fixed size."""
+"""Custom ops of captured graphs: marks on gradients and losses, sums over ranks, a CTC loss of fixed size, rounding."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -71,3 +74,38 @@ def _(
 
 
 CTC_LOSS = torch.ops.wholestep.ctc_loss.default
+
+
+@torch.library.custom_op("wholestep::round_at_random", mutates_args=())
+def round_at_random(value: Tensor, step: Tensor, starts: Sequence[int], shape: Sequence[int], salt: int) -> Tensor:
+    """Round float32 to bfloat16: up with the probability of what is cut off, so that the expectation is the value.
+
+    The random bits of an element follow from its place in the tensor of global `shape`, of which `value` has the piece
+    that begins at `starts`, from the count `step` and from `salt`. They do not depend on how the tensor is sharded.
+    Values that are not finite stay what they are.
+    """
+    place = torch.zeros((), dtype=torch.int32, device=value.device)
+    for dim, (start, length) in enumerate(zip(starts, value.shape, strict=True)):
+        stride = prod(shape[dim + 1 :])
+        along = torch.arange(start, start + length, device=value.device) * stride  # int64: no product overflows
+        place = place + (along & 0xFFFFFFFF).to(torch.int32).view(-1, *[1] * (value.dim() - dim - 1))
+    count = step.to(device=value.device, dtype=torch.int32)
+    bits = _mixed(_mixed(place + _mixed(count + salt)) + count)
+    words = value.contiguous().view(torch.int32)
+    rounded = ((words + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
+
+
+@round_at_random.register_fake
+def _(value: Tensor, step: Tensor, starts: Sequence[int], shape: Sequence[int], salt: int) -> Tensor:
+    return torch.empty_like(value, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The finalizer of MurmurHash3, in 32 bits that wrap around: each bit of the result depends on all bits."""
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * -0x7A143595
+    bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * -0x3D4D51CB
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+ROUND_AT_RANDOM = torch.ops.wholestep.round_at_random.default

@@ -239,6 +239,10 @@ class Hardware:
         """True if collectives along two axes slow each other: the outermost level that both cross is the same."""
         return _route(self, mesh, one)[0] == _route(self, mesh, other)[0]
 
+    def is_in_node(self, mesh: Mesh, axis: str) -> bool:
+        """True if the ranks of each group along `axis` are joined by the innermost links."""
+        return _route(self, mesh, axis)[0] <= 0
+
     def collective_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
         """Microseconds of one collective along `axis`, while all groups of that axis run theirs.
 

@@ -101,7 +101,7 @@ class _Lowering:
         rest = tuple(self.plan.storage[i.name] for i in self.train.inputs)
         return LocalGraph(
             self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
-            offload=self.train.offload,
+            offload=self.train.offload, async_axes=self.plan.async_axes,
         )  # fmt: skip
 
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
@@ -246,12 +246,28 @@ class _Lowering:
         have = self._layout(node)
         if have == want:
             return at
+        if node.target is aten.t.default and gathers(have, want):
+            source = node_at(node, 0)
+            if self._layout(source) == have.transposed and node not in self.regions.on_demand:
+                return self._transposed(node, want, region)
         key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
         if key not in self.moved:
             self.moved[key] = self._begin(node, at, have, want)
         done = self.moved[key]()
         self.moved[key] = lambda: done
         return done
+
+    def _transposed(self, node: Node, want: Layout, region: int) -> Node:
+        """Return the transpose `node`, gathered as its operand: what else reads that needs no gather of its own."""
+        given = self._resharded(node_at(node, 0), want.transposed, region)
+        key = (node, want, self.regions.of(node, region, gathers=True))
+        if key not in self.moved:
+            made = meta.one_tensor(given)
+            turned = replace(made, shape=made.shape[::-1], stride=made.stride[::-1])
+            new = self.emit.call(aten.t.default, (given,), turned, node)
+            meta.set_strided(new, meta.is_strided(given))
+            self.moved[key] = lambda: new
+        return self.moved[key]()
 
     def _start_reductions(self, node: Node) -> None:
         have = self.layouts[node][0] if self.layouts[node] else None

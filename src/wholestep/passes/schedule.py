@@ -8,6 +8,7 @@ from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from ..typed_values import check_fields
+from .async_tensor_parallel import AsyncTensorParallel
 from .base import Pass, run_passes
 from .bucket import Bucket
 from .bucket_sizes import SizeBuckets
@@ -59,4 +60,4 @@ class Schedule:
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
         merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
         across = (CrossStep(),) if self.across_steps else ()
-        return (*merging, *across, Overlap(self.hardware), LimitInflight())
+        return (*merging, AsyncTensorParallel(self.hardware), *across, Overlap(self.hardware), LimitInflight())

@@ -70,6 +70,7 @@ def make_plan(
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
+        async_axes=strategies.async_axes(mesh),
     )  # fmt: skip
     made.check(graph)
     return made

@@ -52,6 +52,7 @@ class Plan:
         mixed_precision: of the captured graph.
         offload: of the captured graph.
         hardware: prices layouts and resharding.
+        async_axes: the axes of `TensorParallel(async_tp=...)`, each with its value.
 
     Invariants (`check`): one layout per input, which fits its shape and the mesh; a decision for every call.
 
@@ -78,6 +79,7 @@ class Plan:
     mixed_precision: MixedPrecision | None = None
     offload: bool = False
     hardware: Hardware = field(default_factory=one_host)
+    async_axes: tuple[tuple[str, str], ...] = ()
 
     def explain(self, name: str) -> str:
         """The storage layout of an input and its reason, its readers and their costs; or the same for an operation.

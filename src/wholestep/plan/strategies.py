@@ -13,6 +13,7 @@ from .data_parallel import DataParallel
 from .decision import Decision
 from .storage_styles import STYLES
 from .strategy import BatchCut, Pins, Resting, Strategy
+from .tensor_parallel import SolvedLayouts, TensorParallel
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -80,6 +81,11 @@ class Strategies:
                 several = tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
                 dims[cut.dim] = dims.get(cut.dim, ()) + several
         return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
+
+    def async_axes(self, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+        """The axes along which products and collectives overlap in blocks, each with "exact" or "fast"."""
+        tensor = [part for part in self.parts if isinstance(part, (TensorParallel, SolvedLayouts))]
+        return tuple((p.axis, p.async_tp) for p in tensor if p.async_tp and mesh.axis_size(p.axis) > 1)
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Raise PlanError if the completed plan breaks a promise of one of the strategies."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -25,11 +25,12 @@ from ..typed_values import check_fields
 from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .module_map import Modules
-from .module_styles import ModuleStyle, Wanted, style_of
+from .module_styles import NAMES, ModuleStyle, Wanted, style_of
 from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 
 aten = torch.ops.aten
+AsyncTP = Literal["exact", "fast"]
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -77,6 +78,10 @@ class TensorParallel(_OneAxis):
             sequence (torch's `input_layouts=Shard(...)`); or by argument, as `DataParallel.input_batch_dim`. None: all
             ranks get the same.
         strict: every pattern must match a module.
+        async_tp: async tensor parallelism: gathers and reduce-scatters along the axis, and the products next to them,
+            are cut into blocks that overlap, where that is simulated to gain. `"exact"`: only where blocks compute the
+            same bits; `"fast"`: also where sums are rounded otherwise, and through symmetric memory where GPUs have it.
+            None: nothing is cut.
         hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
         pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
             `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
@@ -93,6 +98,7 @@ class TensorParallel(_OneAxis):
     loss_parallel: bool = False
     input_dim: BatchDim | None = None
     strict: bool = True
+    async_tp: AsyncTP | None = None
     hardware: Hardware | None = None
     pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
     replicated: tuple[str, ...] = ()
@@ -117,8 +123,9 @@ class TensorParallel(_OneAxis):
         self.styles()
 
     @staticmethod
-    def of(model: nn.Module, axis: str = "tp", **options: Any) -> TensorParallel:
-        """The plan of a transformers model (`model.tp_plan`).
+    def of(model: nn.Module, axis: str = "tp", *, sequence: bool = False, **options: Any) -> TensorParallel:
+        """The plan of a transformers model (`model.tp_plan`). `sequence`: what its row-parallel layers and embeddings
+        return is sharded along `sequence_dim` (1), and so is what follows from it up to the next column-parallel layer.
 
         Raises:
             PlanError: the model has none.
@@ -131,7 +138,8 @@ class TensorParallel(_OneAxis):
                 "a model with tp_plan, or config.base_model_tp_plan",
                 'pass a plan by module, as TensorParallel({"layers.*.wq": "colwise", ...}), or TensorParallel("auto")',
             )
-        return TensorParallel(dict(found), axis, strict=False, **options)
+        made = TensorParallel(dict(found), axis, strict=False, **options)
+        return replace(made, plan=_along_sequence(made, model)) if sequence else made
 
     @property
     def is_open(self) -> bool:
@@ -184,6 +192,7 @@ class TensorParallel(_OneAxis):
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
         more = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
+        more += f", async ({self.async_tp})" if self.async_tp else ""
         return f"tensor parallel on {self.axis}{more}"
 
     def _head(self, modules: Modules, named: Mapping[str, ModuleStyle]) -> str:
@@ -203,6 +212,15 @@ class TensorParallel(_OneAxis):
         if missing and (self.strict or not found):
             raise _unmatched(missing, modules)
         return found
+
+
+def _along_sequence(given: TensorParallel, model: nn.Module) -> dict[str, ModuleStyle]:
+    """The styles of `given`, with row-parallel layers and embeddings that return pieces of the sequence."""
+    cut = (AxisState("S", given.sequence_dim),)
+    modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
+    tables = {name: NAMES["rowwise"] for name, one in modules.items() if isinstance(one, nn.Embedding)}
+    styles = {**tables, **given.styles()}
+    return {name: replace(one, gives=cut) if one.cut == "row" else one for name, one in styles.items()}
 
 
 def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int | None:
@@ -270,6 +288,7 @@ class SolvedLayouts(_OneAxis):
     found: Pins = field(repr=False, default_factory=Pins)
     solution: str = ""
     input_dim: BatchDim | None = None
+    async_tp: AsyncTP | None = None
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Storage layouts of the parameters that the step has, and of their optimizer state."""
@@ -285,7 +304,8 @@ class SolvedLayouts(_OneAxis):
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"tensor parallel on {self.axis}, layouts solved for"
+        more = f", async ({self.async_tp})" if self.async_tp else ""
+        return f"tensor parallel on {self.axis}, layouts solved for{more}"
 
 
 # -- attention heads -----------------------------------------------------------------------------------

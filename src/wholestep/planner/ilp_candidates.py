@@ -138,7 +138,7 @@ class IlpCandidates:
 
     def _layouts(self, made: IlpResult) -> SolvedLayouts:
         assert self.tensor is not None, "only an axis that is solved for has layouts"
-        return made.layouts(self.tensor.axis, self.tensor.input_dim)
+        return made.layouts(self.tensor)
 
 
 # -- equal layers ----------------------------------------------------------------------------------

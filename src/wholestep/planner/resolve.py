@@ -96,10 +96,10 @@ def _solved(
     tensor: TensorParallel, beside: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]
 ) -> SolvedLayouts:
     if mesh.axis_size(tensor.axis) == 1:
-        return SolvedLayouts(tensor.axis, {}, input_dim=tensor.input_dim)
+        return SolvedLayouts(tensor.axis, {}, input_dim=tensor.input_dim, async_tp=tensor.async_tp)
     made = solve_layouts(graph, problem_spec(tensor, beside, graph, mesh, placed))
     if not made:
         raise PlanError(
             "the solver found no layouts for this step", "some within its limit of nodes", "give a plan by module"
         )
-    return made[0].layouts(tensor.axis, tensor.input_dim)
+    return made[0].layouts(tensor)

@@ -51,12 +51,12 @@ def localize(
     pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}
     for name, source in rule.sizes.items():
-        if found := re.fullmatch(r"(out|in)(\d+)", source):
-            number = int(found[2])
+        if found := re.fullmatch(r"(out|in|start)(\d+)", source):
+            number, of = int(found[2]), _start if found[1] == "start" else extent
             layout, shape = (
-                (gives[number], call.made(number)) if found[1] == "out" else (takes[number], call.shape(number))
+                (takes[number], call.shape(number)) if found[1] == "in" else (gives[number], call.made(number))
             )
-            values[name] = [extent(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
+            values[name] = [of(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
         elif source in pieces:
             values[name] = pieces[source][1]
     if rule.instead is not None:
@@ -68,17 +68,21 @@ def localize(
     return Local(call.target, args, kwargs)
 
 
+def _start(size: int, axes: Sequence[str], mesh: Mesh) -> int | Extent:
+    """The index of the first entry of a rank's piece of a dim."""
+    return Extent(size, tuple((axis, mesh.axis_size(axis)) for axis in axes), start=True) if axes else 0
+
+
 def _pieces(
     group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh
-) -> dict[str, tuple[Extent, int | Extent]]:
+) -> dict[str, tuple[int | Extent, int | Extent]]:
     """For each sharded factor the index of the first entry of this rank's piece, and its length."""
-    found: dict[str, tuple[Extent, int | Extent]] = {}
+    found: dict[str, tuple[int | Extent, int | Extent]] = {}
     for terms, layouts, shape in ((group.operands, takes, call.shape), (group.outputs, gives, call.made)):
         for position, term in terms.items():
             for dim, factor in enumerate(term):
                 axes = layouts[position].dims[dim] if factor else ()
                 if factor and axes and factor not in found:
                     size = shape(position)[dim]
-                    start = Extent(size, tuple((a, mesh.axis_size(a)) for a in axes), start=True)
-                    found[factor] = start, extent(size, axes, mesh)
+                    found[factor] = _start(size, axes, mesh), extent(size, axes, mesh)
     return found

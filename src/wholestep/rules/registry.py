@@ -99,7 +99,8 @@ def rule(
         moves: inputs whose values the op only moves, among zeros: any partial value passes.
         reduces: by factor, how a result that lacks it is partial if it is sharded: `sum`, `avg`, `max`, `min`, or `""`
             if all ranks compute the same.
-        sizes: arguments that hold sizes, with their value on a rank: `out0`, `in1` or a factor.
+        sizes: arguments that hold sizes, with their value on a rank: `out0`, `in1` or a factor;
+            `start0` is where the rank's piece of a result begins.
         local: by factor, a function that ranks run instead of the op if the factor is sharded; its arguments are the
             start and the length of the rank's piece, then those of the op.
         by_shape: inputs of which the op reads only the shape.

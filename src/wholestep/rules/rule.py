@@ -64,9 +64,10 @@ class BoundRule:
     """Independent groups of one call.
 
     `by_shape`: operands of which the op reads only the shape. `sizes`: arguments that hold shapes, with their value on
-    a rank: `out0`, `in1` (local shape of an output or operand) or a factor (its local size). `local`: by factor, the
-    function that ranks call instead of the op if the factor is sharded (`rules.localize`). `instead`: ranks call this
-    with the first argument and the values of `sizes` only. `origin`: `built in`, `yours` or `discovered`.
+    a rank: `out0`, `in1` (local shape of an output or operand), `start0` (where a rank's piece of an output begins) or
+    a factor (its local size). `local`: by factor, the function that ranks call instead of the op if the factor is
+    sharded (`rules.localize`). `instead`: ranks call this with the first argument and the values of `sizes` only.
+    `origin`: `built in`, `yours` or `discovered`.
     """
 
     groups: tuple[Group, ...]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..backend.gloo.exchange import exchanges
-from ..backend.pipeline import edited, pipeline, with_order_from
+from ..backend.pipeline import edited, pipeline, with_blocks_from, with_order_from
 from ..backend.rank_binding import bind
+from ..backend.same_bits import same_bits
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.launch import World
@@ -16,7 +18,8 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
-from ..passes.base import Watch, run_passes
+from ..passes.async_tensor_parallel import WHOLE, Cut
+from ..passes.base import Pass, Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import collectives_of
 from ..passes.schedule import Schedule
@@ -45,12 +48,14 @@ class Finalizer:
     schedule: Schedule | None = None
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    blocks: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     choices: CachedChoices = field(init=False)
 
     def forget(self, knows: Callable[[str], bool]) -> None:
         """Drop what was chosen for programs that ranks have forgotten to have compared."""
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
+        self.blocks = {key: parts for key, parts in self.blocks.items() if knows(key)}
 
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
@@ -90,7 +95,7 @@ class Finalizer:
 
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
         passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
-        passes = with_order_from(passes, lambda local: self._order(local, key))
+        passes = self._agreed(passes, key)
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
@@ -122,7 +127,7 @@ class Finalizer:
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
         passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
-        passes = with_order_from(passes, lambda local: self._order(local, key))
+        passes = self._agreed(passes, key)
         failure = ""
         try:
             with self.stages.stage("memory"):
@@ -143,6 +148,24 @@ class Finalizer:
             if not known:
                 rendezvous.all_equal(f"{label}/fits", {}, failure)
         return made
+
+    def _agreed(self, passes: Sequence[Pass], key: str) -> tuple[Pass, ...]:
+        """`passes` that decide alike on all ranks."""
+        blocks = with_blocks_from(passes, lambda cuts: self._blocks(cuts, key))
+        return with_order_from(blocks, lambda local: self._order(local, key))
+
+    def _blocks(self, cuts: Sequence[Cut], key: str) -> dict[str, int]:
+        """Into how many blocks products are cut, by the collective next to them, where all ranks say the same."""
+        if key not in self.blocks:
+            best = dict[Any, int]()
+            for one in cuts:
+                if one.likeness not in best:
+                    fit = (n for n in one.parts if not one.exact or same_bits(one.site, n, self.world.device))
+                    best[one.likeness] = next(fit, WHOLE)
+            own = {one.name: best[one.likeness] for one in cuts if best[one.likeness] != WHOLE}
+            asked = self.rendezvous.gather(f"{self.label}/blocks", own, "into how many blocks products are cut")
+            self.blocks[key] = {n: parts for n, parts in own.items() if all(o.get(n) == parts for o in asked)}
+        return self.blocks[key]
 
     def _order(self, local: LocalGraph, key: str) -> list[str]:
         """The collectives by name in the order of the first rank, whose batch may have another size."""

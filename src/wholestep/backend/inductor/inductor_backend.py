@@ -18,6 +18,7 @@ from ...graph.nodes import function_of, is_collective, is_wait, node_at, operand
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
 from ...passes.bucket import outline
+from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
 from ..eager import eager
 from ..gloo.exchange import gather, swap
@@ -28,7 +29,7 @@ from .regions import CompiledRegions, in_regions
 
 Scope = Literal["region", "whole"]
 _COMMUNICATES = (gather, swap)
-_IN_PYTHON = (drawn, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
+_IN_PYTHON = (drawn, *FUSED, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
 

@@ -11,9 +11,9 @@ from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
 from ...graph.text import seconds
 from ...layout import AxisState
-from ...plan.data_parallel import BatchDim, StorageOption
+from ...plan.data_parallel import StorageOption
 from ...plan.strategy import Pins
-from ...plan.tensor_parallel import SolvedLayouts
+from ...plan.tensor_parallel import SolvedLayouts, TensorParallel
 from .build_problem import ProblemBuilder, ProblemSpec
 from .formulation import Solution, solve
 from .problem import Presolved, fits, presolve
@@ -37,9 +37,9 @@ class IlpResult:
     choices: int
     nodes: int
 
-    def layouts(self, axis: str, input_dim: BatchDim | None) -> SolvedLayouts:
-        """The layouts along `axis` as a strategy."""
-        return SolvedLayouts(axis, self.params, self.pins, str(self), input_dim)
+    def layouts(self, tensor: TensorParallel) -> SolvedLayouts:
+        """The layouts as a strategy in place of `tensor`."""
+        return SolvedLayouts(tensor.axis, self.params, self.pins, str(self), tensor.input_dim, tensor.async_tp)
 
     def __str__(self) -> str:
         made = self.solution

@@ -10,6 +10,7 @@ import torch
 
 from ... import _torch
 from ...graph.op_kinds import is_list_op, packet_name
+from ...graph.ops import ROUND_AT_RANDOM
 from ..call import Call, Slot
 from ..dsl import ints, rand, row, sample
 from ..registry import FAMILIES, Bind, Function
@@ -118,6 +119,10 @@ sample("_add_relu.Scalar floor_divide.Scalar", lambda: [(rand(5, 7), 0.3)])
 sample("isin.Tensor_Scalar", lambda: [(ints(9, 5, 7), 3)])
 sample("rrelu_with_noise_backward", lambda: [(*torch.randn(3, 2, 5, 4).double(), 0.1, 0.3, False, False)])
 sample("_conj", lambda: [(torch.randn(4, 6, dtype=torch.complex128),)])
+
+# -- rounding: of the element at a place of the whole tensor ------------------------------------
+row(ROUND_AT_RANDOM, "..., () -> ...", sizes={"starts": "start0"})
+sample(ROUND_AT_RANDOM, lambda: [(rand(5, 6, 7).float(), torch.tensor(3.0), [0, 0, 0], [5, 6, 7], 11)])
 
 # -- copies, and the same bits as another type ---------------------------------------------
 row("clone alias detach contiguous lift lift_fresh lift_fresh_copy _lazy_clone", "... -> ...", moves="0")

@@ -1,0 +1,81 @@
+"""Async tensor parallelism through symmetric memory, on the GPUs of one node. Skipped where there are not two."""
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import wholestep as ws
+from tests.tp_models import SEQUENCE, VOCAB, Llama, next_token, step_of
+from wholestep.passes import async_tensor_parallel
+from wholestep.passes.fused_products import FUSED, multiply_gathered, scatter_product
+from wholestep.passes.product_blocks import FUSED_PARTS
+
+RANKS = 2
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
+
+
+def _start(rank: int, port: int, job: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    try:
+        job(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_ranks(job: Any) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    mp.spawn(_start, (port, job), nprocs=RANKS)  # pyright: ignore[reportUnknownMemberType]  # raises what a rank raises
+
+
+def _ops(rank: int) -> None:
+    torch.manual_seed(rank)
+    group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    shard = torch.randn(96, 3, 64, device="cuda")
+    factors = [torch.randn(64, columns, device="cuda") for columns in (32, 48)]
+    whole = torch.empty(RANKS * 96, 3, 64, device="cuda")
+    dist.all_gather_into_tensor(whole, shard)
+    gathered, *products = multiply_gathered(shard, factors, RANKS, group)
+    assert torch.equal(gathered, whole)
+    for made, factor in zip(products, factors, strict=True):
+        torch.testing.assert_close(made, whole @ factor)
+    left, right = torch.randn(3 * RANKS * 96, 64, device="cuda"), torch.randn(64, 32, device="cuda")
+    partial = (left @ right).view(3, RANKS * 96, 32).transpose(0, 1).contiguous()
+    expected = torch.empty(96, 3, 32, device="cuda")
+    dist.reduce_scatter_tensor(expected, partial)
+    torch.testing.assert_close(scatter_product(left, right, 3, RANKS, group), expected)
+
+
+def test_the_ops_of_symmetric_memory() -> None:
+    _on_ranks(_ops)
+
+
+def _steps(rank: int) -> None:
+    losses: dict[Any, list[float]] = {}
+    async_tensor_parallel.faster_parts = lambda site, *_: (FUSED_PARTS,) if site.can_fuse else ()
+    for mode in (None, "fast"):
+        torch.manual_seed(0)
+        model = Llama(heads=4, kv=4).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tensor = ws.TensorParallel(SEQUENCE, async_tp=mode)  # pyright: ignore[reportArgumentType]
+        step = ws.compile(step_of(next_token), parallel=tensor, mesh=f"tp={RANKS}")
+        torch.manual_seed(1)
+        batches = [torch.randint(0, VOCAB, (2, 4, 32), device="cuda") for _ in range(5)]
+        losses[mode] = [step(model, optimizer, x, y).item() for x, y in batches]
+        assert step.local_graph is not None
+        assert any(node.target in FUSED for node in step.local_graph.graph.nodes) == (mode == "fast")
+    torch.testing.assert_close(torch.tensor(losses["fast"]), torch.tensor(losses[None]), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_equal_those_without() -> None:
+    """Also recorded as a CUDA graph, which is the default on GPUs."""
+    _on_ranks(_steps)
