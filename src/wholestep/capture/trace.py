@@ -31,8 +31,8 @@ from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
-from .sizes_fixed import SizesFixedError
 from .rounded_updates import RoundedUpdates
+from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
 from .watch import Watch
