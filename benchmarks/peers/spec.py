@@ -40,8 +40,9 @@ BASES = {
     "jax": Base("jax.jit over XLA's gloo collectives"),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
-        "unscheduled: no passes; across: the end of a step is left to the next",
-        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "across", "inductor"),
+        "unscheduled: no passes; across: the end of a step is left to the next; tuned: schedules take turns first; "
+        "disturbed: another process burns a core during the first call",
+        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "across", "inductor", "tuned", "disturbed"),
         ("bucket",),
     ),
 }

@@ -3,11 +3,16 @@
 import copy
 import datetime
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,8 +84,7 @@ def ddp(model: nn.Module, job: Job) -> Wrapped:
 def _tuned_ddp(model: nn.Module, job: Job) -> Wrapped:
     """Try every bucket size on copies of the model, in turns, and keep the fastest, the same on all ranks."""
     trials = [_bucket_view(copy.deepcopy(model), bucket) for bucket in BUCKETS_MB]
-    x = torch.zeros(job.config.rows // job.world, job.config.context, dtype=torch.int64)
-    y = x if job.config.kind == "gpt" else x[:, 0]
+    x, y = _zeros(job)
     seconds = torch.zeros(UNTIMED_STEPS + TUNING_STEPS, len(trials))
     for round_seconds in seconds:
         for number, trial in enumerate(trials):
@@ -135,14 +139,38 @@ def wholestep(model: nn.Module, job: Job) -> Wrapped:
     spec = job.spec
     reshard = True if spec.has("reshard") else False if spec.has("keep") else None
     style: Any = spec.style
-    step = ws.compile(
-        models.train_step,
-        parallel=ws.DataParallel(style, reshard_after_forward=reshard),
-        mesh=f"dp={job.world}",
-        backend="inductor" if spec.has("inductor") else "eager",
-        schedule=_schedule(spec),
-    )
-    return Wrapped(model, adamw(model, job), step)
+    options: dict[str, Any] = {
+        "parallel": ws.DataParallel(style, reshard_after_forward=reshard),
+        "mesh": f"dp={job.world}",
+        "backend": "inductor" if spec.has("inductor") else "eager",
+        "schedule": _schedule(spec),
+        "tune": "auto" if spec.has("tuned") else "off",
+    }
+    note = _prepare(model, job, options) if spec.has("tuned") or spec.has("disturbed") else ""
+    return Wrapped(model, adamw(model, job), ws.compile(models.train_step, **options), note)
+
+
+def _prepare(model: nn.Module, job: Job, options: dict[str, Any]) -> str:
+    """Make the first calls with a copy of the model, and let the step that counts read what they found (`cache`)."""
+    name = "".join(c if c.isalnum() else "-" for c in str(job.spec))
+    options["cache"] = Path(job.corpus).with_name(f"choices-{name}-{job.rank}")
+    shutil.rmtree(options["cache"], ignore_errors=True)  # of a run before
+    trial, step = copy.deepcopy(model), ws.compile(models.train_step, **options)
+    optimizer, (x, y) = adamw(trial, job), _zeros(job)
+    burns = job.spec.has("disturbed") and job.rank == 0
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) if burns else nullcontext() as burning:
+        step(trial, optimizer, x, y)
+        if burning is not None:
+            burning.kill()
+    while job.spec.has("tuned") and step.tuning.chosen is None and not step.tuning.why_not:
+        step(trial, optimizer, x, y)
+    return str(step.tuning) if job.spec.has("tuned") else ""
+
+
+def _zeros(job: Job) -> tuple[Tensor, Tensor]:
+    """A batch of this rank's size."""
+    x = torch.zeros(job.config.rows // job.world, job.config.context, dtype=torch.int64)
+    return x, x if job.config.kind == "gpt" else x[:, 0]
 
 
 def _schedule(spec: Spec) -> Any:

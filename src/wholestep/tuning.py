@@ -87,12 +87,25 @@ class Tuning:
     fewest_nodes_of_layer: int = tuned(24, "nodes", "of a repeat that is compiled by itself: a guess", 53)
     # -- measuring
     compute_rounds: int = tuned(9, "rounds", "of each probe: the median counts, not the best", 25)
+    undisturbed_share: float = tuned(0.8, "share", "of a probe's time that its thread ran: else another process did")
+    undisturbed_rounds: int = tuned(4, "rounds", "of a probe that are enough without the disturbed ones: a guess")
     link_few_bytes: int = tuned(4 << 10, "bytes", "of the collective whose start is timed: a guess")
     link_many_bytes: int = tuned(1 << 20, "bytes", "of the collective whose rate is timed", 31)
     copy_rounds: int = tuned(7, "rounds", "of copies out of received memory: a guess")
     beside_share: float = tuned(0.8, "share", "of a collective's time for which the rank computes beside it", 31)
     most_slower: float = tuned(4.0, "x", "that a collective may be beside computing: a guess")
     link_repeats: tuple[int, int] = tuned((1, 24), "calls, rows", "of the short collective; the least counts: a guess")
+    # -- trying schedules
+    tried_factors: tuple[float, ...] = tuned(
+        (1 / 16, 1 / 4, 4, 16), "x bucket sizes", "a factor of 2 is in the noise", 63
+    )
+    tried_schedules: int = tuned(3, "schedules", "that take turns: with more, each has too few turns", 63)
+    tried_memory_share: float = tuned(0.25, "x peak", "that a tried schedule may hold more: a guess")
+    calls_before_trial: int = tuned(2, "calls", "run before: memory and libraries are set up", 63)
+    turn_calls: int = tuned(3, "calls", "in a turn, of which the first does not count: caches, buffers", 63)
+    trial_calls: int = tuned(30, "calls", "at most, those before the trial included")
+    fewest_pairs: int = tuned(8, "pairs", "of times: fewer show nothing, however clear", 63)
+    lost_share: float = tuned(0.125, "share", "of pairs, below which one is slower beyond the noise (p < 0.03)", 63)
     # -- limits of a running step
     most_captures: int = tuned(16, "captures", "for one changing value, then it is refused", 7)
     kept_log: int = tuned(1024, "entries", "of a log of misses, or of the compile cache: a guess")

@@ -21,7 +21,7 @@ from wholestep.hardware.device import Work
 from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
-from wholestep.profiling.measure_hardware import measure_hardware
+from wholestep.profiling.measure_hardware import measure_hardware, usual
 
 MESH = ws.Mesh("dp=2")
 RATES = {
@@ -198,3 +198,12 @@ def test_a_rank_alone_measures_no_link() -> None:
     unmeasured = ("name", "bucket_copy_bytes_per_us")
     assert all(figures[name] > 0 for name in figures if name not in unmeasured)
     assert all(cost.start_us == 0 for cost in found.levels[0].costs)
+
+
+def test_samples_that_another_process_disturbed_do_not_count() -> None:
+    """A thread that had its core for a part of the time says how long the rest took, not how fast the core is."""
+    quiet, disturbed = [(10.0, 10.0), (11.0, 10.9), (12.0, 11.8), (10.5, 10.4)], [(40.0, 10.0), (30.0, 11.0)] * 3
+    samples = torch.tensor([*quiet, *disturbed], dtype=torch.float64)
+    assert usual(samples, apart=True) == 10.5
+    assert usual(samples, apart=False) == 30.0  # ranks that share a core have it for a part of the time in steps too
+    assert usual(samples[1:], apart=True) == 30.0  # three are too few to go by

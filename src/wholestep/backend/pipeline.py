@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from ..errors import PlanError
-from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..passes.async_tensor_parallel import Agree, AsyncTensorParallel
 from ..passes.base import Pass
@@ -27,11 +26,6 @@ from .protocol import Backend
 Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 """Maps the default list of passes to the list that runs."""
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
-
-
-def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
-    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
-    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 
 
 def with_blocks_from(passes: Sequence[Pass], agree: Agree) -> tuple[Pass, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import PlanError
+from ..graph.graph import BucketSizes
 from ..hardware.hardware import Hardware
 from ..passes.fit_memory import Fitting
 from ..plan.decision import Objective
@@ -36,7 +37,8 @@ class Choices:
     partitions, so an entry that is wrong makes a step slow, and not wrong.
 
     `solved` has the layouts that were solved for in place of `TensorParallel("auto")`. `fitting` fits the step into its
-    budget; `fitted` is a fingerprint of the program that it is for.
+    budget; `fitted` is a fingerprint of the program that it is for. `tuned` has the bucket sizes that were the fastest
+    of those that took turns, with the program `tuned_for`.
     """
 
     hardware: Hardware | None = None
@@ -44,6 +46,8 @@ class Choices:
     solved: Strategies | None = None
     fitting: Fitting | None = None
     fitted: str = ""
+    tuned: BucketSizes | None = None
+    tuned_for: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""

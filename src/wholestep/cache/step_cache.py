@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CacheError, shown
-from ..graph.graph import LocalGraph
+from ..graph.graph import BucketSizes, LocalGraph
 from ..passes.fit_memory import Fitting
 from ..tuning import TUNING
 from ..typed_json import MalformedError, parse
@@ -202,6 +202,7 @@ class CachedChoices:
             own, self.earlier, warning = self._find(self.cache)
         what = "what an earlier start chose (cache=)"
         found, self.earlier = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier), what)
+        self.note(tuned=self.earlier.tuned, tuned_for=self.earlier.tuned_for)  # until this start finds out more
         self.cache.tell("from rank 0" if found == _HIT and self.rendezvous.rank != 0 else found)
         self.cache.warn(warning)
 
@@ -228,6 +229,15 @@ class CachedChoices:
         """Remember how `local` is fitted into its budget."""
         if self.cache is not None:
             self.note(fitting=fitting, fitted=digest([str(local)]))
+
+    def tuned_for(self, local: LocalGraph) -> BucketSizes | None:
+        """The bucket sizes that an earlier start found the fastest for this program."""
+        return self.earlier.tuned if self.earlier.tuned_for == digest([str(local)]) else None
+
+    def note_tuned(self, local: LocalGraph, sizes: BucketSizes) -> None:
+        """Remember the bucket sizes that are the fastest for `local`."""
+        if self.cache is not None:
+            self.note(tuned=sizes, tuned_for=digest([str(local)]))
 
     def store(self) -> None:
         """Write what was chosen, where an earlier start chose something else, or there was none."""

@@ -17,7 +17,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
-from .base import InPlace, batch_dependent
+from .base import InPlace, Pass, batch_dependent
 
 _NEVER = float("inf")
 
@@ -68,6 +68,11 @@ class SameOrder:
             return local
         local = with_collectives_in(local, self.ask(local))
         return local if local.across is None else in_one_order(local)
+
+
+def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
+    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
+    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:

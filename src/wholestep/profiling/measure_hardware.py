@@ -28,10 +28,11 @@ def measure_hardware(world: World) -> Hardware:
     """The hardware, as the slowest rank and the slowest axis measure it."""
     if world.device.startswith("cuda"):
         return _measure_gpus(world)
+    apart = _spare_cores(world) >= 0
     before = _computing(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
     rounds = torch.cat([before, _computing(world)], 1)  # others may compute during half of them
-    times = [float(usual) for usual in rounds.median(1).values]  # a step pays what is usual, not what is best
+    times = [usual(row, apart) for row in rounds]
     wires = max((wires for wires, _ in links), key=lambda wires: wires[0].byte_us, default=())
     times.append(max((carried for _, carried in links), default=0.0))
     times, wires = _slowest(world, times, wires)
@@ -42,6 +43,17 @@ def measure_hardware(world: World) -> Hardware:
         math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention, view_us=view,
         bucket_copy_bytes_per_us=1 / carried if carried else 0.0, collectives=wires,
     )  # fmt: skip
+
+
+def usual(samples: Tensor, apart: bool) -> float:
+    """The median of samples (n, 2), microseconds by the clock and of the processor: a step pays what is usual, not what
+    is best. Where ranks have cores of their own (`apart`), samples during which another process had the core are left
+    out, unless few are left. Where ranks share cores, the others are part of the job.
+    """
+    us, own_us = samples.unbind(1)
+    alone = own_us >= TUNING.undisturbed_share * us
+    enough = apart and int(alone.sum()) >= TUNING.undisturbed_rounds
+    return float((us[alone] if enough else us).median())
 
 
 def _measure_gpus(world: World) -> Hardware:
@@ -110,17 +122,25 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
 
 
 def _computing(world: World) -> Tensor:
-    """Microseconds for an operation, a byte or a call: a row of each probe, of rounds. All ranks compute, as they do in
-    a step. Probes take turns, so that each finds caches as in a step: full of what others left.
+    """Microseconds for an operation, a byte or a call, by the clock and of the processor: (probes, rounds, 2).
+
+    All ranks compute, as they do in a step. Probes take turns, so that each finds caches as in a step: full of what
+    others left.
     """
     if world.mesh.size > 1:
         dist.barrier()
     with torch.random.fork_rng([]):  # the user's random numbers go on as if nothing had been measured
         probes = _probes().values()
-        rounds = [
-            [seconds(run, world.device) * 1e6 / does for run, does in probes] for _ in range(TUNING.compute_rounds)
-        ]
-    return torch.tensor(rounds, dtype=torch.float64).T[:, 1:]
+        rounds = [[_sample(run, does) for run, does in probes] for _ in range(TUNING.compute_rounds)]
+    return torch.tensor(rounds, dtype=torch.float64).transpose(0, 1)[:, 1:]
+
+
+def _sample(run: Callable[[], object], does: float) -> tuple[float, float]:
+    """Microseconds of one run for each of what it does: by the clock, and of the processor for this thread."""
+    begin, own = time.perf_counter(), time.thread_time()
+    run()
+    own, us = time.thread_time() - own, time.perf_counter() - begin
+    return us * 1e6 / does, own * 1e6 / does
 
 
 _FEW, _LEAST = TUNING.link_few_bytes, TUNING.link_many_bytes
@@ -216,12 +236,18 @@ def crowded(world: World) -> float:
     """
     if world.device.startswith("cuda"):
         return 0.0
+    return min(max(1.0 - _spare_cores(world), 0.0), 1.0)
+
+
+def _spare_cores(world: World) -> float:
+    """How many cores of this host each rank has beside those of its threads; negative where ranks share cores."""
+    if world.mesh.size == 1:
+        return len(os.sched_getaffinity(0)) - torch.get_num_threads()
     mine = torch.tensor([crc32(socket.gethostname().encode())])
     names = [torch.empty_like(mine) for _ in range(world.mesh.size)]
     dist.all_gather(names, mine)
     ranks = sum(bool(name == mine) for name in names)
-    spare = len(os.sched_getaffinity(0)) / ranks - torch.get_num_threads()
-    return min(max(1.0 - spare, 0.0), 1.0)
+    return len(os.sched_getaffinity(0)) / ranks - torch.get_num_threads()
 
 
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:

@@ -44,10 +44,11 @@ class SpanClock:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as it was measured, and as the cost model predicts it."""
+    """A step as it was measured, and as the cost model predicts it; `tried`: the same of schedules that took turns."""
 
     measured: Timeline
     predicted: Timeline
+    tried: str = ""
 
     def save(self, path: str) -> None:
         """Write both as one Chrome trace, one above the other."""
@@ -66,7 +67,7 @@ class Profile:
         rows += [_row(op, *both) for op, both in classes[:_SHOWN]]
         rest = [both for _, both in classes[_SHOWN:]]
         rows += [_row(f"{len(rest)} more", sum(p for p, _ in rest), sum(m for _, m in rest))] if rest else []
-        return "\n".join(rows)
+        return "\n".join([*rows, *([self.tried] if self.tried else [])])
 
 
 def measured_timeline(

@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend.build import backend_of
+from ..backend.eager import Eager
 from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.capture_options import CaptureOptions
+from ..distributed.launch import World
 from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -59,6 +61,9 @@ class CompileOptions:
             fraction of a second. `"across_steps"` also lets the last reductions of a step complete in the next call, or
             in `step.flush()`. `Schedule(...)` sets the hardware or the sizes. None keeps each collective where
             partitioning puts it.
+        tune: `"auto"` lets the best schedules by simulation take turns in the first calls, and keeps the fastest; the
+            numbers are the same bits. `step.tuning` says what was found, or why nothing is tuned. `"off"` keeps the
+            schedule of the measured hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
             recomputes activations and re-gathers parameters, the cheapest first. It replaces `keep_gathered_bytes`; an
             explicit `reshard_after_forward` is respected.
@@ -107,6 +112,7 @@ class CompileOptions:
     module_overrides: Mapping[str, nn.Module] | None = None
     passes: Edit | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
+    tune: Literal["auto", "off"] = "off"
     memory_bytes: int | str | None = None
     mixed_precision: MixedPrecision | None = None
     float8: Float8 | None = None
@@ -128,6 +134,8 @@ class CompileOptions:
         if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
             found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
             raise PlanError(found, one_of, "correct it")
+        if self.tune not in ("auto", "off"):
+            raise PlanError(f"tune={shown(self.tune)}", "'auto' or 'off'", "correct it")
         if isinstance(self.on_nonfinite, str) and self.on_nonfinite not in ("skip", "raise"):
             found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
             raise PlanError(found, one_of, "correct it")
@@ -247,6 +255,23 @@ def not_recorded(backend: Backend, given: CompileOptions) -> str:
     if given.measure:
         return "measure=True times the ops of each call"
     return "a schedule across steps leaves collectives to the next call" if given.across_steps else ""
+
+
+def not_tuned(options: StepOptions, world: World) -> str:
+    """Why no schedules take turns, or ''."""
+    given = options.given
+    if given.tune == "off":
+        return 'tune="off"'
+    if world.mesh.size == 1:
+        return "one rank sends nothing"
+    if given.schedule != "auto":
+        across = "a schedule across steps leaves collectives to the next call"
+        return across if given.across_steps else "schedule= was given"
+    if options.memory_bytes is not None:
+        return "a budget of memory is fitted to one schedule"
+    if not world.device.startswith("cpu"):
+        return "on GPUs bits of sums depend on buckets, and calls are recorded"
+    return "" if type(options.backend) is Eager else f"backend {options.backend.name!r} may round otherwise in each"
 
 
 def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strategies:

@@ -223,7 +223,7 @@ class Compiler:
         with self.stages.stage("partition"):
             local = lowered(captured.graph, planned)
             dump.write("3-local-graph", local)
-        return RankProgram(captured, planned, local, tuple(program_lines(local, planned)))
+        return RankProgram(captured, planned, local, local, tuple(program_lines(local, planned)))
 
     def _plan(self, captured: Capture) -> Plan:
         options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices

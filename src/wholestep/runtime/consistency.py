@@ -53,11 +53,14 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The captured step, its plan and the program of the rank. Ranks compare `lines`, and know it as `compared`."""
+    """The captured step, its plan and the program of the rank; `before` is the program before passes. Ranks compare
+    `lines`, and know it as `compared`.
+    """
 
     capture: Capture
     plan: Plan
     local: LocalGraph
+    before: LocalGraph
     lines: tuple[str, ...]
     compared: str = ""
 
@@ -236,6 +239,7 @@ def step_lines(options: StepOptions) -> list[str]:
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
         f"on_nonfinite{SEPARATOR}{'a function' if callable(given.on_nonfinite) else given.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
+        f"tune{SEPARATOR}{given.tune}",
         f"check_every{SEPARATOR}{given.check_every}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
         f"float8{SEPARATOR}{options.capture.float8}",

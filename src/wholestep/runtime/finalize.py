@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backend.gloo.exchange import exchanges
-from ..backend.pipeline import edited, pipeline, with_blocks_from, with_order_from
+from ..backend.pipeline import edited, pipeline, with_blocks_from
 from ..backend.rank_binding import bind
 from ..backend.same_bits import same_bits
 from ..cache.step_cache import CachedChoices
@@ -15,17 +15,17 @@ from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
-from ..graph.graph import LocalGraph
+from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
-from ..passes.overlap import collectives_of
+from ..passes.overlap import collectives_of, with_order_from
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
-from .compile_options import StepOptions
+from .compile_options import StepOptions, not_tuned
 from .consistency import RankProgram
 from .progress import Stages
 
@@ -36,7 +36,8 @@ class Finalizer:
 
     Its compiles share the measured hardware, the schedule for it, and what the first rank chose for programs that ranks
     have compared (fitting into memory, order of collectives). `choices` and `label`, under which ranks exchange
-    something, are those of the compile that runs.
+    something, are those of the compile that runs. `tuned` has the bucket sizes that were the fastest of those that
+    took turns, in this job or an earlier start of it.
     """
 
     options: StepOptions
@@ -49,6 +50,8 @@ class Finalizer:
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     blocks: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    tuned: dict[str, BucketSizes] = field(default_factory=dict[str, BucketSizes])
+    _recalled: dict[str, None] = field(default_factory=dict[str, None])
     choices: CachedChoices = field(init=False)
 
     def forget(self, knows: Callable[[str], bool]) -> None:
@@ -56,6 +59,8 @@ class Finalizer:
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
         self.blocks = {key: parts for key, parts in self.blocks.items() if knows(key)}
+        self.tuned = {key: sizes for key, sizes in self.tuned.items() if knows(key)}
+        self._recalled = {key: None for key in self._recalled if knows(key)}
 
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
@@ -93,11 +98,34 @@ class Finalizer:
         self.choices.note(hardware=self.hardware)
         return self.hardware
 
+    def passes(self) -> tuple[Pass, ...]:
+        """What schedules a program that has no budget."""
+        return edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
+
+    def keep(
+        self, key: str, before: LocalGraph, sizes: BucketSizes, order: Sequence[str], choices: CachedChoices
+    ) -> None:
+        """Programs known as `key` have these sizes and this order from now on, in later starts too."""
+        self.tuned[key], self.orders[key] = sizes, list(order)
+        choices.note_tuned(before, sizes)
+        choices.store()
+
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
-        passes = edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
-        passes = self._agreed(passes, key)
+        passes = self._agreed(self.passes(), key)
+        self._recall(local, key)
+        if key in self.tuned:
+            local = replace(local, sizes=self.tuned[key])
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
+
+    def _recall(self, local: LocalGraph, key: str) -> None:
+        """Know what an earlier start found the fastest. All ranks compile what is not known as `key` yet."""
+        if key in self._recalled or not_tuned(self.options, self.world):
+            return
+        self._recalled[key] = None
+        self.choices.look_up()
+        if (sizes := self.choices.tuned_for(local)) is not None:
+            self.tuned[key] = sizes
 
     def _fitted(
         self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None

@@ -42,7 +42,7 @@ class Installer:
         self.state: StepState | None = None
         self.recordings: Recordings | None = None
         self.not_recorded = "cuda_graphs=False" if options.given.cuda_graphs is False else ""
-        self._options, self._stages, self._clock = options, stages, clock
+        self._options, self._stages, self.clock = options, stages, clock
         self._optimizers = WeakSet[Optimizer]()
         self._flushes = False
         self._rng: SharedRng | None = None
@@ -82,7 +82,7 @@ class Installer:
                 program.run = self._across_steps(program, program.local.across, leaves)
             else:
                 inputs = program.gather_inputs(leaves)
-                program.run = self.compiled(program.local, world, inputs, self._clock, self.recordings)
+                program.run = self.compiled(program.local, world, inputs, self.clock, self.recordings)
         if program.guards.sizes is not None:
             program.guards.sizes.prove()
         every = self._options.given.check_every
@@ -105,9 +105,9 @@ class Installer:
         carried, world = [None] * count, program.world  # no call has computed them yet
         inputs = program.gather_inputs(leaves)
         return CrossStepRunner(
-            self.compiled(first, world, inputs, self._clock),
-            self.compiled(program.local, world, [*inputs, *carried], self._clock),
-            self.compiled(flush, world, [*program.gather_lasting(), *carried], self._clock),
+            self.compiled(first, world, inputs, self.clock),
+            self.compiled(program.local, world, [*inputs, *carried], self.clock),
+            self.compiled(flush, world, [*program.gather_lasting(), *carried], self.clock),
             count,
             program.gather_lasting,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -201,15 +201,23 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
             raise StateError(found, needed, "give it a reset_parameters() method, or build the model on a real device")
 
 
-def pack_buckets(local: LocalGraph, held: Sequence[Tensor]) -> None:
+def pack_buckets(local: LocalGraph, held: Sequence[Tensor], ours: Set[int] = frozenset()) -> frozenset[int]:
     """Move the shards of each bucket into one buffer, as the same tensors; `held` are the first inputs of `local`.
     Where a shard is a view of a larger buffer, as another program leaves it, the bucket stays: `side_by_side` copies.
+    Addresses of buffers that were made for `held` before are `ours`: their shards move. Returns these addresses.
     """
+    made = set(ours)
     for numbers in buckets(local):
         pieces = [held[number] for number in numbers]
-        if all(piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces):
+        if all(
+            piece.is_contiguous()
+            and (piece.untyped_storage().nbytes() == piece.nbytes or piece.untyped_storage().data_ptr() in ours)
+            for piece in pieces
+        ):
             with torch.no_grad():
                 storage, start = torch.cat([piece.reshape(-1) for piece in pieces]).untyped_storage(), 0
                 for piece in pieces:
                     piece.set_(storage, start, piece.shape, piece.stride())  # pyright: ignore[reportUnknownMemberType]
                     start += piece.numel()
+                made.add(storage.data_ptr())
+    return frozenset(made & {piece.untyped_storage().data_ptr() for piece in held})

@@ -110,8 +110,13 @@ class Program:
                 condition.add("{}[{}] is {}", container, key, tensor)
         self._others_hold = condition.compiled()
         self._check_pieces()
-        pack_buckets(self.local, self._held)
+        self._packed = pack_buckets(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
+
+    def take(self, local: LocalGraph) -> None:
+        """Become another schedule of the same program: the shards of its buckets lie side by side from now on."""
+        self.local = local
+        self._packed = pack_buckets(local, self._held, self._packed)
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""

@@ -32,7 +32,7 @@ from ..profiling.profile import Profile, SpanClock, measured_timeline
 from ..tuning import TUNING
 from . import random_state
 from .between_steps import CrossStepRunner, flush_pending
-from .compile_options import StepOptions
+from .compile_options import StepOptions, not_tuned
 from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
@@ -41,6 +41,7 @@ from .program import Program
 from .progress import Stages
 from .size_check import other_dims
 from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
+from .tuner import ScheduleTuning, Tuner
 
 MOST_VALUES = TUNING.most_captures
 
@@ -70,6 +71,7 @@ class CompiledStep:
         self._stages = Stages(options.given.progress, self.__name__)
         self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
         self._compiler: Compiler | None = None
+        self._tuner: Tuner | None = None
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches = options.strategies.shares_batches
         self._missed = Counter[str]()
@@ -177,7 +179,8 @@ class CompiledStep:
         finally:
             program.run = usual
         middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
-        return Profile(replace(middle, title="measured"), timeline(program.local, hardware))
+        tried = str(self.tuning) if self.tuning.tried else ""
+        return Profile(replace(middle, title="measured"), timeline(program.local, hardware), tried)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -186,6 +189,17 @@ class CompiledStep:
         if not isinstance(given, str):
             return given
         return self._compiler.finalizer.schedule if self._compiler else None
+
+    @property
+    def tuning(self) -> ScheduleTuning:
+        """What the schedules that took turns were found to take, and which one stays; or why none do (`tune="auto"`).
+
+        Example:
+            >>> print(step.tuning)
+        """
+        if self._tuner is None:
+            return ScheduleTuning("there was no call")
+        return self._tuner.found(self.programs[-1] if self.programs else None)
 
     @property
     def strategies(self) -> Strategies:
@@ -284,6 +298,8 @@ class CompiledStep:
         )
         log = self.misses.append
         self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache, log)
+        why_not = not_tuned(options, world)
+        self._tuner = Tuner(why_not, world, self._compiler.finalizer, self._installer, ranks, self._stages)
         return self._compiler
 
     def _program(
@@ -336,7 +352,10 @@ class CompiledStep:
             if miss is not None:
                 self._note_miss(miss)
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
-        self.programs.append(self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous))
+        program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
+        if self._tuner is not None:
+            self._tuner.add(made, program, compiler.has_compared)
+        self.programs.append(program)
         self._evict()
         return self.programs[-1]
 

@@ -63,6 +63,8 @@ class SymbolicSizes:
             return "a budget of memory is met for each size"
         if given.passes is not None:
             return "passes= may read sizes"
+        if given.tune != "off":
+            return "schedules that take turns may compare other sizes than the guards of the first"
         if given.cuda_graphs is True:
             return "a CUDA graph is recorded for each size"
         return "a schedule across steps carries tensors from call to call" if given.across_steps else ""

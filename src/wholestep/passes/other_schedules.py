@@ -1,0 +1,112 @@
+"""Other schedules of a program to try beside the one that was chosen for the hardware: the same bits, other buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..cost.simulation import simulate
+from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.nodes import is_collective, node_at
+from ..hardware.hardware import Hardware
+from ..tuning import TUNING
+from .base import Pass, run_passes
+from .bucket import REDUCE, join_rows
+from .overlap import collectives_of, with_order_from
+
+
+@dataclass(frozen=True)
+class TriedSchedule:
+    """Sizes of buckets, the order of collectives that they lead to, and the simulated time of a step."""
+
+    sizes: BucketSizes
+    order: tuple[str, ...]
+    predicted_us: float
+
+
+@dataclass
+class _Seen:
+    """What a program is like once its collectives have their order."""
+
+    order: tuple[str, ...] = ()
+    sums: frozenset[tuple[str, ...]] = frozenset()
+
+    def __call__(self, local: LocalGraph) -> Sequence[str]:
+        self.order, self.sums = tuple(collectives_of(local)), sums_of(local)
+        return self.order
+
+
+def scheduled_with(local: LocalGraph, passes: Sequence[Pass], tried: TriedSchedule) -> LocalGraph:
+    """`local`, before passes, with these sizes and this order."""
+    return run_passes(replace(local, sizes=tried.sizes), with_order_from(passes, lambda _: tried.order))
+
+
+def schedules_to_try(
+    local: LocalGraph, passes: Sequence[Pass], hardware: Hardware, peak_bytes: Callable[[LocalGraph], int]
+) -> list[TriedSchedule]:
+    """The schedule that `passes` lead to, then the best by simulation with fewer and with more collectives.
+
+    Neighbours measure alike, and a disturbed measurement of the hardware misleads the simulation to one side: so the
+    sizes differ by factors, and both sides are tried where they exist, two of one side otherwise. Left out is what
+    holds more memory, or adds more than two ranks in other sums: their bits depend on what else is in a sum.
+
+    Args:
+        local: the program before `passes`.
+        passes: as `pipeline` lists them.
+        hardware: to simulate on.
+        peak_bytes: what a program holds at most.
+    """
+    base = _made(local, passes, hardware)
+    if base is None:
+        return []
+    first, sums, made = base
+    most, known = peak_bytes(made) * (1 + TUNING.tried_memory_share), {first.order}
+    fewer, more = list[TriedSchedule](), list[TriedSchedule]()
+    for factor in TUNING.tried_factors:
+        found = _made(replace(local, sizes=scaled(first.sizes, factor)), passes, hardware)
+        assert found is not None, "as the first"
+        tried, others, made = found
+        if tried.order not in known and others == sums and peak_bytes(made) <= most:
+            (fewer if len(tried.order) < len(first.order) else more).append(tried)
+        known.add(tried.order)
+    best = [sorted(side, key=lambda one: one.predicted_us) for side in (fewer, more)]
+    each = [one for side in best for one in side[:1]]
+    rest = sorted((one for side in best for one in side[1:]), key=lambda one: one.predicted_us)
+    return [first, *sorted([*each, *rest][: TUNING.tried_schedules - 1], key=lambda one: one.predicted_us)]
+
+
+def _made(
+    local: LocalGraph, passes: Sequence[Pass], hardware: Hardware
+) -> tuple[TriedSchedule, frozenset[tuple[str, ...]], LocalGraph] | None:
+    """A schedule, its sums and its program; None without buckets."""
+    seen = _Seen()
+    made = run_passes(local, with_order_from(passes, seen))
+    if made.sizes is None or not seen.order:
+        return None
+    return TriedSchedule(made.sizes, seen.order, simulate(made, hardware).step_us), seen.sums, made
+
+
+def scaled(sizes: BucketSizes, factor: float) -> BucketSizes:
+    """Sizes times `factor`, down to the smallest that are chosen for any hardware. Smaller buckets leave bounds on what
+    is in flight as they are.
+    """
+
+    def times(size: int) -> int:
+        return max(int(size * factor), min(size, TUNING.smallest_bucket_bytes))
+
+    bucket, up = times(sizes.bucket_bytes), max(factor, 1.0)
+    return replace(
+        sizes, bucket_bytes=bucket, summed_bytes=times(sizes.summed_bytes),
+        alone_bytes=min(int(sizes.alone_bytes * up), bucket), in_flight_bytes=int(sizes.in_flight_bytes * up),
+    )  # fmt: skip
+
+
+def sums_of(local: LocalGraph) -> frozenset[tuple[str, ...]]:
+    """What each all-reduce over more than two ranks adds up together, in order."""
+    sums = list[tuple[str, ...]]()
+    for node in local.graph.nodes:
+        if is_collective(node) and node.target is REDUCE and local.mesh.axis_size(str(node.args[-1])) > 2:
+            given = node_at(node, 0)
+            joined = given.target is join_rows
+            sums.append(tuple(one.name for one in given.all_input_nodes) if joined else (given.name,))
+    return frozenset(sums)

@@ -1,0 +1,99 @@
+"""Schedules of one step take turns: whose turn it is, what their times say, and when enough is known. No clock here.
+
+In a round each schedule that is left has one turn of a few calls. The first call of a turn does not count: caches are
+full of what the schedule before left. Times are compared within rounds, so that a machine that gets slower or faster
+counts for nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..tuning import TUNING
+
+Round = Mapping[int, tuple[float, ...]]
+"""The seconds that counted, by the number of the schedule."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The rounds so far of `count` schedules; `left` are in the next one.
+
+    Example:
+        >>> trial = Trial(2).after({0: (1.0, 1.1), 1: (2.0, 2.1)}).after({0: (1.0, 1.1), 1: (2.0, 2.1)})
+        >>> assert trial.left == (0,) and trial.is_over(calls=14) and trial.fastest == 0
+    """
+
+    count: int
+    rounds: tuple[Round, ...] = ()
+    out: tuple[int, ...] = ()
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The schedules that may still be the fastest."""
+        return tuple(number for number in range(self.count) if number not in self.out)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The schedule of each call of the next round. Each round begins with another one."""
+        shift = len(self.rounds) % len(self.left)
+        order = (*self.left[shift:], *self.left[:shift])
+        return tuple(number for number in order for _ in range(TUNING.turn_calls))
+
+    def after(self, found: Round) -> Trial:
+        """With one more round. What is slower than the fastest beyond the noise is out."""
+        more = replace(self, rounds=(*self.rounds, found))
+        lost = tuple(one for one in more.left if one != more.fastest and more.loses(one, more.fastest))
+        return replace(more, out=(*self.out, *lost))
+
+    def is_over(self, calls: int) -> bool:
+        """True once one is left, or another round would exceed the calls that a trial may take; `calls` so far."""
+        return len(self.left) == 1 or calls + len(self.turns) > TUNING.trial_calls
+
+    @property
+    def fastest(self) -> int:
+        """Of those left, the one with the least median of times relative to those of its round; the first where one was
+        never timed.
+        """
+        found: dict[int, list[float]] = {number: [] for number in self.left}
+        for one in self.rounds:
+            times = {number: one.get(number, ()) for number in self.left}
+            usual = statistics.median([t for of in times.values() for t in of] or [1.0])
+            for number, of in times.items():
+                found[number] += [t / usual for t in of]
+        if not all(found.values()):
+            return self.left[0]
+        return min(self.left, key=lambda number: statistics.median(found[number]))
+
+    def seconds(self, number: int) -> list[float]:
+        """All times of a schedule that counted."""
+        return [one for found in self.rounds for one in found.get(number, ())]
+
+    def loses(self, one: int, other: int) -> bool:
+        """True where `one` is slower beyond the noise: of the pairs of their times in a round, it wins so few that
+        equal schedules would show it with a probability below 3 % (two rounds of two times: none of 8 pairs).
+        """
+        pairs = [
+            (mine, theirs)
+            for found in self.rounds
+            for mine in found.get(one, ())
+            for theirs in found.get(other, ())
+        ]  # fmt: skip
+        wins = sum(mine < theirs for mine, theirs in pairs)
+        return len(pairs) >= TUNING.fewest_pairs and wins < TUNING.lost_share * len(pairs)
+
+
+def merged(turns: Sequence[int], rows: Sequence[Sequence[float | None]]) -> Round:
+    """The times of a round, from a row of each rank with the seconds of each call. None does not count, and neither
+    does the first call of a turn.
+
+    The least of the ranks counts: a rank that was late for a call of its own accord finds the others waiting for it.
+    """
+    found: dict[int, list[float]] = {number: [] for number in turns}
+    for at, (number, times) in enumerate(zip(turns, zip(*rows, strict=True), strict=True)):
+        known = [one for one in times if one is not None]
+        if at % TUNING.turn_calls and len(known) == len(times):
+            found[number].append(min(known))
+    return {number: tuple(times) for number, times in found.items()}
