@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .mesh import Mesh
+from .sizes import SizeInt, least
 from .typed_values import check_fields
 
 PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
@@ -163,8 +164,8 @@ def sharded(ndim: int, dim: int, *axes: str) -> Layout:
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return start and length of piece `index`, as of `torch.chunk`: 11 over 8 gives 2,2,2,2,2,1,0,0."""
     step = -(-size // parts)
-    start = min(index * step, size)
-    return start, min(step, size - start)
+    start = least(index * step, size)
+    return start, least(step, size - start)
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
@@ -214,7 +215,7 @@ def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int |
     cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
     even = size
     for _, parts in cut:
-        if even % parts:
+        if isinstance(even, SizeInt) or even % parts:
             return Extent(size, cut, chunks)
         even //= parts
     return -(-even // chunks)

@@ -44,7 +44,7 @@ def own_sizes(rank: int, world: int, calls: int, **options: Any) -> dict[str, An
     """Each rank meets sizes of its own in an order of its own, and holds two programs; DDP gets the same batches."""
     (ours, optimizer), (theirs, their_optimizer) = made(), made()
     wrapped = DistributedDataParallel(theirs)
-    step = ws.compile(train_step, max_programs=2, agree_timeout=SECONDS, **options)
+    step = ws.compile(train_step, max_programs=2, dynamic=False, agree_timeout=SECONDS, **options)
     worst = 0.0
     for call in range(calls):
         x = data(rank, call, 1 + call % 3 if rank else 1 + call // 2 % 5)
@@ -77,7 +77,9 @@ def other_kinds(rank: int, world: int, rounds: int) -> tuple[float, list[int]]:
     consistency.TUNING = replace(consistency.TUNING, kept_comparisons=2)
     (ours, optimizer), (theirs, their_optimizer) = made(), made()
     wrapped = DistributedDataParallel(theirs)
-    step = ws.compile(train_step, max_programs=3 + rank, agree_timeout=SECONDS, parallel=ws.DataParallel("zero2"))
+    step = ws.compile(
+        train_step, max_programs=3 + rank, dynamic=False, agree_timeout=SECONDS, parallel=ws.DataParallel("zero2")
+    )
     worst, keys, store = 0.0, list[int](), _torch.default_store()
     for round_ in range(rounds):
         for call, parts in enumerate((1, 2, 1, 3, 4, 1, 2)):

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
-SUPPORT = (
-    "errors typed_json typed_values precision units tuning _torch mesh layout graph dtensor rules hardware cost reshard"
-)
+SUPPORT = "errors typed_json typed_values precision units tuning sizes _torch mesh layout graph dtensor"
+SUPPORT += " rules hardware cost reshard"
 STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
 READERS = "compile report __init__ cli __main__"
 

@@ -35,7 +35,7 @@ def held() -> Counter[str]:
 def meet(count: int) -> None:
     """Train on batches of `count` sizes, twice, with room for four programs; compare with eager."""
     ours, eager = job(), job()
-    step = ws.compile(train_step, max_programs=4)
+    step = ws.compile(train_step, max_programs=4, dynamic=False)
     sizes = [*range(1, count + 1), *range(1, count + 1)]
     after: list[Counter[str]] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -64,7 +64,7 @@ def test_programs_of_many_sizes_are_bounded() -> None:
 
 
 def test_the_program_that_was_not_used_for_longest_goes() -> None:
-    step, state = ws.compile(train_step, max_programs=3), job()
+    step, state = ws.compile(train_step, max_programs=3, dynamic=False), job()
     x = torch.randn(9, 3)
     for rows, captures in ((1, 1), (2, 2), (3, 3), (1, 3), (4, 4), (1, 4), (3, 4), (2, 5), (4, 6)):
         step(*state, x[:rows])
@@ -74,7 +74,7 @@ def test_the_program_that_was_not_used_for_longest_goes() -> None:
 
 def test_logs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_step, "TUNING", type("Few", (), {"kept_log": 3}))
-    step, state = ws.compile(train_step, max_programs=1), job()
+    step, state = ws.compile(train_step, max_programs=1, dynamic=False), job()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for rows in range(1, 7):

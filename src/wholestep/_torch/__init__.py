@@ -7,6 +7,11 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
   during a trace (`python_hooks`); a tracer that accepts new inputs.
 - fx.experimental.proxy_tensor.make_fx (1.12): traces a whole step into one ATen graph; a public joint tracer.
+- fx.experimental.symbolic_shapes.ShapeEnv.create_symbol, create_symintnode, guards, replacements, var_to_range,
+  _get_sloc, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource, utils._sympy.printers.PythonPrinter (2.0):
+  sizes of the batch as symbols, and what was compared of them, with the user's line (`symbols`); a public way to do so.
+- fx.experimental.proxy_tensor.fetch_sym_proxy, PythonKeyTracer.create_arg, and __sym_dispatch__ of the mode (2.0):
+  sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
 - _ops.OpOverload, OpOverloadPacket (1.12): the targets of graph nodes; public names of the two classes.
@@ -84,5 +89,6 @@ from .inductor import *
 from .op_schemas import *
 from .python_hooks import *
 from .replaced import *
+from .symbols import *
 from .symmetric_memory import *
 from .tracing import *

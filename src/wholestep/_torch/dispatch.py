@@ -20,6 +20,7 @@ from torch.fx.experimental import proxy_tensor
 
 from .attributes import attributes_set
 from .op_schemas import is_op, set_operands
+from .symbols import SYMBOLIC, is_size
 
 _DEVICE = torch.ops.prim.device.default
 _SPECIAL = {
@@ -35,7 +36,7 @@ _SEQUENCES: set[Any] = {tuple, list}
 _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _proxies: Any = proxy_tensor
 _kind: Callable[[Any], Any] = type
-_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree")
+_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
 
 
 class _SlowPathError(Exception):
@@ -52,7 +53,32 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     slow: list[Any] = [mode.__torch_dispatch__ for mode in modes]
     quick = _fast_dispatch(slow[0], forms), inspect.unwrap(slow[1])
     changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
+    changes += _with_sizes()
     return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
+
+
+def _with_sizes() -> list[tuple[Any, str, Any]]:
+    """Make sizes constants for torch's path too, which has a node for each symbolic number."""
+    proxy_of, argument_of = _proxies.fetch_sym_proxy, _proxies.PythonKeyTracer.create_arg
+    computed = _proxies.ProxyTorchDispatchMode.__sym_dispatch__
+
+    def fetch(tracer: Any) -> Callable[[Any], Any]:
+        fetched = proxy_of(tracer)
+        return lambda number: number if is_size(number) else fetched(number)
+
+    def create_arg(tracer: Any, value: Any) -> Any:
+        return value if is_size(value) else argument_of(tracer, value)
+
+    def compute(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(value, SYMBOLIC) and not is_size(value) for value in args):
+            return computed(mode, function, types, args, kwargs)
+        return function(*args, **kwargs)
+
+    return [
+        (_proxies, "fetch_sym_proxy", fetch),
+        (_proxies.PythonKeyTracer, "create_arg", create_arg),
+        (_proxies.ProxyTorchDispatchMode, "__sym_dispatch__", compute),
+    ]
 
 
 def _fast_dispatch(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:
@@ -96,7 +122,7 @@ def _nodes(mode: Any, value: Any) -> Any:
         return slot.proxy.node
     if kind in _SEQUENCES:
         return kind([_nodes(mode, v) for v in value])
-    if kind not in _VALUES:
+    if kind not in _VALUES and not is_size(value):
         raise _SlowPathError
     return value
 

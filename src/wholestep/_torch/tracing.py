@@ -162,12 +162,12 @@ def trace(
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        with _use_lazy_graph_module(True), quick_dispatch(table), _fake_results_bounded():
+        with _use_lazy_graph_module(True), quick_dispatch(table), fake_results_bounded():
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 @contextlib.contextmanager
-def _fake_results_bounded() -> Generator[None]:
+def fake_results_bounded() -> Generator[None]:
     """Empty torch's table of results on fake tensors at the end if it is large: each new size of a batch adds to it."""
     try:
         yield

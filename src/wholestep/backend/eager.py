@@ -1,27 +1,34 @@
-"""Runs a bound graph as plain Python: one line for each node, every temporary freed after its last use."""
+"""Runs a bound graph as plain Python: one line for each node, every temporary freed after its last use.
+
+Numbers that follow from sizes of the batch are computed at the head of the function, from the sizes of the call.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
+from ..sizes import SizeFloat, SizeGuards, SizeInt
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run
 
 _PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
+_MOST_SIZES = 4096  # of which it is known that they were checked; more are checked again
+Mend = tuple[Callable[[Any, Any], Any], tuple[int, ...]]
+"""What checks or mends the strides of a result, and the strides that it should have."""
 
 
 class WaitClock:
@@ -94,47 +101,59 @@ class _Eager:
     The body of a loop is a function of its own, which takes the number of the piece too.
 
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
-    functions about them. The first call finds those nodes; from then on their results are copied into shape.
+    functions about them. The first call with certain sizes finds those nodes; from then on their results are copied
+    into shape.
     """
 
     def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
         self._graph, self._clock = graph, clock
-        self._wrong: dict[str, Callable[[Any], Any]] = {}
+        self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop] = {}
-        self._run = self._compile(first=True)
-        self._checked = False
+        self._sizes, self._texts = _sizes_in(graph)
+        self._check_run = self._run = self._compile(first=True)
+        self._checked = set[tuple[int, ...]]()
 
     def __call__(self, inputs: Sequence[Any], piece: int = 0) -> list[Any]:
-        if self._checked:
+        now = () if self._sizes is None else self._sizes.now
+        if now in self._checked:
             return self._run(inputs, piece)
-        out = self._run(inputs, piece)
-        self._checked, self._run = True, self._compile(first=False)
+        known = len(self._wrong)
+        out = self._check_run(inputs, piece)
+        if not self._checked or len(self._wrong) > known:
+            self._run = self._compile(first=False)
+        if self._sizes is None:
+            self._check_run = self._run
+        if len(self._checked) >= _MOST_SIZES:
+            self._checked.clear()
+        self._checked.add(now)
         return out
 
     def _compile(self, first: bool) -> Callable[[Sequence[Any], int], list[Any]]:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
-        self.source = self._write(self._check if first else lambda node: self._wrong.get(node.name))
+        self.source = self._write(self._check if first else self._mend)
         scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 
-    def _check(self, node: Node) -> Callable[[Any], Any] | None:
+    def _mend(self, node: Node) -> Mend | None:
+        return (meta.with_stride, self._wrong[node.name]) if node.name in self._wrong else None
+
+    def _check(self, node: Node) -> Mend | None:
         stride = None if node.op != "call_function" or is_mutating(node) or is_wait(node) else meta.traced_stride(node)
         if stride is None:
             return None
-        mend = partial(meta.with_stride, stride=stride)
 
-        def check(made: torch.Tensor | None) -> torch.Tensor | None:
-            mended = None if made is None else mend(made)  # None: a gradient not asked for
+        def check(made: torch.Tensor | None, now: tuple[int, ...]) -> torch.Tensor | None:
+            mended = None if made is None else meta.with_stride(made, now)  # None: a gradient not asked for
             if mended is not made:
-                self._wrong[node.name] = mend
+                self._wrong[node.name] = stride
             return mended
 
-        return check
+        return check, stride
 
-    def _write(self, mend: Callable[[Node], Callable[[Any], Any] | None]) -> str:
+    def _write(self, mend: Callable[[Node], Mend | None]) -> str:
         nodes = list(self._graph.nodes)
         last = {given: node for node in nodes for given in operands(node)}
         dying: dict[Node, list[str]] = {}
@@ -144,6 +163,10 @@ class _Eager:
         inputs = [n.name for n in nodes if n.op == "placeholder"]
         lines = [f"def run(inputs, {_PIECE}):"]
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
+        if self._sizes is not None:
+            symbols = "".join(f"{symbol}, " for symbol in self._sizes.dims)
+            lines += [f"    ({symbols}) = {self._constant(self._sizes, 'c')}.now"]
+            lines += [f"    {name} = {text}" for text, name in self._texts.items()]
         for node in nodes:
             if node.op == "call_function":
                 if is_wait(node):
@@ -155,7 +178,7 @@ class _Eager:
                 lines.append(f"    del {', '.join(sorted(set(dying[node])))}")
         return "\n".join(lines) + "\n"
 
-    def _line(self, node: Node, mend: Callable[[Any], Any] | None) -> str:
+    def _line(self, node: Node, mend: Mend | None) -> str:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
@@ -163,12 +186,14 @@ class _Eager:
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
-        call = f"{self._constant(mend, 'f')}({call})" if mend else call
+        call = f"{self._constant(mend[0], 'f')}({call}, {self._value(mend[1])})" if mend else call
         return f"{node.name} = {call}" if node.users else call
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
             return value.name
+        if isinstance(value, (SizeInt, SizeFloat)):
+            return self._texts[value.text]
         if isinstance(value, (list, tuple)):
             items = cast(Sequence[Any], value)
             inner = ", ".join(self._value(v) for v in items)
@@ -200,3 +225,19 @@ class RunLoop:
         for piece in range(self._pieces):
             totals = self._body([*given, *totals], piece)
         return totals
+
+
+def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:
+    """The sizes that arguments of a bound graph follow from, and a name for each expression of them."""
+    found: list[SizeGuards] = []
+    texts: dict[str, str] = {}
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, (SizeInt, SizeFloat)):
+            found.append(leaf.guards)
+            texts.setdefault(leaf.text, f"_n{len(texts)}")
+        return leaf
+
+    for node in graph.nodes:
+        map_aggregate(cast(Any, (node.args, node.kwargs, meta.traced_stride(node) or ())), note)
+    return found[0] if found else None, texts

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import is_mutating, operands
+from ..graph.nodes import copy_node, is_mutating, operands
 from ..rules.registry import is_random
 
 
@@ -86,11 +86,11 @@ class Reader:
                 if name in inputs:
                     copied[node] = inputs[name]
             elif node.op == "get_attr":
-                copied[node] = new.node_copy(node)
+                copied[node] = copy_node(node, new, copied.__getitem__)
             elif node.op == "call_function":
                 reads = {key for n in operands(node) for key in _storages(n)}
                 if all(n in copied for n in operands(node)) and not reads & spoiled and not is_random(node):
-                    copied[node] = new.node_copy(node, copied.__getitem__)
+                    copied[node] = copy_node(node, new, copied.__getitem__)
                 elif is_mutating(node):
                     spoiled |= reads
         if any(node not in copied for node in wanted):

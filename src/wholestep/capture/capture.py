@@ -17,6 +17,7 @@ from ..errors import CaptureError
 from ..graph.gc_control import collector_paused
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
+from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
 from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
@@ -26,6 +27,7 @@ from .locations import is_number
 from .normalize import changed_constants, normalize
 from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
+from .sizes_fixed import refuse_symbolic
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
 from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Traced, trace_step
@@ -37,7 +39,8 @@ from .wrappers import effects_refused, unwrapped
 class Capture:
     """A captured step: its graph, its state, its host effects, and the structure of its results.
 
-    `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`).
+    `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
+    sizes of the batch that the graph has as symbols.
     """
 
     graph: TrainGraph
@@ -50,6 +53,7 @@ class Capture:
     values: ReadValues | None = None
     effects: Effects = field(default_factory=Effects)
     checked: tuple[str, ...] = ()
+    symbols: _torch.Symbols | None = None
 
 
 def find_state(
@@ -86,7 +90,7 @@ def find_state(
 def capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
     whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
-    changing: Promoted | None = None,
+    changing: Promoted | None = None, dynamic: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Capture:  # fmt: skip
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
@@ -94,7 +98,8 @@ def capture_step(
     tensors; other options are constants. The capture with the most inputs is tried first. `whole` gives the global
     shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
     Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
-    between calls; they become state if the step can be captured that way.
+    between calls; they become state if the step can be captured that way. `dynamic` are dims of batch tensors, by name,
+    whose sizes are symbols.
     """
     options, carried = options or CaptureOptions(), carried or Promoted()
     state, *_ = find_state(fn, args, kwargs, options.extra)
@@ -105,7 +110,7 @@ def capture_step(
     for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
-                return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted)
+                return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted, dynamic or {})
         except CaptureError as failed:
             first = first or failed
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
@@ -117,6 +122,7 @@ def capture_step(
 def _captured(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
     numbers: Sequence[Hyper], whole: Mapping[str, tuple[int, ...]], promoted: Promoted,
+    dynamic: Mapping[str, tuple[int, ...]],
 ) -> Capture:  # fmt: skip
     state, structure, leaves, names = find_state(fn, args, kwargs, options.extra)
     device = options.device or device_of(state)
@@ -125,19 +131,32 @@ def _captured(
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
     args = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
-        traced = _trace_until_carried(Request(*args))
+        traced = _trace_until_carried(Request(*args, dynamic=dynamic))
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
+    if dynamic:
+        refuse_symbolic(traced.result_leaves, effects)
     checked: tuple[str, ...] = ()
     if options.skip_nonfinite:
         refuse_unskippable(state, effects)
         graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
+    if traced.stand_ins.symbols is not None:
+        traced.stand_ins.symbols.end_of_trace()
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values, effects, checked,
+        tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols,
     )  # fmt: skip
+
+
+def at_other_sizes(captured: Capture, sizes: dict[str, int]) -> Capture | None:
+    """Return a capture with symbols, to be planned for other sizes; None if it does not apply to them."""
+    assert captured.symbols is not None, "captured with symbols"
+    symbols = captured.symbols.at(sizes)
+    if symbols is None:
+        return None
+    return replace(captured, graph=planned_at(captured.graph, sizes, symbols.record), symbols=symbols)
 
 
 def device_of(state: StepState) -> str:

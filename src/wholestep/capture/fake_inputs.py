@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _torch
 from ..graph.graph import Input, Role
-from ..graph.meta import TensorMeta, meta_of, with_shape
+from ..graph.meta import TensorMeta, meta_of, row_major, with_shape
 from . import state as held_state
 from .call_structure import Structure
 from .capture_options import CaptureOptions
@@ -26,6 +26,7 @@ class Request:
 
     `whole` gives global shapes of batch tensors of which `leaves` has parts. With `options.offload`, parameters and
     optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
+    `dynamic` names the dims of batch tensors whose sizes are symbols.
     """
 
     fn: Callable[..., Any]
@@ -41,6 +42,7 @@ class Request:
     reach: Reach
     promoted: Promoted
     find: str = ""
+    dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 @dataclass
@@ -49,9 +51,12 @@ class FakeInputs:
 
     device: str
     host_state: bool = False
-    mode: Any = field(default_factory=_torch.fake_mode)
+    symbols: _torch.Symbols | None = None
     inputs: list[Input] = field(default_factory=list[Input])
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    def __post_init__(self) -> None:
+        self.mode: Any = _torch.fake_mode() if self.symbols is None else self.symbols.mode
 
     def add(self, given: Input, requires_grad: bool = False) -> None:
         """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
@@ -69,6 +74,17 @@ class FakeInputs:
             fake.requires_grad_()
         self.put(given, fake)
 
+    def add_dynamic(self, given: Input, dims: tuple[int, ...], requires_grad: bool) -> None:
+        """Create a row-major fake tensor of the batch with symbols for the sizes of `dims`."""
+        symbols, shape = self.symbols, list[Any](given.meta.shape)
+        device = self.device if given.meta.device.startswith("meta") else given.meta.device
+        assert symbols is not None, "a capture with dims that are symbols has symbols"
+        for dim in dims:
+            shape[dim] = symbols.new(given.name, dim, shape[dim])
+        with self.mode:
+            fake = torch.empty_strided(shape, row_major(shape), dtype=given.meta.dtype, device=device)
+        self.put(replace(given, meta=meta_of(fake)), fake.requires_grad_(requires_grad))
+
     def put(self, given: Input, fake: torch.Tensor, position: int | None = None) -> None:
         """Insert an existing fake tensor as the last input or at `position`."""
         position = len(self.inputs) if position is None else position
@@ -76,12 +92,13 @@ class FakeInputs:
         self.fakes.insert(position, fake)
 
 
-def stand_ins(request: Request) -> FakeInputs:
+def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
     """Create fakes for parameters, buffers, optimizer state, gradients, hypers and the batch, in this order.
 
-    Missing optimizer state is created as in the first step.
+    Missing optimizer state is created as in the first step. `line` returns the user's line that runs.
     """
-    state, out = request.state, FakeInputs(request.device, request.options.offload is not None)
+    symbols = _torch.Symbols(line) if request.dynamic else None
+    state, out = request.state, FakeInputs(request.device, request.options.offload is not None, symbols)
     for held in [*state.params.values(), *state.buffers.values()]:
         out.add(held.input, held.tensor.requires_grad)
     for held in held_state.optimizer_state(state):
@@ -95,7 +112,11 @@ def stand_ins(request: Request) -> FakeInputs:
     for name, leaf in zip(request.names, request.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             meta = with_shape(meta_of(leaf), request.whole.get(name, tuple(leaf.shape)))
-            out.add(Input(name, Role.BATCH, meta), leaf.requires_grad)
+            given, dims = Input(name, Role.BATCH, meta), dynamic_dims(meta, request.dynamic.get(name, ()))
+            if dims:
+                out.add_dynamic(given, dims, leaf.requires_grad)
+            else:
+                out.add(given, leaf.requires_grad)
     return out
 
 
@@ -114,3 +135,8 @@ def _add_primed(out: FakeInputs, state: StepState) -> None:
                 for key, value in optimizer.state.pop(fakes[name], {}).items():
                     if isinstance(value, torch.Tensor):
                         out.put(held_state.state_input(name, key, value, o, label), value)
+
+
+def dynamic_dims(given: TensorMeta, asked: Sequence[int]) -> tuple[int, ...]:
+    """Those of the asked dims of a batch tensor that can be symbols: of 2 or more, as torch treats 0 and 1 apart."""
+    return tuple(dim for dim in asked if given.shape[dim] > 1)

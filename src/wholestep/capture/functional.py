@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import copy_graph, is_mutating, node_at
+from ..graph.nodes import add_node, copy_graph, is_mutating, node_at
 from .strides import count_from_tensors, insert_call, is_view
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _scattered(target: Any) -> Put:
 def _section(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
     whole, index = cast(tuple[Node, int], view.args)
     dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
-    lengths = [int(part.shape[dim]) for part in meta.value(whole)]
+    lengths = [part.shape[dim] for part in meta.value(whole)]
     start = sum(lengths[:index])
     return call(aten.slice_scatter.default, source, new, dim, start, start + lengths[index])
 
@@ -257,7 +257,7 @@ class _Walk:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.module.graph.inserting_before(self.before):
-            made = self.module.graph.call_function(target, args, kwargs)
+            made = add_node(self.module.graph, "call_function", target, args, kwargs, None)
         meta.copy_origin(self.origin, made)
         meta.set_value(made, self._result(made))
         return made

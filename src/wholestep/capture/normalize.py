@@ -16,6 +16,7 @@ from ..graph.graph import Input, Output, Role, TrainGraph
 from ..graph.nodes import node_at, redirect
 from ..graph.op_kinds import CHEAP
 from ..graph.ops import GRAD_READY, LOSS
+from ..graph.sizes_in_graph import with_plain_sizes
 from ..graph.verify import check_train_graph
 from .functional import functionalize
 from .methods import refuse_collectives
@@ -46,6 +47,8 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
     _rename(graph, inputs)
+    if traced.stand_ins.symbols is not None:
+        with_plain_sizes(graph, traced.stand_ins.symbols)
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)

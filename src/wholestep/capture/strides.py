@@ -20,7 +20,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.meta import overlaps
-from ..graph.nodes import node_at
+from ..graph.nodes import add_node, node_at
 
 aten = torch.ops.aten
 _SCATTER = aten.as_strided_scatter.default
@@ -108,7 +108,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def insert_call(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Insert a call before a node, with its source line."""
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args, kwargs)
+        made = add_node(before.graph, "call_function", target, args, kwargs, None)
     meta.copy_origin(before, made)
     meta.recompute_value(made)
     return made

@@ -17,6 +17,7 @@ from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
 from ..graph.ops import GRAD_READY, LOSS
+from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
@@ -31,6 +32,7 @@ from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
+from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
 from .watch import Watch
@@ -58,7 +60,7 @@ class TensorLeaf:
 
 def trace_step(request: Request) -> Traced:
     """Trace the step with its current state; a CaptureError has the user's source line."""
-    run = Traced(request, stand_ins(request))
+    run = Traced(request, stand_ins(request, _asking_text))
     try:
         run.trace()
     except WholestepError as error:
@@ -132,11 +134,14 @@ class Traced:
             attention = cuda_attention.replaced(self.kernels)
             forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8, *attention])
             with (
+                _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._saw_backward, self.request.device),
                 forms,
             ):
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
+            if self.stand_ins.symbols is not None:
+                without_size_nodes(self.module.graph, self.stand_ins.symbols)
             if linears:
                 linears.check_used()
             if len(hooks) > 1:
@@ -191,7 +196,10 @@ class Traced:
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
-        return self.reader.known(tensor, _calling_text())
+        value = self.reader.known(tensor, _calling_text())
+        if value is not None and self.stand_ins.symbols is not None:
+            raise SizesFixedError("the step reads a value of the batch", _calling_text())
+        return value
 
     def _fill_state(self, given: dict[str, torch.Tensor], plain: list[tuple[Any, torch.Tensor, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
@@ -425,6 +433,12 @@ def _option_place(state: StepState, hyper: Hyper) -> Location:
 
 def _calling_text() -> str:
     line = _calling_line()
+    return show_line(*line) if line else ""
+
+
+def _asking_text() -> str:
+    """Return the user's line that runs, or that made what a backward computes with."""
+    line: tuple[str, int] | None = _calling_line() or _torch.noted("line")
     return show_line(*line) if line else ""
 
 

@@ -20,6 +20,7 @@ from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
 from .nodes import copy_node, node_at, operands
+from .sizes_in_graph import symbols_in, with_plain_sizes, without_size_nodes
 from .verify import check_train_graph
 
 ROUNDS = TUNING.expand_rounds
@@ -85,20 +86,31 @@ def _decomposition(node: Node) -> Graph | None:
     metas = list(map(meta.one_tensor, operands(node)))
     if not all(found.numel for found in metas):
         return None  # amax fails for empty tensors
-    with (mode := _torch.fake_mode()):
-        fakes = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in metas]
+    symbols = symbols_in((node.args, node.kwargs, [(found.shape, found.stride) for found in metas]))
+    with (mode := _torch.fake_mode() if symbols is None else symbols.mode):
+        shapes = [(_symbolic(m.shape, symbols), _symbolic(m.stride, symbols), m) for m in metas]
+        fakes = [torch.empty_strided(n, step, dtype=m.dtype, device=m.device) for n, step, m in shapes]
 
     def run(*tensors: Tensor) -> Any:
         rest = iter(tensors)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda _: cast(Any, next(rest)))
+        asked = _symbolic((node.args, dict(node.kwargs)), symbols)
+        args, kwargs = map_arg(asked, lambda _: cast(Any, next(rest)))
         out: Any = make(*args, **kwargs)
         return cast(tuple[Any, ...], out) if isinstance(out, tuple) else (out,)
 
     try:
         with mode, torch.no_grad():
-            return _torch.trace_plain(run, fakes)
+            body = _torch.trace_plain(run, fakes)
     except NotImplementedError:
         return None
+    if symbols is not None:
+        without_size_nodes(body, symbols)
+        with_plain_sizes(body, symbols)
+    return body
+
+
+def _symbolic(value: Any, symbols: _torch.Symbols | None) -> Any:
+    return value if symbols is None else symbols.symbolic(value)
 
 
 def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+
+from .. import _torch
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL = (
@@ -36,12 +39,12 @@ class TensorMeta:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return torch.Size(self.shape).numel()
+        return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of all elements: a plain number, which prices programs."""
+        return int(self.numel) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -56,7 +59,8 @@ class TensorMeta:
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Return the TensorMeta of a real or fake tensor."""
-    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+    shape, stride = _torch.plain_numbers(tensor.shape), _torch.plain_numbers(tensor.stride())
+    return TensorMeta(shape, stride, tensor.dtype, str(tensor.device))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -135,7 +139,7 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
 def global_shapes(node: Node) -> tuple[tuple[int, ...] | None, ...]:
     """Return the global shapes of the outputs of `node`, also in a local graph; None if the trace recorded none."""
     flat = [x for item in _opened(value(node)) for x in _opened(item)]
-    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat)
+    return tuple(_torch.plain_numbers(x.shape) if isinstance(x, torch.Tensor) else None for x in flat)
 
 
 def _opened(item: Any) -> Sequence[Any]:
@@ -167,10 +171,11 @@ def traced_stride(node: Node) -> tuple[int, ...] | None:
     traced, local = value(node), tensor(node)
     if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
-    stride = tuple(traced.stride())
-    if tuple(traced.shape) == local.shape:
+    whole = meta_of(traced)
+    stride = whole.stride
+    if whole.shape == local.shape:
         return stride
-    rows = tuple(traced.shape[1:]) == local.shape[1:] and rows_are_separate(meta_of(traced))
+    rows = whole.shape[1:] == local.shape[1:] and rows_are_separate(whole)
     strided = is_strided(node) or not same_strides(local, replace(local, stride=stride))
     return stride if rows and not strided else None
 

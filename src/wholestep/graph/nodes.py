@@ -104,8 +104,8 @@ def add_call(graph: Graph, target: Any, args: Any, made: meta.TensorMeta, like: 
     return node
 
 
-def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
-    """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time."""
+def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
+    """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time, and warns."""
     node = graph.create_node(op, target, name=name)
     _torch.set_operands(node, args, kwargs)
     return node

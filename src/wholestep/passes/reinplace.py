@@ -16,6 +16,7 @@ from ..graph.loop import loop_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS
 from ..partition.rank_ops import MAY_ALIAS
+from ..sizes import equal
 from .base import InPlace
 from .bucket import GATHER, in_rows, part_of_gather, rows_of_gather
 from .coalesced import coalesce
@@ -160,9 +161,8 @@ class _Work:
         if operand is None or made is None:
             return False
         strides = zip(operand.stride, made.stride, operand.shape, strict=True)
-        fits = (operand.shape, operand.dtype, operand.device) == (made.shape, made.dtype, made.device) and all(
-            a == b != 0 for a, b, size in strides if size > 1
-        )
+        alike = (operand.dtype, operand.device) == (made.dtype, made.device) and equal(operand.shape, made.shape)
+        fits = alike and all(a == b != 0 for a, b, size in strides if size > 1)
         alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
         return fits and alone and not self._may_broadcast(given, node, made) and self._dies_at(given, node)
 

@@ -89,6 +89,9 @@ class CompileOptions:
             of optimizers) over the ranks, by checksum; 0 for never.
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
             not used for longest goes; a call of its kind compiles it again, on this rank alone.
+        dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same
+            program ([page](sizes.md)). True: the sizes that have changed. `{"tokens": (0, 1)}`: these dims of an
+            argument, or of each tensor in it, from the first call. False: none, each size is captured.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
             the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -122,6 +125,7 @@ class CompileOptions:
     agree_timeout: float | str = "2min"
     check_every: int = 1000
     max_programs: int = 32
+    dynamic: bool | Mapping[str, Sequence[int]] = True
     hardware: Hardware | None = None
     device: str | None = None
     cache: str | os.PathLike[str] | None = None

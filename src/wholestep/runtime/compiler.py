@@ -24,6 +24,7 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import WholestepError
 from ..graph.graph import LocalGraph
+from ..graph.sizes_in_graph import instantiated
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
 from ..plan.plan import Plan
@@ -37,6 +38,16 @@ from .finalize import Finalizer
 from .placement import placed
 from .progress import Stages
 from .step_inputs import StepInputs
+from .symbolic_sizes import (
+    SymbolicSizes,
+    captured_for,
+    hints_of,
+    other_sizes,
+    refuse_other_graph,
+    refuse_other_program,
+    sizes_at,
+    with_row_major,
+)
 
 
 @dataclass
@@ -84,6 +95,7 @@ class Compiler:
     rendezvous: Rendezvous
     stages: Stages
     cache: StepCache | None
+    log: Callable[[str], None]
     captures: int = 0
     _strategies: Strategies | None = None
     _choice: AutoChoice | None = None
@@ -94,6 +106,7 @@ class Compiler:
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
         shared = self.options, self.world, self.rendezvous, self.stages
+        self.sizes = SymbolicSizes(self.options, self.world, self.log)
         self._consistency, self.finalizer = ConsistencyCheck(*shared, label), Finalizer(*shared)
 
     @property
@@ -109,15 +122,17 @@ class Compiler:
         """A number of Python at this place changes between calls: later programs take it as an input."""
         self._changing |= Promoted(frozenset([place]))
 
-    def compile(self, inputs: StepInputs, held: Numbers | None) -> RankProgram:
-        """The program for a call. `held` are the numbers of the program that ran last; None before the first one."""
+    def compile(self, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture]) -> RankProgram:
+        """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
+        `like` was captured for calls that differ in sizes of the batch alone, the latest first.
+        """
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
         try:
-            captured = self._capture_call(inputs, held or (), dump)
-            key_values, label = partial(self._key_values, captured), self._consistency.round_label
-            self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
-            made = self._plan_and_partition(captured, dump, first=held is None)
+            made = self._with_symbols(inputs, held, like, dump)
+            if made is None:
+                captured = self._capture_call(inputs, held or (), dump)
+                made = self._plan_and_partition(captured, dump, first=held is None)
         except Exception as error:
             known = isinstance(error, WholestepError)
             if several:
@@ -138,23 +153,67 @@ class Compiler:
             dump.write(f"4-final-graph-{name}", program)
         return made
 
-    def _capture_call(self, inputs: StepInputs, held: Numbers, dump: Dump) -> Capture:
+    def _with_symbols(
+        self, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture], dump: Dump
+    ) -> RankProgram | None:
+        """The program for a call and for other sizes of its batch; None where it has to be captured for its own."""
+        dims = self.sizes.chosen(inputs)
+        if not dims:
+            return None
+        try:
+            captured = captured_for(inputs, dims, like)
+            if captured is None:
+                captured = self._capture_call(inputs, held or (), dump, dims)
+                if not self.sizes.left(captured):
+                    return None
+                self._refuse_other_graph(captured, inputs, held or (), like, dump)
+            made = self._plan_and_partition(captured, dump, held is None)
+            sizes = other_sizes(captured)
+            fixed = instantiated(captured.graph, sizes)
+            refuse_other_program(
+                made.local, sizes, lowered(fixed, self._plan(replace(captured, graph=fixed))), self.world
+            )
+        except Exception as error:
+            self.sizes.failed(dims, error)
+            return None
+        self.sizes.captures += 1
+        return made
+
+    def _refuse_other_graph(
+        self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump
+    ) -> None:
+        """Raise SizesFixedError unless a capture with symbols is, at known sizes, what a capture for these is."""
+        for other in like:
+            if (sizes := sizes_at(captured, other)) is not None:
+                return refuse_other_graph(captured.graph, sizes, other.graph)
+        fixed = self._capture_call(with_row_major(inputs, captured), held, dump)
+        return refuse_other_graph(captured.graph, hints_of(captured), fixed.graph)
+
+    def _capture_call(
+        self, inputs: StepInputs, held: Numbers, dump: Dump, dims: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Capture:
+        """Capture a call; with symbols for `dims` of its batch."""
         with self.stages.stage("capture"):
-            captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held)
+            captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held, dims)
         self.captures += 1
         self._carried |= captured.effects.carried
         dump.write("1-train-graph", captured.graph)
         return captured
 
     def _capture(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, tuple[int, ...]], held: Numbers
-    ) -> Capture:
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, tuple[int, ...]], held: Numbers,
+        dims: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Capture:  # fmt: skip
         note_changed(held)
         options = replace(self.options.capture, device=self.world.device)
         carried, changing = self._carried, self._changing
-        return capture_step(self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing)
+        return capture_step(
+            self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing, dynamic=dims
+        )
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
+        key_values, label = partial(self._key_values, captured), self._consistency.round_label
+        self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)
         if first:
             warn_of_semantics(planned, self.world)

@@ -16,7 +16,8 @@ from ..capture.capture import Capture
 from ..capture.locations import MISSING, Slots, is_number
 from ..capture.state import baked_numbers, is_zero
 from ..capture.wrappers import switches
-from .step_inputs import StepInputs
+from .size_check import SizeCheck
+from .step_inputs import StepInputs, batch_shapes
 
 
 @dataclass(frozen=True)
@@ -36,29 +37,39 @@ class Miss:
 
 @dataclass(frozen=True)
 class TensorGuard:
-    """Shape, stride, dtype, device and requires_grad of a tensor argument."""
+    """Shape, stride, dtype, device and requires_grad of a tensor argument. `dims` may have other
+    sizes, in any strides: `SizeCheck` compares shapes.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    dims: tuple[int, ...] = ()
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorGuard:
+    def of(tensor: torch.Tensor, dims: tuple[int, ...] = ()) -> TensorGuard:
         """The guard of a tensor as it is."""
-        return TensorGuard(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        return TensorGuard(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, dims)
 
     def fits(self, value: Any) -> bool:
         """True when `value` is such a tensor."""
         return (
             isinstance(value, torch.Tensor)
-            and value.shape == self.shape
+            and (value.dim() == len(self.shape) if self.dims else value.shape == self.shape)
             and value.dtype is self.dtype
-            and value.stride() == self.stride
+            and (bool(self.dims) or value.stride() == self.stride)
             and value.device == self.device
             and value.requires_grad == self.requires_grad
         )
+
+    def fits_but_sizes(self, value: Any) -> bool:
+        """True when `value` is such a tensor, of any sizes."""
+        if not isinstance(value, torch.Tensor) or value.dim() != len(self.shape):
+            return False
+        other = value.dtype, value.device, value.requires_grad
+        return other == (self.dtype, self.device, self.requires_grad)
 
 
 class Condition:
@@ -142,7 +153,14 @@ class Guards:
     def __init__(self, capture: Capture, inputs: StepInputs, device: str) -> None:
         state, self._effects, self._values = capture.state, capture.effects, capture.values
         self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device, inputs.sizes)
-        self._leaves = [TensorGuard.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves]
+        symbols = capture.symbols
+        self.sizes = None if symbols is None else SizeCheck(symbols.record, symbols.guards, inputs)
+        dims = self.sizes.dims if self.sizes is not None else {}
+        self._leaves = [
+            TensorGuard.of(leaf, dims.get(i, ())) if isinstance(leaf, torch.Tensor) else leaf
+            for i, leaf in enumerate(inputs.leaves)
+        ]
+        self.shapes = batch_shapes(inputs)
         self._params = {name: held.tensor for name, held in state.params.items()}
         self._flags = [param.requires_grad for param in self._params.values()]
         has_grad = [param.grad is not None for param in self._params.values()]
@@ -176,12 +194,22 @@ class Guards:
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
                     return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
-            elif leaf is not guard and not (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard):
+            elif not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
-        if now != self._ambient:
+        if now != self._ambient and (self.sizes is None or now[:-1] != self._ambient[:-1]):
             return Miss("autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed")
-        why = self._check_held()
+        why = self.sizes.check(leaves, now[-1]) if self.sizes is not None else ""
+        why = why or self._check_held()
         return Miss(why) if why else self._check_host() or self._check_read(leaves)
+
+    def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:
+        """True if a call, that missed, differs in nothing but sizes of the batch."""
+        if structure != self._structure or now[:-1] != self._ambient[:-1]:
+            return False
+        pairs = zip(leaves, self._leaves, strict=True)
+        if not all(g.fits_but_sizes(v) if isinstance(g, TensorGuard) else _same_value(v, g) for v, g in pairs):
+            return False
+        return not self._check_held() and self._check_host() is None
 
     def _check_host(self) -> Miss | None:
         """The first value of Python, or choice of the host's program, that is another one."""
@@ -240,6 +268,10 @@ class Guards:
             if getattr(holder, key) != value:
                 return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
         return ""
+
+
+def _same_value(leaf: Any, guard: Any) -> bool:
+    return leaf is guard or (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard)
 
 
 def _same_list(found: object, value: object) -> bool:

@@ -65,7 +65,9 @@ class Installer:
         self.state = state
         guards = Guards(made.capture, inputs, world.device)
         shard = None
-        if inputs.sharder is not None and inputs.sizes:
+        if guards.sizes is not None:
+            shard = guards.sizes.row_major
+        elif inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
         rng = self._shared_rng(made.local, world, strategies)
         return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared)
@@ -81,6 +83,8 @@ class Installer:
             else:
                 inputs = program.gather_inputs(leaves)
                 program.run = self.compiled(program.local, world, inputs, self.clock, self.recordings)
+        if program.guards.sizes is not None:
+            program.guards.sizes.prove()
         every = self._options.given.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
             data = strategies.data

@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
-from ..capture.capture import device_of, find_state
+from ..capture.capture import Capture, device_of, find_state
 from ..capture.scheduled_numbers import scheduled
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
@@ -39,7 +39,8 @@ from .installer import Installer
 from .nonfinite import NonfiniteWatch
 from .program import Program
 from .progress import Stages
-from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_sharder
+from .size_check import other_dims
+from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
 
 MOST_VALUES = TUNING.most_captures
@@ -295,7 +296,8 @@ class CompiledStep:
             given.agree_timeout_s,
             lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
         )
-        self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache)
+        log = self.misses.append
+        self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache, log)
         why_not = not_tuned(options, world)
         self._tuner = Tuner(why_not, world, self._compiler.finalizer, self._installer, ranks, self._stages)
         return self._compiler
@@ -321,12 +323,25 @@ class CompiledStep:
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
         with self._stages.reporting(), busy:
             flush_pending()
-            return self._compile(self._inputs(args, kwargs, sizes))
+            inputs = self._inputs(args, kwargs, sizes)
+            return self._compile(inputs, self._other_sizes(inputs))
 
-    def _compile(self, inputs: StepInputs) -> Program:
+    def _other_sizes(self, inputs: StepInputs) -> list[Capture]:
+        """Captures of calls that differ in sizes alone, the latest first: these sizes are symbols from now on."""
+        found: list[Program] = []
+        if self.programs and self._compiler is not None:
+            now = ambient(self.programs[-1].world.device, inputs.sizes)
+            fits = (p for p in reversed(self.programs) if p.refresh() is None)
+            found = [p for p in fits if p.guards.differ_in_sizes(inputs.structure, inputs.leaves, now)]
+            for program in found[:1]:
+                self._compiler.sizes.note(other_dims(program.guards.shapes, batch_shapes(inputs)))
+        return [program.capture for program in found]
+
+    def _compile(self, inputs: StepInputs, like: Sequence[Capture] = ()) -> Program:
         compiler = self._compiler or self._start(inputs)
         try:
-            made = compiler.compile(inputs, self.programs[-1].guards.numbers if self.programs else None)
+            held = self.programs[-1].guards.numbers if self.programs else None
+            made = compiler.compile(inputs, held, like)
         finally:  # ranks have to compare these again: none may run one that the others let go of
             self.programs[:] = [program for program in self.programs if compiler.has_compared(program.compared)]
         drawn = random_state.take() if self.on_placed else None
@@ -336,7 +351,7 @@ class CompiledStep:
             random_state.put(drawn)
             if miss is not None:
                 self._note_miss(miss)
-                return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes))
+                return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
         program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
         if self._tuner is not None:
             self._tuner.add(made, program, compiler.has_compared)

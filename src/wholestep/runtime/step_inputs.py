@@ -212,3 +212,10 @@ class StepInputs:
     sharder: BatchSharder | None
     sizes: BatchSizes | None
     whole: Mapping[str, tuple[int, ...]]
+
+
+def batch_shapes(inputs: StepInputs) -> dict[str, tuple[int, ...]]:
+    """Shapes of the batch tensors of a call by name, of the whole where ranks have parts."""
+    tensors = ((name, leaf) for name, leaf in zip(inputs.names, inputs.leaves, strict=True))
+    shapes = {name: tuple(leaf.shape) for name, leaf in tensors if isinstance(leaf, torch.Tensor)}
+    return {**shapes, **inputs.whole}

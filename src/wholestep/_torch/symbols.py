@@ -1,0 +1,195 @@
+"""Sizes of the batch as symbols of a trace: torch's symbolic ints, and what they become in a graph (`sizes`)."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._guards import SLoc
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
+
+
+class _Printer(PythonPrinter):
+    """Prints expressions of ints as Python computes them, without torch's functions for symbols."""
+
+    def _print_ToFloat(self, expr: Any) -> str:
+        return f"float({self._print(expr.args[0])})"
+
+    def _helper_sqrt(self, expr: Any) -> str:
+        return f"(float({self._print(expr)}) ** 0.5)"
+
+    def _print_Min(self, expr: Any) -> str:
+        return f"min({self._listed(expr)})"
+
+    def _print_Max(self, expr: Any) -> str:
+        return f"max({self._listed(expr)})"
+
+    def _listed(self, expr: Any) -> str:
+        return ", ".join(cast(Any, self)._print(one) for one in expr.args)
+
+
+class _Env(ShapeEnv):
+    """A ShapeEnv whose guards have the user's line; torch formats whole stacks, of which dynamo knows the lines."""
+
+    line: Callable[[], str]
+    sizes: Symbols
+
+    def _get_sloc(self, framework_loc: str | None = None) -> SLoc:
+        return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
+
+
+class Symbols:
+    """The symbols of one capture. `line` returns the line of the user's code that runs.
+
+    A symbol is a size of 2 or more: torch treats 0 and 1 apart.
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self.env = _Env(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+        self.env.line, self.env.sizes = line, self
+        self.record = SizeGuards()
+        self.mode = FakeTensorMode(
+            allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self.env, static_shapes=True
+        )
+        self.record.symbols = self
+        self._ints: dict[str, torch.SymInt] = {}
+        self._texts: dict[Any, str] = {}
+        self._traced: list[SizeGuard] = []
+        self._asked = 0
+
+    def end_of_trace(self) -> None:
+        """What is compared from now on is compared for a plan and a program."""
+        self._traced, self._asked = self.guards(), len(self.env.guards)
+
+    def at(self, hints: dict[str, int]) -> Symbols | None:
+        """The same symbols for another plan, made for these sizes; None if the trace does not apply to them.
+
+        Nor may torch have compared sizes since: it takes what it has found for given.
+        """
+        if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self._traced):
+            return None
+        other = copy.copy(self)
+        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=tuple(hints.values()))
+        other.record.noted.update({guard.text: None for guard in self._traced})
+        self.env.sizes = other
+        return other
+
+    def new(self, name: str, dim: int, hint: int) -> torch.SymInt:
+        """A symbol for the size of a dim of the batch tensor `name`."""
+        symbol = self.env.create_symbol(hint, ConstantSource(f"{name}.{dim}"), dynamic_dim=DimDynamic.DYNAMIC)
+        text = str(symbol)
+        self._ints[text] = cast(torch.SymInt, self.env.create_symintnode(symbol, hint=hint))
+        self.record.dims[text], self.record.hints[text] = (name, dim), hint
+        self.record.now = tuple(self.record.hints.values())
+        return self._ints[text]
+
+    def plain(self, value: Any) -> Any:
+        """A symbolic number as an int or float that knows its expression; other values unchanged."""
+        if not self.owns(value):
+            return value
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        expression = value.node.expr
+        if not expression.free_symbols:
+            return int(value) if isinstance(value, torch.SymInt) else float(value)
+        if expression not in self._texts:
+            self._texts[expression] = f"({self._printed(expression)})"
+        text = self._texts[expression]
+        made = evaluate(text, self.record.hints)
+        return (SizeInt if isinstance(value, torch.SymInt) else SizeFloat)(made, text, self.record)
+
+    def owns(self, value: Any) -> bool:
+        """Return whether a symbolic number follows from sizes alone, and not from the value of a tensor."""
+        return isinstance(value, SYMBOLIC) and set(map(str, _node(value).expr.free_symbols)) <= self._ints.keys()
+
+    def symbolic(self, value: Any) -> Any:
+        """The reverse of `plain`: numbers that follow from sizes, also in lists, as torch's symbolic ones."""
+        if isinstance(value, (SizeInt, SizeFloat)):
+            return evaluate(value.text, {**self._ints, "min": torch.sym_min, "max": torch.sym_max})
+        if isinstance(value, (list, tuple)):
+            return type(cast(Any, value))(self.symbolic(v) for v in cast(Sequence[Any], value))
+        if isinstance(value, dict):
+            return {key: self.symbolic(v) for key, v in cast(dict[str, Any], value).items()}
+        return value
+
+    def guards(self) -> list[SizeGuard]:
+        """What was compared of sizes so far, by torch while it traced and by wholestep since."""
+        found = {self._printed(g.expr): g.sloc.maybe_user_loc or "" for g in self.env.guards}
+        for symbol, expression in self.env.replacements.items():
+            found.setdefault(f"{symbol} == {self._printed(expression)}", self._line_of(symbol))
+        for symbol, bounds in self.env.var_to_range.items():
+            if str(symbol) in self._ints:
+                lower, upper = bounds.lower, bounds.upper
+                found.setdefault(f"{symbol} >= {max(int(lower), 2)}", self._line_of(symbol))
+                if upper.is_Integer:
+                    found.setdefault(f"{symbol} <= {int(upper)}", self._line_of(symbol))
+        found |= {text: "" for text in self.record.noted if text not in found}
+        for text in found:
+            assert evaluate(text, self.record.hints), f"{text} holds for the sizes of the capture"
+        return [SizeGuard(text, where) for text, where in found.items()]
+
+    def fixed(self) -> dict[tuple[str, int], str]:
+        """The dims whose size the trace has fixed, and the user's line that did."""
+        found: dict[tuple[str, int], str] = {}
+        for symbol, expression in self.env.replacements.items():
+            if not expression.free_symbols and str(symbol) in self._ints:
+                found[self.record.dims[str(symbol)]] = self._line_of(symbol)
+        return found
+
+    def _line_of(self, symbol: Any) -> str:
+        asked = (g.sloc.maybe_user_loc for g in reversed(self.env.guards) if symbol in g.expr.free_symbols)
+        return next((line for line in asked if line), "")
+
+    def _printed(self, expression: Any) -> str:
+        text = cast(Any, _Printer()).doprint(expression)
+        if len(text) > _MOST_TEXT:
+            raise ValueError("an expression of sizes is too long to be computed in each call")
+        return text
+
+
+def _node(value: Any) -> Any:
+    return value.node
+
+
+def symbols_of(value: Any) -> Symbols | None:
+    """The symbols of the capture that made a symbolic number; None for any other."""
+    return getattr(_node(value).shape_env, "sizes", None) if isinstance(value, SYMBOLIC) else None
+
+
+@contextlib.contextmanager
+def numbers_in_arguments(symbols: Symbols | None) -> Generator[None]:
+    """Silence torch's warning of symbolic numbers as arguments of nodes, in a trace with symbols."""
+    with warnings.catch_warnings() if symbols is not None else contextlib.nullcontext():
+        if symbols is not None:
+            warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        yield
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a symbolic number follows from sizes of the batch alone: it is no node of a trace."""
+    symbols = symbols_of(value)
+    return symbols is not None and symbols.owns(value)
+
+
+def plain_numbers(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Sizes or strides of a tensor, where symbolic ones know their expression."""
+    for value in values:
+        if type(value) is not int:
+            break
+    else:
+        return tuple(values)
+    return tuple(v if (known := symbols_of(v)) is None else known.plain(v) for v in values)

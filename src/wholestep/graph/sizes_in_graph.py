@@ -1,0 +1,157 @@
+"""Sizes in a graph: symbolic numbers of a trace become numbers that know their expression, and get their values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from .. import _torch
+from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator
+from . import meta
+from .graph import Input, TrainGraph
+from .meta import TensorMeta
+from .nodes import copy_with, node_at
+
+aten = torch.ops.aten
+_SLICES: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # where their bounds begin
+
+
+def without_size_nodes(graph: Graph, symbols: _torch.Symbols) -> None:
+    """Put symbolic numbers where the nodes of a trace read them; drop the nodes that compute them."""
+    sizes = {node: value for node in graph.nodes if symbols.owns(value := meta.value(node))}
+    for node in graph.nodes if sizes else ():
+        if node not in sizes:
+            _replace(node, lambda leaf: sizes.get(leaf, leaf) if isinstance(leaf, Node) else leaf)
+    for node in reversed(sizes):
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if _is_whole(node):
+            node.replace_all_uses_with(node_at(node, 0))
+            graph.erase_node(node)
+
+
+def _is_whole(node: Node) -> bool:
+    """Return whether a node is a slice `[:]`, or its backward: torch records those of symbolic dims only."""
+    if node.target not in _SLICES:
+        return False
+    bounds = node.args[_SLICES[node.target] :]
+    return (
+        bounds[:2] == (0, sys.maxsize)
+        and bounds[2:] in ((), (1,))
+        and meta.tensor(node) == meta.tensor(node_at(node, 0))
+    )
+
+
+def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:
+    """Make symbolic numbers among arguments ints that know their expression."""
+    for node in graph.nodes:
+        _replace(node, symbols.plain)
+
+
+def symbols_in(value: Any) -> _torch.Symbols | None:
+    """Return the symbols that a number inside nested lists and dicts follows from; None if there is none."""
+    found: list[_torch.Symbols] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, (SizeInt, SizeFloat)):
+            found.append(leaf.guards.symbols)
+        return leaf
+
+    map_aggregate(value, note)
+    return found[0] if found else None
+
+
+def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
+    """Return the graph that a capture at these sizes, by symbol, gives."""
+    made = _copied(train)
+    values = at_sizes(made.graph, sizes)
+    with _torch.fake_results_bounded(), _torch.fake_mode():
+        for node in made.graph.nodes:
+            meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, sizes)))
+    return replace(made, inputs=_inputs(made, values))
+
+
+def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) -> TrainGraph:
+    """Return a copy whose numbers have the values of these sizes, and still their expressions, with a new record."""
+    made = _copied(train)
+    values = at_sizes(made.graph, sizes, record)
+    return replace(made, inputs=_inputs(made, values))
+
+
+def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
+    """Fill in the sizes of a graph: arguments, and what is recorded of results. Returns what fills in one number.
+
+    With `record`, numbers keep their expressions.
+    """
+    texts: dict[str, None] = {}
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, (SizeInt, SizeFloat)):
+            texts[leaf.text] = None
+        return leaf
+
+    for node in graph.nodes:
+        shapes = [(made.shape, made.stride) for made in meta.tensors(node) if made is not None]
+        map_aggregate(cast(Any, (node.args, node.kwargs, shapes)), note)
+    values = dict(zip(texts, evaluator(list(texts), list(sizes))(*sizes.values()), strict=True))
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, (SizeInt, SizeFloat)):
+            return leaf
+        value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
+        return value if record is None else type(leaf)(value, leaf.text, record)
+
+    for node in graph.nodes:
+        _replace(node, filled)
+        meta.set_tensors(node, [made and _filled_in(made, filled) for made in meta.tensors(node)])
+    return filled
+
+
+def _copied(train: TrainGraph) -> TrainGraph:
+    graph, twins = copy_with(train.graph)
+    for node, twin in twins.items():
+        twin.name = node.name  # fx does not give a copy the name of a builtin, as `sum`
+    return replace(train, graph=graph)
+
+
+def _inputs(train: TrainGraph, filled: Callable[[Any], Any]) -> tuple[Input, ...]:
+    return tuple(replace(given, meta=_filled_in(given.meta, filled)) for given in train.inputs)
+
+
+def _fake(leaf: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a fake tensor of fixed sizes for one of symbolic sizes."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    found = meta.meta_of(leaf)
+    shape, stride = ([_value(n, sizes) for n in numbers] for numbers in (found.shape, found.stride))
+    return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
+
+
+def _value(number: int, sizes: Mapping[str, int]) -> int:
+    return evaluate(number.text, sizes) if isinstance(number, SizeInt) else number
+
+
+def _filled_in(made: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:
+    return replace(made, shape=tuple(map(plain, made.shape)), stride=tuple(map(plain, made.stride)))
+
+
+def _replace(node: Node, change: Callable[[Any], Any]) -> None:
+    """Change the leaves of the arguments of a node."""
+    changed = False
+
+    def made(leaf: Any) -> Any:
+        nonlocal changed
+        new = change(leaf)
+        changed = changed or new is not leaf
+        return new
+
+    args, kwargs = map_aggregate(cast(Any, (node.args, node.kwargs)), made)  # pyright: ignore[reportGeneralTypeIssues]
+    if changed:
+        _torch.set_operands(node, args, kwargs)

@@ -1,0 +1,99 @@
+"""Calls of other sizes: what their sizes are, whether a program that was made with symbols is right for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..sizes import SizeGuard, SizeGuards, evaluator
+from .step_inputs import BatchSharder, BatchSizes, StepInputs
+
+_MOST_PROVED = 4096  # kinds of sizes that are known to fit; more are compared again
+Dims = Mapping[str, tuple[int, ...]]
+"""Dims of batch tensors, by name."""
+
+
+class SizeCheck:
+    """Compares the sizes of calls with the guards of one program. `dims` are those that a call may choose, by leaf.
+
+    `prove` reads the guards, once all stages have compared what they compare.
+    """
+
+    def __init__(self, record: SizeGuards, guards: Callable[[], list[SizeGuard]], inputs: StepInputs) -> None:
+        self.record, self._guards = record, guards
+        at = {name: i for i, name in enumerate(inputs.names)}
+        self.dims: dict[int, tuple[int, ...]] = {}
+        for name, dim in record.dims.values():
+            self.dims[at[name]] = (*self.dims.get(at[name], ()), dim)
+        self._names, self._leaves, self._sharder = inputs.names, tuple(self.dims), inputs.sharder
+        self._places = [(at[name], name, dim) for name, dim in record.dims.values()]
+        chosen = set(record.dims.values())
+        self._fixed = [
+            (name, dim, size)
+            for name, shape in inputs.whole.items()
+            for dim, size in enumerate(shape)
+            if (name, dim) not in chosen
+        ]
+        self._own = [
+            (i, dim, size)
+            for i, dims in self.dims.items()
+            for dim, size in enumerate(inputs.leaves[i].shape)
+            if dim not in dims
+        ]
+        self.batch_sizes = inputs.sizes
+        self._proved: dict[Any, tuple[int, ...]] = {}
+        self._terms: list[SizeGuard] = []
+
+    def prove(self) -> None:
+        """Read the guards of the program, which now is complete."""
+        self._terms = self._guards()
+        self._holds = evaluator([f"({term.text})" for term in self._terms], list(self.record.dims))
+
+    def check(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> str:
+        """Why the program is not right for these sizes; empty where it is, and then it runs with them."""
+        key = (sizes, *[leaves[i].shape for i in self._leaves])
+        now = self._proved.get(key)
+        if now is None:
+            for i, dim, size in self._own:
+                if leaves[i].shape[dim] != size:
+                    return f"dim {dim} of argument {self._names[i]} is {leaves[i].shape[dim]}, it was {size}"
+            whole = self._whole(leaves, sizes)
+            for name, dim, size in self._fixed:
+                if whole[name][dim] != size:
+                    return f"dim {dim} of the whole of {name} is {whole[name][dim]}, it was {size}"
+            now = tuple(whole[name][dim] if name in whole else leaves[i].shape[dim] for i, name, dim in self._places)
+            if (broken := self.broken(now)) is not None:
+                where = f", at {broken.where}" if broken.where else ""
+                return f"sizes break the guard {self.record.shown(broken.text)}{where}"
+            if len(self._proved) >= _MOST_PROVED:
+                self._proved.clear()
+            self._proved[key] = now
+        self.record.now, self.batch_sizes = now, sizes
+        return ""
+
+    def broken(self, now: Sequence[int]) -> SizeGuard | None:
+        """The first guard that does not hold for the sizes of all symbols."""
+        held = self._holds(*now)
+        return next((term for term, holds in zip(self._terms, held, strict=True) if not holds), None)
+
+    def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Mapping[str, tuple[int, ...]]:
+        sharder: BatchSharder | None = self._sharder
+        return sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
+
+    def row_major(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of a call that was checked, those with other sizes row-major; of a batch that ranks share, this
+        rank's part.
+        """
+        if self._sharder is not None and self.batch_sizes:
+            leaves = self._sharder.shard(leaves, self.batch_sizes)
+        if all(leaves[i].is_contiguous() for i in self._leaves):
+            return leaves
+        return [leaf.contiguous() if i in self.dims else leaf for i, leaf in enumerate(leaves)]
+
+
+def other_dims(before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]) -> Dims:
+    """The dims in which batch tensors of as many dims differ, by name; empty if one has other dims."""
+    if before.keys() != now.keys() or any(len(before[name]) != len(shape) for name, shape in now.items()):
+        return {}
+    found = {n: tuple(d for d, size in enumerate(shape) if size != before[n][d]) for n, shape in now.items()}
+    return {name: dims for name, dims in found.items() if dims}

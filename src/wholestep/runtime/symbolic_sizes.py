@@ -1,0 +1,235 @@
+"""Which sizes of the batch are symbols of a capture, and the proof that a capture with symbols is right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from .. import _torch
+from ..backend.eager import Eager
+from ..backend.rank_binding import bound_arguments
+from ..capture.call_structure import put_together
+from ..capture.capture import Capture, at_other_sizes
+from ..capture.fake_inputs import dynamic_dims
+from ..capture.sizes_fixed import SizesFixedError
+from ..distributed.launch import World
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.loop import loop_of
+from ..graph.meta import meta_of, row_major
+from ..graph.nodes import copy_with
+from ..graph.sizes_in_graph import at_sizes, instantiated
+from ..sizes import evaluate, evaluator
+from ..tuning import TUNING
+from .compile_options import StepOptions
+from .size_check import Dims
+from .step_inputs import StepInputs, batch_shapes
+
+_MOST_TRIED = 33  # a mesh of up to 32 ranks divides one of so many sizes in a row
+
+
+@dataclass
+class SymbolicSizes:
+    """The dims of batch tensors of one step that are captured as symbols: those that had two sizes, and those that
+    `dynamic` names; not those whose size a capture has fixed. `log` gets why.
+
+    What is made with symbols is right only if nothing depends on the sizes that symbols do not show: a program of the
+    user that asks `isinstance(n, int)`, say. So what it is for known sizes is compared, to the letter, with what a
+    capture for these gives.
+    """
+
+    options: StepOptions
+    world: World
+    log: Callable[[str], None]
+    varying: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    fixed: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    captures: int = 0
+
+    def note(self, dims: Dims) -> None:
+        """These dims had two sizes."""
+        if isinstance(self.options.given.dynamic, bool):
+            for name, found in dims.items():
+                self.varying.setdefault(name, set()).update(found)
+
+    @property
+    def why_not(self) -> str:
+        """Why no size can be a symbol with these options; empty if they can."""
+        given = self.options.given
+        if given.dynamic is False:
+            return "dynamic=False"
+        if type(self.options.backend) is not Eager:
+            return f"backend {self.options.backend.name!r} compiles for each size"
+        if self.options.memory_bytes is not None:
+            return "a budget of memory is met for each size"
+        if given.passes is not None:
+            return "passes= may read sizes"
+        if given.tune != "off":
+            return "schedules that take turns may compare other sizes than the guards of the first"
+        if given.cuda_graphs is True or (given.cuda_graphs == "auto" and not self.world.device.startswith("cpu")):
+            return "a CUDA graph is recorded for each size"
+        return "a schedule across steps carries tensors from call to call" if given.across_steps else ""
+
+    def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
+        """The dims to capture as symbols for a call."""
+        shapes = batch_shapes(inputs)
+        self._check_names(shapes)
+        if self.why_not or self.captures >= TUNING.most_captures:
+            return {}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, leaf in zip(inputs.names, inputs.leaves, strict=True):
+            asked = self._asked(name)
+            if name in shapes and asked:
+                given = meta.with_shape(meta_of(leaf), shapes[name])
+                dims = tuple(dim for dim in sorted(asked) if dim < len(given.shape) and (name, dim) not in self.fixed)
+                found[name] = dynamic_dims(given, dims)
+        return {name: dims for name, dims in found.items() if dims}
+
+    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise PlanError if `dynamic` names what is no dim of a batch tensor; warn if it is not honoured."""
+        dynamic = self.options.given.dynamic
+        given: Mapping[str, Sequence[int]] = {} if isinstance(dynamic, bool) else dynamic
+        for key, dims in given.items():
+            of = [shape for name, shape in shapes.items() if name == key or name.startswith((f"{key}[", f"{key}."))]
+            if not of or any(not 0 <= dim < len(shape) for shape in of for dim in dims):
+                found = f"dynamic={{{key!r}: {tuple(dims)}}}"
+                known = ", ".join(f"{name} of {len(shape)} dims" for name, shape in shapes.items()) or "none"
+                raise PlanError(found, f"dims of tensors that the step is given: {known}", "correct it")
+            if self.why_not:
+                warnings.warn(f"dynamic={{{key!r}: ...}} has no effect: {self.why_not}", stacklevel=2)
+
+    def _asked(self, name: str) -> Collection[int]:
+        dynamic = self.options.given.dynamic
+        if isinstance(dynamic, bool):
+            return self.varying.get(name, ())
+        return next(
+            (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}."))), ()
+        )
+
+    def left(self, captured: Capture) -> bool:
+        """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
+        assert captured.symbols is not None, "captured with symbols"
+        fixed = captured.symbols.fixed()
+        for place, where in fixed.items():
+            self._fix(place, where)
+        return len(fixed) < len(captured.symbols.record.dims)
+
+    def failed(self, dims: Mapping[str, Sequence[int]], error: Exception) -> None:
+        """A capture with these dims as symbols failed: their sizes are captured one by one."""
+        where = getattr(error, "where", "") or ""
+        found = getattr(error, "found", f"{type(error).__name__}: {error}").splitlines()[0]
+        for name, those in dims.items():
+            for dim in those:
+                self._fix((name, dim), f"{where}: {found}" if where else found)
+
+    def _fix(self, place: tuple[str, int], where: str) -> None:
+        if place not in self.fixed:
+            self.fixed[place] = where
+            self.log(f"each size of dim {place[1]} of {place[0]} is captured: {where}")
+
+
+def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
+    """The sizes of the symbols of a capture in the batch that another one was made for; None if it is not for that."""
+    assert captured.symbols is not None, "captured with symbols"
+    places = captured.symbols.record.dims
+    metas = {given.name: given.meta for given in other.graph.inputs if given.role is Role.BATCH}
+    shapes = {name: found.shape for name, found in metas.items()}
+    if any(metas[name].stride != row_major(shapes[name]) for name, _ in places.values()):
+        return None
+    for given in captured.graph.inputs:
+        if given.role is Role.BATCH:
+            fixed = [dim for dim in range(len(given.meta.shape)) if (given.name, dim) not in places.values()]
+            if any(int(given.meta.shape[dim]) != int(shapes[given.name][dim]) for dim in fixed):
+                return None
+    sizes = {symbol: int(shapes[name][dim]) for symbol, (name, dim) in places.items()}
+    return sizes if all(evaluate(guard.text, sizes) for guard in captured.symbols.guards()) else None
+
+
+def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Capture | None:
+    """A capture with symbols for these dims that applies to a call, though its program does not; None without one."""
+    shapes = batch_shapes(inputs)
+    for captured in like:
+        if captured.symbols is None:
+            continue
+        places = captured.symbols.record.dims
+        fixed = [given for given in captured.graph.inputs if given.role is Role.BATCH]
+        same = all(
+            int(size) == shapes[given.name][dim]
+            for given in fixed
+            for dim, size in enumerate(given.meta.shape)
+            if (given.name, dim) not in places.values()
+        )
+        if same and {(name, dim) for name, those in dims.items() for dim in those} <= set(places.values()):
+            return at_other_sizes(captured, {symbol: shapes[name][dim] for symbol, (name, dim) in places.items()})
+    return None
+
+
+def other_sizes(captured: Capture) -> dict[str, int]:
+    """Sizes for which the program that was just made is right too, and none is what it was made for."""
+    assert captured.symbols is not None, "captured with symbols"
+    hints, terms = captured.symbols.record.hints, [guard.text for guard in captured.symbols.guards()]
+    fixed, places = captured.symbols.fixed(), captured.symbols.record.dims
+    holds = evaluator(terms, list(hints))
+    changes = [(1, more) for more in range(1, _MOST_TRIED)] + [(times, 0) for times in (2, 3, 4)]
+    for times, more in changes + [(1, -less) for less in range(1, _MOST_TRIED)]:
+        sizes = {symbol: n if places[symbol] in fixed else times * n + more for symbol, n in hints.items()}
+        if min(sizes.values()) > 1 and all(holds(*sizes.values())):
+            return sizes
+    raise SizesFixedError("what was compared of sizes leaves no others near these")
+
+
+def with_row_major(inputs: StepInputs, captured: Capture) -> StepInputs:
+    """A call with row-major batch tensors where a capture has symbols for their sizes, as its program gets them."""
+    assert captured.symbols is not None, "captured with symbols"
+    names = {name for name, _ in captured.symbols.record.dims.values()}
+    pairs = zip(inputs.names, inputs.leaves, strict=True)
+    leaves = tuple(
+        leaf.detach().contiguous().requires_grad_(leaf.requires_grad) if n in names else leaf for n, leaf in pairs
+    )
+    args, kwargs = put_together(inputs.structure, leaves)
+    return replace(inputs, args=args, kwargs=kwargs, leaves=leaves)
+
+
+def hints_of(captured: Capture) -> dict[str, int]:
+    """The sizes of the symbols of a capture in the batch that it was made for."""
+    assert captured.symbols is not None, "captured with symbols"
+    return captured.symbols.record.hints
+
+
+def refuse_other_graph(made: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
+    """Raise SizesFixedError unless a graph with symbols is, at these sizes, the graph captured for them."""
+    filled = instantiated(made, sizes)
+    if str(filled) != str(fixed):
+        raise SizesFixedError("with symbols for sizes, another graph is captured", _first_other(filled, fixed))
+
+
+def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
+    """The user's line behind the first node that differs."""
+    ours = dict.fromkeys(str(filled).splitlines())
+    for line in str(fixed).splitlines():
+        if line not in ours and line.strip().startswith("%"):
+            name = line.strip().removeprefix("%").split(" ")[0]
+            return next((meta.source_line(node) for node in fixed.graph.nodes if node.name == name), "")
+    return ""
+
+
+def refuse_other_program(made: LocalGraph, sizes: Mapping[str, int], fixed: LocalGraph, world: World) -> None:
+    """Raise SizesFixedError unless a program with symbols is, at these sizes, the program partitioned for them, and
+    none of its passes tries sizes out.
+    """
+    if made.async_axes:
+        raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+    if any(loop_of(node) for node in made.graph.nodes):
+        raise SizesFixedError("the number of micro-batches follows from the size of the batch")
+    if _bound_lines(made, sizes, world.coordinate) != _bound_lines(fixed, sizes, world.coordinate):
+        raise SizesFixedError("with symbols for sizes, another program is planned")
+
+
+def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
+    """The calls of this rank with their results, at these sizes."""
+    graph, _ = copy_with(local.graph)
+    for node in graph.nodes:
+        _torch.set_operands(node, *bound_arguments(node, coordinate))
+    at_sizes(graph, sizes)
+    return [f"{node.format_node()} {meta.tensors(node)}" for node in graph.nodes]

@@ -1,0 +1,178 @@
+"""Numbers that follow from sizes of the batch: an int with the expression that computes it.
+
+A step that is captured with symbols has such numbers where a step captured for one batch has plain ones. Planning,
+partitioning and passes compute with them as with any int. What they add, multiply and divide keeps its expression, and
+what they compare is noted: a program made with them holds for all sizes for which each comparison ends alike.
+Prices (bytes, microseconds) are plain numbers: they choose among programs that are all right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float}
+
+
+@dataclass(frozen=True)
+class SizeGuard:
+    """A condition on sizes under which a program is right; `where` is the user's line that asked, or what did."""
+
+    text: str
+    where: str
+
+
+@dataclass
+class SizeGuards:
+    """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
+    of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
+    and `now` the sizes of the call that runs, in the order of `dims`.
+    """
+
+    dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    hints: dict[str, int] = field(default_factory=dict[str, int])
+    noted: dict[str, None] = field(default_factory=dict[str, None])
+    symbols: Any = None
+    now: tuple[int, ...] = ()
+
+    def note(self, text: str, outcome: bool) -> None:
+        """Two numbers were compared."""
+        self.noted[text if outcome else f"not ({text})"] = None
+
+    def shown(self, text: str) -> str:
+        """An expression with dims of arguments in place of symbols: `tokens.shape[1] > 8`."""
+        for symbol in sorted(self.dims, key=len, reverse=True):
+            name, dim = self.dims[symbol]
+            text = text.replace(symbol, f"{name}.shape[{dim}]")
+        return text
+
+
+def _text(value: object) -> str:
+    return value.text if isinstance(value, SizeInt) else repr(value)
+
+
+_Method = Callable[["SizeInt", object], Any]
+
+
+def _arithmetic(symbol: str, apply: Callable[[int, int], int]) -> tuple[_Method, _Method]:
+    """An operator and its reflected form, which keep the expression."""
+
+    def run(self: SizeInt, left: object, right: object) -> Any:
+        if not isinstance(left, int) or not isinstance(right, int):
+            return NotImplemented
+        value = apply(int(left), int(right))
+        return SizeInt(value, f"({_text(left)} {symbol} {_text(right)})", self.guards)
+
+    return lambda self, other: run(self, self, other), lambda self, other: run(self, other, self)
+
+
+def _comparison(symbol: str, apply: Callable[[float, float], bool]) -> Any:
+    def run(self: SizeInt, other: object) -> bool:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        outcome = apply(int(self), other if isinstance(other, float) else int(other))
+        if _text(other) != self.text:
+            self.guards.note(f"{self.text} {symbol} {_text(other)}", outcome)
+        return outcome
+
+    return run
+
+
+class SizeInt(int):
+    """An int that follows from sizes: its value for the sizes of the capture, and `text`, an expression of symbols.
+
+    Quotients and what math functions return are plain numbers.
+    """
+
+    text: str
+    guards: SizeGuards
+
+    def __new__(cls, value: int, text: str, guards: SizeGuards) -> SizeInt:
+        """A number and how it is computed."""
+        made = super().__new__(cls, value)
+        made.text, made.guards = text, guards
+        return made
+
+    __hash__ = int.__hash__
+    __add__, __radd__ = _arithmetic("+", lambda a, b: a + b)
+    __sub__, __rsub__ = _arithmetic("-", lambda a, b: a - b)
+    __mul__, __rmul__ = _arithmetic("*", lambda a, b: a * b)
+    __floordiv__, __rfloordiv__ = _arithmetic("//", lambda a, b: a // b)
+    __mod__, __rmod__ = _arithmetic("%", lambda a, b: a % b)
+    __pow__, __rpow__ = _arithmetic("**", lambda a, b: a**b)  # pyright: ignore[reportAssignmentType]
+    __eq__ = _comparison("==", lambda a, b: a == b)
+    __ne__ = _comparison("!=", lambda a, b: a != b)
+    __lt__ = _comparison("<", lambda a, b: a < b)
+    __le__ = _comparison("<=", lambda a, b: a <= b)
+    __gt__ = _comparison(">", lambda a, b: a > b)
+    __ge__ = _comparison(">=", lambda a, b: a >= b)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __neg__(self) -> SizeInt:
+        return SizeInt(-int(self), f"(-{self.text})", self.guards)
+
+    def __pos__(self) -> SizeInt:
+        return self
+
+    def __abs__(self) -> SizeInt:
+        return SizeInt(abs(int(self)), f"abs({self.text})", self.guards)
+
+    def __divmod__(self, other: int) -> tuple[int, int]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: int) -> tuple[int, int]:
+        return other // self, other % self
+
+
+class SizeFloat(float):
+    """A float that follows from sizes, as an argument of a call; what is computed with it is a plain float."""
+
+    text: str
+    guards: SizeGuards
+
+    def __new__(cls, value: float, text: str, guards: SizeGuards) -> SizeFloat:
+        """A number and how it is computed."""
+        made = super().__new__(cls, value)
+        made.text, made.guards = text, guards
+        return made
+
+
+def least(a: int, b: int) -> int:
+    """The smaller of two numbers; of sizes, it is for all sizes."""
+    for one in (a, b):
+        if isinstance(one, SizeInt):
+            return SizeInt(min(int(a), int(b)), f"min({_text(a)}, {_text(b)})", one.guards)
+    return min(a, b)
+
+
+def equal(a: Sequence[int], b: Sequence[int]) -> bool:
+    """True if sizes are equal, also of other batches, which is noted. For a caller who is right, if not best, when it
+    takes equal sizes for different ones: sizes that are equal by chance, in this batch alone, are different.
+    """
+    if list(map(int, a)) != list(map(int, b)) or any(map(_by_chance, a, b)):
+        return False
+    return tuple(a) == tuple(b)
+
+
+def _by_chance(a: int, b: int) -> bool:
+    """True if two equal sizes differ in a batch of other sizes, where those that are equal now still are."""
+    one = a if isinstance(a, SizeInt) else b
+    if not isinstance(one, SizeInt) or _text(a) == _text(b):
+        return False
+    others = {symbol: 2 * size + 1 for symbol, size in one.guards.hints.items()}
+    return bool(evaluate(_text(a), others) != evaluate(_text(b), others))
+
+
+def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """A function from the sizes, in the order of `symbols`, to the values of expressions."""
+    scope = dict(_NAMES)
+    exec(f"def values({', '.join(symbols)}):\n return ({''.join(f'{text}, ' for text in texts)})", scope)
+    return scope["values"]
+
+
+def evaluate(text: str, sizes: Mapping[str, Any]) -> Any:
+    """The value of one expression."""
+    return eval(text, dict(_NAMES), dict(sizes))

@@ -1,0 +1,101 @@
+"""Batches of sizes that change, on gloo ranks: one program for all, with the numbers of DDP or of one process."""
+
+import random
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholestep as ws
+from examples.demo.model import GPTConfig, build
+from tests.dist.launch import run_ranks
+from tests.unit.test_sizes import train
+
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+
+
+def sizes(rank: int, calls: int, semantics: str) -> list[tuple[int, int]]:
+    """Rows and length of each call: under global, ranks have the same length."""
+    own, shared = random.Random(rank), random.Random(100)
+    same = [(shared.randint(2, 9), shared.randint(2, 24)) for _ in range(calls)]
+    if semantics == "global":
+        return [(own.randint(2, 9), length) for _, length in same]
+    return [(own.randint(2, 9), own.randint(2, 24)) for _ in range(calls)]
+
+
+def bytes_of(rank: int, call: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1000 * rank + call)
+    return torch.randint(256, (rows, length), generator=drawn), torch.randint(256, (rows, length), generator=drawn)
+
+
+def average(model: nn.Module, world: int) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= world
+
+
+def _trains(rank: int, world: int, style: str, semantics: str, calls: int) -> tuple[float, int, list[str]]:
+    torch.set_default_dtype(torch.float64)
+    config = GPTConfig(layers=1, width=16, heads=2, context=24)
+    model, other = build(config, 0), build(config, 0)
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    step = ws.compile(train, parallel=ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics)))
+    worst = 0.0
+    for call in range(calls):
+        given = [sizes(r, calls, semantics)[call] for r in range(world)]
+        loss = step(model, optimizer, *bytes_of(rank, call, *given[rank]))
+        if semantics == "global":
+            parts = [bytes_of(r, call, *given[r]) for r in range(world)]
+            expected = train(other, plain, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        else:
+            expected = train(other, plain, *bytes_of(rank, call, *given[rank]), between=lambda: average(other, world))
+        worst = max(worst, abs(float(loss) - float(expected)))
+    with ws.whole(model):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, step.captures, step.misses
+
+
+def check(style: str, semantics: str, calls: int) -> None:
+    for worst, captures, misses in run_ranks(_trains, 2, style, semantics, calls, timeout=300):
+        assert worst < 1e-9, misses
+        assert captures == 2, misses
+
+
+@pytest.mark.parametrize(("style", "semantics"), [("fully_shard", "per_rank"), ("zero1", "global")])
+def test_ranks_with_other_sizes_share_one_program(style: str, semantics: str) -> None:
+    check(style, semantics, 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+@pytest.mark.parametrize("style", STYLES)
+def test_fifty_sizes_in_every_style(style: str, semantics: str) -> None:
+    check(style, semantics, 50)
+
+
+def _ragged(rank: int, world: int) -> list[int]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step: Any = ws.compile(_square, parallel=ws.DataParallel("zero2"), dynamic={"x": (0,)})
+    counts: list[int] = []
+    for rows in (8, 8, 3 + rank, 8, 5):
+        step(model, optimizer, torch.randn(rows, 6))
+        counts.append(step.captures)
+    return counts
+
+
+def _square(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_ragged_last_batch_is_no_capture() -> None:
+    for counts in run_ranks(_ragged, 2):
+        assert len(set(counts)) == 1

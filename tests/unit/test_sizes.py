@@ -1,0 +1,288 @@
+"""Sizes of the batch as symbols: what is captured with them is, at each size, what a capture for that size gives."""
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+import wholestep as ws
+from examples.demo.model import GPTConfig, build
+from tests.catalogue import CASES
+from tests.steps import mean_square
+from wholestep.capture.capture import Capture, capture_step
+from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.sizes import evaluate
+
+D = 6  # features of the random steps
+Op = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, tokens: Tensor, targets: Tensor, between: Callable[[], None] | None = None
+) -> Tensor:
+    """One update of a model of words; `between` is called between backward and clipping."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    if between is not None:
+        between()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+# -- random steps: (b, t, D) to (b, t, D), of which w and v are parameters -----------------
+def _attends(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(x @ w @ x.transpose(1, 2) / x.shape[1] ** 0.5, -1) @ x
+
+
+def _masked(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    length = x.shape[1]
+    mask = torch.full((length, length), -1e4, dtype=x.dtype).triu(1)
+    return torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
+
+
+def _sdpa(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    heads = x.view(x.shape[0], x.shape[1], 2, D // 2).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+def _convolved(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), w.unsqueeze(-1).expand(D, D, 3), v, padding=1).transpose(1, 2)
+
+
+def _filled(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 1:] = x[:, :-1] * 2
+    return out
+
+
+def _by_count(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x * cast(float, (x.shape[0] * x.shape[1]) ** -0.5)
+
+
+def _branches(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 5 else x + v
+
+
+OPS: dict[str, Op] = {
+    "linear": lambda x, w, v: F.linear(x, w, v),
+    "rows": lambda x, w, v: (x.reshape(-1, D) @ w).view(x.shape[0], x.shape[1], D),
+    "rows of batches": lambda x, w, v: (x.flatten(1) * 0.5).view(x.shape),
+    "norm": lambda x, w, v: F.layer_norm(x, (D,), v, v),
+    "mean over tokens": lambda x, w, v: x - x.mean(1, keepdim=True),
+    "mean over all": lambda x, w, v: x / (x.square().mean() + 1),
+    "sum over batch": lambda x, w, v: x - x.sum(0) / x.shape[0],
+    "shifted": lambda x, w, v: torch.cat([x[:, 1:], x[:, :1]], 1),
+    "flipped": lambda x, w, v: x.flip(1) + x.roll(1, 0),
+    "halves": lambda x, w, v: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "places": lambda x, w, v: x + torch.arange(x.shape[1], dtype=x.dtype).unsqueeze(-1) * v,
+    "summed up": lambda x, w, v: x.cumsum(1) / 4,
+    "padded": lambda x, w, v: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "expanded": lambda x, w, v: x + v.expand(x.shape[0], x.shape[1], D),
+    "swapped": lambda x, w, v: (x.permute(1, 0, 2).contiguous() @ w).permute(1, 0, 2),
+    "var": lambda x, w, v: x / (x.var((0, 1), keepdim=True) + 1),
+    "stacked": lambda x, w, v: torch.stack([x, x * v]).sum(0),
+    "gathered": lambda x, w, v: x.gather(1, torch.zeros(x.shape[0], x.shape[1], D, dtype=torch.int64)),
+    "repeated": lambda x, w, v: x.repeat(2, 1, 1)[: x.shape[0]],
+    "einsum": lambda x, w, v: torch.einsum("btd,de->bte", x, w),
+    "attends": _attends, "masked": _masked, "sdpa": _sdpa, "convolved": _convolved, "filled": _filled,
+    "branches": _branches, "by count": _by_count,
+}  # fmt: skip
+
+
+class Random(nn.Module):
+    """A few ops in a row."""
+
+    def __init__(self, ops: list[str]) -> None:
+        super().__init__()
+        self.ops = ops
+        self.w, self.v = nn.Parameter(torch.randn(D, D) * 0.3), nn.Parameter(torch.randn(D) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.w, self.v)
+        for name in self.ops:
+            x = OPS[name](x, self.w, self.v)
+        return x
+
+
+def captured(model: nn.Module, rows: int, length: int, dynamic: bool) -> Capture:
+    optimizer, x = SGD(model.parameters(), lr=0.1, momentum=0.9), torch.zeros(rows, length, D)
+    return capture_step(mean_square, (model, optimizer, x), {}, dynamic={"x": (0, 1)} if dynamic else None)
+
+
+def sizes_in(made: Capture, rows: int, length: int) -> Mapping[str, int]:
+    assert made.symbols is not None
+    return {symbol: (rows, length)[dim] for symbol, (_, dim) in made.symbols.record.dims.items()}
+
+
+def check_random(seed: int) -> int:
+    """How many of five sizes the capture of a random step applies to: there, it is what is captured for them."""
+    drawn = random.Random(seed)
+    model = Random(drawn.sample(list(OPS), drawn.randint(1, 5)))
+    made, applies = captured(model, 4, 7, dynamic=True), 0
+    for rows, length in ((2, 2), (3, 9), (7, 4), (5, 13), (16, 8)):
+        sizes = sizes_in(made, rows, length)
+        assert made.symbols is not None
+        if all(evaluate(guard.text, sizes) for guard in made.symbols.guards()):
+            applies += 1
+            fixed = captured(model, rows, length, dynamic=False)
+            assert str(instantiated(made.graph, sizes)) == str(fixed.graph), (model.ops, rows, length)
+    return applies
+
+
+@pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.full if n else ()) for n in range(0, 200, 10)])
+def test_random_steps_are_at_each_size_what_is_captured_for_it(first: int) -> None:
+    assert sum(check_random(seed) for seed in range(first, first + 10)) > 25  # of 50: branches take some
+
+
+# -- whole steps, against eager ------------------------------------------------------------
+def follow(model: nn.Module, batches: list[tuple[Tensor, ...]], fn: Any = train, **options: Any) -> ws.CompiledStep:
+    """Train on these batches beside eager; results and parameters are equal."""
+    other = copy.deepcopy(model)
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    step: Any = cast(Any, ws.compile)(fn, **options)
+    for batch in batches:
+        mine: Tensor = step(model, optimizer, *batch)
+        torch.testing.assert_close(mine, fn(other, plain, *batch), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    return step
+
+
+def words(*sizes: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+    return [(torch.randint(256, size), torch.randint(256, size)) for size in sizes]
+
+
+def small_gpt() -> nn.Module:
+    return build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).double()
+
+
+@pytest.mark.smoke
+def test_the_second_size_makes_a_program_for_all() -> None:
+    step = follow(small_gpt(), words((4, 8), (3, 5), (7, 32), (2, 2), (4, 8), (13, 31), (5, 29)))
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_a_dim_of_one_has_a_program_of_its_own() -> None:
+    step = follow(small_gpt(), words((4, 8), (3, 5), (1, 5), (6, 7), (1, 9), (1, 3)))
+    assert any("tokens.shape[0] >= 2" in miss for miss in step.misses)
+
+
+def test_what_is_cut_out_of_a_longer_tensor_needs_no_program_of_its_own() -> None:
+    calls = [(t[:, :-1], t[:, 1:]) for t, _ in words((4, 9), (3, 6), (7, 12), (5, 8))]
+    assert follow(small_gpt(), calls).captures <= 3  # the third is what the program is compared with
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 8:
+            return self.long(x)
+        return self.short(x)
+
+
+def summed(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().sum() / x.shape[0]
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_sizes_that_take_another_branch_break_a_guard_that_names_the_line() -> None:
+    calls = [(torch.randn(3, length, 4, dtype=torch.float64),) for length in (5, 7, 11, 6, 8, 9, 23, 1, 0, 3)]
+    step = follow(Branch().double(), calls, summed)
+    guards = [miss for miss in step.misses if "x.shape[1] <= 8" in miss]
+    assert "if x.shape[1] > 8:" in guards[0], step.misses
+    assert len(step.programs) == 5  # the first; up to 8; more; 1; 0
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for place in range(x.shape[1]):
+            state = torch.tanh(self.cell(x[:, place] + state))
+        return state
+
+
+def test_a_loop_over_a_dim_is_captured_for_each_length_and_says_so() -> None:
+    sizes = ((3, 5), (4, 6), (5, 6), (6, 6), (4, 3), (9, 6))
+    step = follow(Loop().double(), [(torch.randn(*size, 4, dtype=torch.float64),) for size in sizes], summed)
+    fixed = [miss for miss in step.misses if miss.startswith("each size of dim 1 of x is captured")]
+    assert "for place in range(x.shape[1]):" in fixed[0], step.misses
+    assert len(step.programs) < len(sizes)  # rows have one program for each length
+
+
+class Typed(nn.Module):
+    """Python asks what torch does not see: a size that is a symbol is no int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (2.0 if type(x.shape[0]) is int else 3.0)
+
+
+def test_a_step_that_computes_otherwise_with_symbols_is_captured_for_each_size() -> None:
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7)]
+    step = follow(Typed().double(), calls, summed)
+    assert len(step.programs) == 3
+    assert any("another graph is captured" in miss for miss in step.misses)
+
+
+def test_a_size_that_is_returned_stays_a_number() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, int]:
+        return summed(model, optimizer, x), x.shape[0]
+
+    model = nn.Linear(4, 4)
+    step = ws.compile(fn)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert [type(step(model, optimizer, torch.randn(n, 2, 4))[1]) for n in (2, 3, 4)] == [int] * 3
+
+
+def test_dynamic_names_dims_from_the_first_call() -> None:
+    calls = words((4, 8), (3, 5), (7, 32))
+    step = follow(small_gpt(), calls, dynamic={"tokens": (0, 1), "targets": (0, 1)})
+    assert (len(step.programs), step.captures) == (1, 2)  # the second is what the program is compared with
+
+
+@pytest.mark.parametrize("dynamic", [{"token": (0,)}, {"tokens": (2,)}])
+def test_dynamic_that_names_no_dim_is_refused(dynamic: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(ws.PlanError, match="dims of tensors that the step is given: tokens of 2 dims, targets of"):
+        follow(small_gpt(), words((4, 8)), dynamic=dynamic)
+
+
+def test_dynamic_false_captures_each_size() -> None:
+    step = follow(small_gpt(), words((4, 8), (3, 5), (7, 9)), dynamic=False)
+    assert len(step.programs) == step.captures == 3
+
+
+ONE_BY_ONE = {"recurrent": "layers of torch that unroll over tokens"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "by-hand" else pytest.mark.full) for n in CASES])
+def test_cases_of_the_catalogue(name: str) -> None:
+    case, dim = CASES[name], 1 if name == "transposed" else 0
+    calls: list[tuple[Any, ...]] = []
+    for parts in (1, 2, 3, 5):
+        whole = {key: torch.cat([case.batches(i)[key] for i in range(parts)], dim) for key in case.batches(0)}
+        length = 6 - min(parts, 4)
+        cut = {key: v[:, :length] if key in ("tokens", "labels") else v for key, v in whole.items()}
+        calls.append(({key: value.contiguous() for key, value in cut.items()},))
+    step = follow(case.build(), calls, case.step)
+    assert (len(step.programs) == 2) is (name not in ONE_BY_ONE), step.misses
