@@ -24,12 +24,15 @@ import wholestep as ws
 from tests import tp_models as models
 from tests.oracle import relative, twin
 from tests.simulate import Simulation, cut
+from tests.steps import mean_square
 from tests.together import Comparison, OneDevice, compare
 from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
 from wholestep import DataParallel, TensorParallel
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
+from wholestep.graph.storage import shared_operand
+from wholestep.partition.rank_ops import in_order
 from wholestep.passes.bucket import Bucket
 
 TOLERANCE = 1e-10
@@ -513,3 +516,35 @@ def test_an_axis_of_one_rank_changes_nothing() -> None:
     graph = graph_of(builder(Normed), squares, floats(4, 6, 10)[0])
     found = ws.partition(graph, ws.plan(graph, "tp=1", TensorParallel(models.NORMED_PLAN)))
     assert not found.collectives()
+
+
+class Masked(nn.Module):
+    """Attention of four heads with one mask for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (made(x).unflatten(-1, (4, 8)).transpose(1, 2) for made in (self.q, self.k, self.v))
+        mask = torch.ones(16, 16, dtype=torch.bool).tril()
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_of_all_heads_is_not_copied_for_the_heads_of_a_rank() -> None:
+    model = Masked().to(torch.bfloat16)
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    options = ws.CaptureOptions(kernels="cuda")
+    graph = ws.capture(mean_square, model, SGD(model.parameters(), 0.1), x, options=options)
+    styles = dict.fromkeys(("q", "k", "v"), "colwise") | {"out": "rowwise"}
+    local = ws.partition(graph, ws.plan(graph, "tp=2", TensorParallel(styles, axis="tp")))
+    (attention,) = (n for n in local.graph.nodes if "efficient_attention.default" in str(n.target))
+    mask = attention.args[3]
+    assert meta.tensor(mask).shape == (2, 2, 16, 16)
+    while mask.op == "call_function" and shared_operand(mask) is not None:
+        mask = shared_operand(mask)
+    assert meta.tensor(mask).shape == (16, 16), "the masks of heads and samples are views of one"
+    one = torch.randn(3, 1, 5).expand(3, 4, 5)[:, :2]
+    made = in_order(one, [1, 0, 2], (1,))
+    assert made.stride() == (5, 0, 1)
+    assert made.equal(one)

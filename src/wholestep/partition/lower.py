@@ -246,7 +246,12 @@ class _Lowering:
             return at
         # shards of parameters and optimizer state are stored contiguously: gradients must match
         rows = whole.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
-        made = contiguous(local.shape, local) if rows else meta.with_shape(whole, local.shape)
+        expanded = () if rows else _expanded(whole, local)
+        once = tuple(1 if d in expanded else size for d, size in enumerate(local.shape))
+        made = contiguous(local.shape, local) if rows else meta.with_shape(whole, once)
+        if expanded:
+            steps = tuple(0 if d in expanded else step for d, step in enumerate(made.stride))
+            made = replace(made, shape=local.shape, stride=steps)
         if not meta.is_strided(at) and (not depends_on_strides(op) or meta.same_strides(local, made)):
             return at
         if (at, rows) not in self.ordered:
@@ -256,7 +261,7 @@ class _Lowering:
             elif not rows:
                 # an expanded dim (stride 0) goes first: kernels assume a dense last dim
                 dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
-                target, args = rank_ops.in_order, (at, dims)
+                target, args = rank_ops.in_order, (at, dims, expanded) if expanded else (at, dims)
             self.ordered[at, rows] = self.emit.call(target, args, made, at)
             meta.set_strided(self.ordered[at, rows], False)
         return self.ordered[at, rows]
@@ -386,3 +391,12 @@ def _nodes(args: Any, kwargs: Any) -> list[Node]:
     found: list[Node] = []
     map_arg((args, kwargs), found.append)
     return found
+
+
+def _expanded(whole: TensorMeta, local: TensorMeta) -> tuple[int, ...]:
+    """Dims in which a tensor and its shard repeat one entry, as a mask does for each head. None if the last one does:
+    kernels assume that it is dense.
+    """
+    pairs = zip(whole.stride, local.stride, local.shape, strict=True)
+    found = tuple(d for d, (step, held, size) in enumerate(pairs) if step == held == 0 and size > 1)
+    return () if len(whole.shape) - 1 in found else found

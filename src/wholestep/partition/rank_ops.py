@@ -58,10 +58,14 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 @shares("if alike")
-def in_order(x: Tensor, order: list[int]) -> Tensor:
-    """Return `x` dense in memory with dims in `order`, outermost first; `x` itself if it is."""
-    back = [order.index(d) for d in range(len(order))]
-    return x.permute(order).contiguous().permute(back)
+def in_order(x: Tensor, order: list[int], expanded: tuple[int, ...] = ()) -> Tensor:
+    """Return `x` dense in memory with dims in `order`, outermost first, and `expanded` dims of stride 0; `x` itself if
+    it is.
+    """
+    back, one = [order.index(d) for d in range(len(order))], x
+    for dim in expanded:
+        one = one[(slice(None),) * dim + (slice(0, 1),)]
+    return one.permute(order).contiguous().permute(back).expand(x.shape)
 
 
 @priced_like(FREE)
