@@ -388,9 +388,3 @@ def test_the_command_shows_alternatives(tmp_path: Path) -> None:
     assert found.text["step"] == rows[0][2]
     assert found.text["peak"] == rows[0][5]
     assert written["hardware"] == "dgx-h100"
-
-
-def test_a_machine_without_a_time_is_refused(tmp_path: Path) -> None:
-    code, text = run("my_step.py:build", "--hardware", "dgx-h100")
-    assert code == 2
-    assert "--hardware without --auto, --compare, --explain, --html or --trace" in text

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -90,6 +89,8 @@ class Symbols:
 
     def new(self, name: str, dim: int, hint: int) -> torch.SymInt:
         """A symbol for the size of a dim of the batch tensor `name`."""
+        from torch._dynamo.source import ConstantSource  # here: an import of wholestep leaves dynamo out
+
         symbol = self.env.create_symbol(hint, ConstantSource(f"{name}.{dim}"), dynamic_dim=DimDynamic.DYNAMIC)
         text = str(symbol)
         self._ints[text] = cast(torch.SymInt, self.env.create_symintnode(symbol, hint=hint))
