@@ -17,6 +17,7 @@ from tests.catalogue import CASES
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.runtime.symbolic_sizes import SymbolicSizes
 from wholestep.sizes import evaluate
 
 D = 6  # features of the random steps
@@ -286,3 +287,18 @@ def test_cases_of_the_catalogue(name: str) -> None:
         calls.append(({key: value.contiguous() for key, value in cut.items()},))
     step = follow(case.build(), calls, case.step)
     assert (len(step.programs) == 2) is (name not in ONE_BY_ONE), step.misses
+
+
+@pytest.mark.parametrize("kind", [ws.RankFailedError, ws.RankMismatchError])
+def test_a_rank_that_failed_meanwhile_is_no_reason_to_capture_each_size(
+    kind: type[ws.WholestepError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bool:
+        raise kind("rank 1 is gone", "all ranks", "restart")
+
+    model = nn.Linear(4, 4)
+    optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), ws.compile(mean_square)
+    step(model, optimizer, torch.randn(3, 4))
+    monkeypatch.setattr(SymbolicSizes, "left", fail)
+    with pytest.raises(kind, match="rank 1 is gone"):
+        step(model, optimizer, torch.randn(5, 4))

@@ -222,7 +222,7 @@ def _key(stages: Sequence[Node], backward: bool, after: frozenset[Node]) -> tupl
 
 def _coalesces(stages: Sequence[Node]) -> bool:
     """True for what can be sent from where it is: a gather that nothing has to wait for, and a reduce-scatter, also one
-    whose result is summed along other axes, and gathered again: as one row.
+    whose result is summed along other axes, and then all-gathered: as one row.
     """
     first, *later = stages
     as_row = (REDUCE, GATHER) if first.target is SCATTER else (REDUCE,)
@@ -343,7 +343,7 @@ def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]]
 @priced_like(BUCKET_COPIES)
 @priced_like(READS_A_PART)
 def part_of_shared_sum(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], number: int, parts: int) -> Tensor:
-    """Tensor `number` of a bucket that was reduced in `parts` and gathered again."""
+    """Tensor `number` of a bucket that was reduced in `parts` and then all-gathered."""
     shapes = shapes_of(outlines)
     starts = list(accumulate((prod(shape) // parts for shape in shapes), initial=0))
     return _from_rows(joined, parts, starts[number], shapes[number])

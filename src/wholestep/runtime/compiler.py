@@ -22,7 +22,7 @@ from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
-from ..errors import WholestepError
+from ..errors import RankFailedError, RankMismatchError, WholestepError
 from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import instantiated
 from ..hardware.hardware import Hardware
@@ -173,6 +173,8 @@ class Compiler:
             refuse_other_program(
                 made.local, sizes, lowered(fixed, self._plan(replace(captured, graph=fixed))), self.world
             )
+        except (RankFailedError, RankMismatchError):  # is about other ranks, whatever the sizes
+            raise
         except Exception as error:
             self.sizes.failed(dims, error)
             return None
