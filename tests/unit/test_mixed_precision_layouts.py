@@ -10,6 +10,9 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
+from wholestep.cost.simulation import kind_of
+from wholestep.graph import meta
+from wholestep.graph.nodes import is_collective
 from wholestep.graph.ops import GRAD_READY
 
 HALF = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(torch.bfloat16, torch.float32))
@@ -98,3 +101,18 @@ def test_selective_checkpoints_keep_what_their_policy_keeps() -> None:
     plain, made = captured(), captured(partial(again, context_fn=partial(contexts, policy)))
     assert count(made) == count(plain)
     assert activations(made) == 2 * activations(plain)
+
+
+def test_activations_are_summed_in_their_own_dtype() -> None:
+    """`reduce` is for gradients, as in FSDP2; sums of activations over ranks that share a layer travel as they are."""
+    tensor = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"}, axis="tp")
+    graph = captured()
+    data = ws.DataParallel("fully_shard", axis="dp")
+    local = ws.partition(graph, ws.plan(graph, "dp=2,tp=2", [data, tensor]))
+    found: dict[tuple[str, str], set[torch.dtype]] = {}
+    for node in local.graph.nodes:
+        if is_collective(node) and meta.one_tensor(node).shape:
+            found.setdefault((str(node.args[-1]), kind_of(node)), set()).add(meta.one_tensor(node).dtype)
+    assert found["tp", "all_reduce"] == {torch.bfloat16}
+    assert found["dp", "reduce_scatter"] == {torch.float32}
+    assert found["dp", "all_gather"] == {torch.bfloat16}

@@ -19,7 +19,7 @@ from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, node_at, operands
-from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
+from ..graph.op_kinds import CHEAP, VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.verify import check_local_graph
 from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
@@ -44,6 +44,12 @@ from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
+_TO_GRADIENTS = frozenset({GRAD_READY, torch.ops.aten.add.Tensor})
+_WRITES_ROWS = frozenset({"mm", "bmm", "addmm", "baddbmm", "native_layer_norm", "native_layer_norm_backward"})
+_KEEPS_ROWS = frozenset({
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "view_as_complex", "view_as_real", "_to_copy", "clone",
+    "sum", "mean", "amax", "amin", "nll_loss_forward", "nll_loss_backward", "embedding", "embedding_dense_backward",
+})  # fmt: skip
 _ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
@@ -103,6 +109,7 @@ class _Lowering:
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
         self.moving = moving(self.train)
+        self.gradients = _gradients(self.train.graph)
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
@@ -208,10 +215,21 @@ class _Lowering:
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
-        meta.set_strided(new, strided)
+        meta.set_strided(new, strided and not self._is_row_major(new, node))
         if has_extent((args, tuple(kwargs.values()))):
             meta.set_ranked(new)
         return new
+
+    def _is_row_major(self, new: Node, node: Node) -> bool:
+        """True where the local result is contiguous for sure: of a product or a norm, whose kernels write rows; of a
+        view or an op on elements, if that holds for what it reads, and for the whole tensors of both.
+        """
+        if packet_name(node.target) in _WRITES_ROWS:
+            return True
+        if not (is_pointwise(node.target) or packet_name(node.target) in _KEEPS_ROWS):
+            return False
+        wholes = (meta.tensor(one) for one in (node, *operands(node)))
+        return not any(map(meta.is_strided, operands(new))) and all(w is not None and w.is_contiguous for w in wholes)
 
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
@@ -343,7 +361,7 @@ class _Lowering:
         whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(whole) if sums and whole.shape else None
+        other = self._reduce_dtype(whole) if sums and whole.shape and node in self.gradients else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
             other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
@@ -375,6 +393,18 @@ class _Lowering:
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
         stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
         return replace(made, stride=stride)  # expanded dims stay expanded
+
+
+def _gradients(graph: Graph) -> set[Node]:
+    """Gradients of parameters, which alone are summed in the dtype of `MixedPrecision(reduce=)`, with the addends,
+    casts and views that become them. Sums of activations over ranks that share a layer keep their dtype, as in DTensor.
+    """
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        passed = (user in found and (user.target in CHEAP or user.target in _TO_GRADIENTS) for user in node.users)
+        if node.target is GRAD_READY or (node.users and all(passed)):
+            found.add(node)
+    return found
 
 
 def _takes_any_strides(node: Node) -> bool:
