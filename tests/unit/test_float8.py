@@ -158,6 +158,18 @@ def test_parameters_are_gathered_in_float8(recipe: Recipe) -> None:
         assert eight == whole - 3 * sent
 
 
+COLUMNS = {"layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_are_cut_where_they_are_cut_in_float32(recipe: Recipe) -> None:
+    model = Model()
+    plain = ws.capture(train, model, sgd(model), batch(0))
+    tensor = ws.TensorParallel(COLUMNS)
+    plans = [ws.plan(graph, "tp=2", tensor) for graph in (plain, captured(model, ws.Float8(recipe, LAYERS)))]
+    assert plans[0].storage == plans[1].storage
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
