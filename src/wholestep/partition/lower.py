@@ -28,7 +28,7 @@ from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
 from ..plan.plan import Plan
-from ..plan.propagation_inputs import moving
+from ..plan.propagation_inputs import incomplete_gradients, moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
@@ -102,7 +102,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
-        self.moving = moving(self.train)
+        self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
@@ -343,7 +343,7 @@ class _Lowering:
         whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(whole) if sums and whole.shape else None
+        other = self._reduce_dtype(whole) if sums and whole.shape and self._is_gradient(node) else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
             other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
@@ -356,6 +356,10 @@ class _Lowering:
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
+
+    def _is_gradient(self, node: Node) -> bool:
+        """True for a gradient of a parameter: sums of activations are sent in the dtype of the activations."""
+        return node not in self.moving or node in self.incomplete
 
     def _reduce_dtype(self, whole: TensorMeta) -> torch.dtype | None:
         name = self.plan.options.reduce_dtype
