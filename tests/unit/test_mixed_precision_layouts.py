@@ -64,7 +64,7 @@ def test_layers_are_cut_where_they_are_cut_without_casts() -> None:
 
 
 def test_activations_are_summed_in_the_dtype_in_which_they_are_computed() -> None:
-    """`reduce` is the dtype of gradients of parameters: along dp they travel in float32, along tp activations do not."""
+    """`reduce` is the dtype of gradients: along dp they travel in float32, along tp activations do not."""
     tensor = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
     graph, mesh = captured(), "dp=2,tp=2"
     local = ws.partition(graph, ws.plan(graph, mesh, [ws.DataParallel("fully_shard", axis="dp"), tensor]))

@@ -277,10 +277,10 @@ class _Lowering:
         have = self._layout(node)
         if have == want:
             return at
-        if node.target is aten.t.default and gathers(have, want):
-            source = node_at(node, 0)
-            if self._layout(source) == have.transposed and node not in self.regions.on_demand:
-                return self._transposed(node, want, region)
+        if gathers(have, want) and _is_transposed(node) and node not in self.regions.on_demand:
+            turns = node.target is aten.t.default
+            if self._layout(node_at(node, 0)) == (have.transposed if turns else have):
+                return self._transposed(node, want.transposed if turns else want, want, region)
         key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
         last = next(iter(reversed(self.graph.nodes)))
         if key not in self.moved:
@@ -292,15 +292,19 @@ class _Lowering:
                 self.regathered.add(last)
         return done
 
-    def _transposed(self, node: Node, want: Layout, region: int) -> Node:
-        """Return the transpose `node`, gathered as its operand: what else reads that needs no gather of its own."""
-        given = self._resharded(node_at(node, 0), want.transposed, region)
+    def _transposed(self, node: Node, source: Layout, want: Layout, region: int) -> Node:
+        """Return the transpose `node`, or its copy, of its operand gathered to `source`: what else reads that needs no
+        gather of its own.
+        """
+        given = self._resharded(node_at(node, 0), source, region)
         key = (node, want, self.regions.of(node, region, gathers=True))
         if key not in self.moved:
             made = meta.one_tensor(given)
             turned = replace(made, shape=made.shape[::-1], stride=made.stride[::-1])
-            new = self.emit.call(aten.t.default, (given,), turned, node)
-            meta.set_strided(new, meta.is_strided(given))
+            turned = turned if node.target is aten.t.default else contiguous(made.shape, made)
+            new = self.emit.call(cast(Any, node.target), (given,), turned, node)
+            new.kwargs = node.kwargs
+            meta.set_strided(new, node.target is aten.t.default and meta.is_strided(given))
             self.moved[key] = lambda: new
         return self.moved[key]()
 
@@ -379,6 +383,13 @@ class _Lowering:
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
         stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
         return replace(made, stride=stride)  # expanded dims stay expanded
+
+
+def _is_transposed(node: Node) -> bool:
+    """Return whether a node is a transpose, or a copy of one row by row."""
+    if node.target is aten.clone.default and meta.one_tensor(node).is_contiguous:
+        return _is_transposed(node_at(node, 0))
+    return node.target is aten.t.default
 
 
 def _takes_any_strides(node: Node) -> bool:
