@@ -247,7 +247,7 @@ LAYERS, TENSORS = 6, 6
 
 
 def test_ops_stand_among_their_like() -> None:
-    """An optimizer that scales all gradients, updates all parameters and stores all counters is one function a layer."""
+    """An optimizer that scales all gradients, updates all parameters, stores all counters: one function a layer."""
     sizes = [size for _ in range(LAYERS) for size in range(2, 2 + TENSORS)]
     given = [
         torch.tensor(0.5),
