@@ -14,21 +14,19 @@ from torch.fx.node import map_arg
 from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph.graph import Input
-from ...graph.nodes import function_of, is_collective, is_wait, node_at, operands
+from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
 from ...passes.bucket import outline
 from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
 from ..eager import eager
-from ..gloo.exchange import gather, swap
 from ..protocol import NodeClock, Run
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
 from .regions import CompiledRegions, in_regions
 
 Scope = Literal["region", "whole"]
-_COMMUNICATES = (gather, swap)
 _IN_PYTHON = (drawn, *FUSED, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
@@ -90,7 +88,7 @@ class Inductor:
             return True
         if any(given.target is _IN_PYTHON[-1] for given in operands(node)):
             return True  # a number that is in the graph of Inductor is a constant
-        return self.scope == "region" and (node.target in _COMMUNICATES or is_collective(node) or is_wait(node))
+        return self.scope == "region" and (communicates(node) or is_wait(node))
 
 
 def _find_compilers(example_inputs: Sequence[Any]) -> None:
