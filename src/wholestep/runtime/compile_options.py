@@ -52,6 +52,9 @@ class CompileOptions:
             `"auto"` records on a GPU where the ranks are on one node and the step can be recorded: the first two calls
             run op by op, the third is recorded, later ones replay. `step.cuda_graph` says what was recorded, or why
             not. True warns of what cannot be recorded; False records nothing.
+        max_recordings: number of CUDA graphs to hold, one for each kind of call or size of the batch. They share the
+            memory of a step; each adds a copy of the batch and the device's list of its launches, some MiB for
+            thousands of kernels. Sizes are recorded in the order in which they are called again; others run op by op.
         model: modules that are not arguments of the step; modules in its closure are found without this.
         optimizer: optimizers that are not arguments of the step.
         module_overrides: submodules to replace during the trace, by path (globs allowed).
@@ -107,6 +110,7 @@ class CompileOptions:
     mesh: Mesh | str | None = None
     backend: Backend | str = "eager"
     cuda_graphs: bool | Literal["auto"] = "auto"
+    max_recordings: int = 8
     model: nn.Module | Sequence[nn.Module] | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     module_overrides: Mapping[str, nn.Module] | None = None
@@ -143,6 +147,9 @@ class CompileOptions:
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+        if self.max_recordings < 1:
+            found, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
+            raise PlanError(found, needed, "correct it, or give cuda_graphs=False")
         if self.max_programs < 1:
             raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
 

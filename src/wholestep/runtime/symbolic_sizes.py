@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .. import _torch
-from ..backend.eager import Eager
+from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_arguments
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
@@ -59,16 +59,14 @@ class SymbolicSizes:
         given = self.options.given
         if given.dynamic is False:
             return "dynamic=False"
-        if type(self.options.backend) is not Eager:
-            return f"backend {self.options.backend.name!r} compiles for each size"
+        if type(self.options.backend) not in BACKENDS.values():
+            return f"backend {self.options.backend.name!r} may read sizes"
         if self.options.memory_bytes is not None:
             return "a budget of memory is met for each size"
         if given.passes is not None:
             return "passes= may read sizes"
         if given.tune != "off":
             return "schedules that take turns may compare other sizes than the guards of the first"
-        if given.cuda_graphs is True or (given.cuda_graphs == "auto" and not self.world.device.startswith("cpu")):
-            return "a CUDA graph is recorded for each size"
         return "a schedule across steps carries tensors from call to call" if given.across_steps else ""
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
@@ -110,6 +108,7 @@ class SymbolicSizes:
     def left(self, captured: Capture) -> bool:
         """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
         assert captured.symbols is not None, "captured with symbols"
+        captured.symbols.record.say = self.log
         fixed = captured.symbols.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
