@@ -23,6 +23,7 @@ from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh, refuse_time
 from ..passes.schedule import Schedule
+from ..plan.pad_to import PadTo
 from ..plan.plan import Plan
 from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
@@ -95,6 +96,8 @@ class CompileOptions:
         dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same
             program ([page](sizes.md)). True: the sizes that have changed. `{"tokens": (0, 1)}`: these dims of an
             argument, or of each tensor in it, from the first call. False: none, each size is captured.
+        pad_to: dims of the batch that are padded to one of a few lengths, with what, where that is proved to change no
+            number ([page](sizes.md#padding)); several lengths have a `PadTo` each.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
             the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -130,6 +133,7 @@ class CompileOptions:
     check_every: int = 1000
     max_programs: int = 32
     dynamic: bool | Mapping[str, Sequence[int]] = True
+    pad_to: PadTo | Sequence[PadTo] = ()
     hardware: Hardware | None = None
     device: str | None = None
     cache: str | os.PathLike[str] | None = None
@@ -152,6 +156,11 @@ class CompileOptions:
             raise PlanError(found, needed, "correct it, or give cuda_graphs=False")
         if self.max_programs < 1:
             raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
+
+    @property
+    def paddings(self) -> tuple[PadTo, ...]:
+        """`pad_to`, one for each length."""
+        return (self.pad_to,) if isinstance(self.pad_to, PadTo) else tuple(self.pad_to)
 
     @property
     def timeout_s(self) -> float | None:

@@ -73,6 +73,9 @@ class SymbolicSizes:
         """The dims to capture as symbols for a call."""
         shapes = batch_shapes(inputs)
         self._check_names(shapes)
+        if self.options.given.paddings and self.why_not:
+            needed = "sizes that are symbols"
+            raise PlanError(f"pad_to: {self.why_not}", needed, "leave out pad_to, or what stands against symbols")
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
         found: dict[str, tuple[int, ...]] = {}
@@ -99,11 +102,11 @@ class SymbolicSizes:
 
     def _asked(self, name: str) -> Collection[int]:
         dynamic = self.options.given.dynamic
+        padded = {one.dims[name] for one in self.options.given.paddings if name in one.dims}
         if isinstance(dynamic, bool):
-            return self.varying.get(name, ())
-        return next(
-            (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}."))), ()
-        )
+            return padded | self.varying.get(name, set())
+        named = (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}.")))
+        return padded | set(next(named, ()))
 
     def left(self, captured: Capture) -> bool:
         """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
