@@ -35,6 +35,7 @@ from .choose_strategy import choose_strategy, open_parts, same_numbers, with_har
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
+from .pad_batches import prove
 from .placement import placed
 from .progress import Stages
 from .step_inputs import StepInputs
@@ -178,6 +179,8 @@ class Compiler:
         except Exception as error:
             self.sizes.failed(dims, error)
             return None
+        if self.options.given.paddings:
+            prove(self.options.given.paddings, captured, sizes)
         self.sizes.captures += 1
         return made
 
