@@ -35,6 +35,13 @@ class SizeGuards:
     noted: dict[str, None] = field(default_factory=dict[str, None])
     symbols: Any = None
     now: tuple[int, ...] = ()
+    _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
+
+    def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:
+        """What takes the place of a cache of results for results that these numbers led to: computing them has noted
+        guards here, and would note them nowhere for another capture whose numbers look the same.
+        """
+        return self._apart.setdefault(id(cache), (cache, {}))[1]
 
     def note(self, text: str, outcome: bool) -> None:
         """Two numbers were compared."""
