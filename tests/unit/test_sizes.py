@@ -16,9 +16,14 @@ from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
+from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.mesh import Mesh
 from wholestep.runtime.symbolic_sizes import SymbolicSizes
-from wholestep.sizes import evaluate
+from wholestep.passes.reinplace import Reinplace
+from wholestep.plan.strategies import compose
+from wholestep.planner.resolve import plan
+from wholestep.sizes import SizeFloat, SizeInt, evaluate
 
 D = 6  # features of the random steps
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -302,3 +307,106 @@ def test_a_rank_that_failed_meanwhile_is_no_reason_to_capture_each_size(
     monkeypatch.setattr(SymbolicSizes, "left", fail)
     with pytest.raises(kind, match="rank 1 is gone"):
         step(model, optimizer, torch.randn(5, 4))
+
+
+# -- passes that lose what a number follows from -------------------------------------------
+def _replaced(local: ws.LocalGraph, change: Callable[[Any], Any], only: str) -> ws.LocalGraph:
+    """A copy with other numbers where those in arguments of nodes whose name has `only` follow from sizes."""
+    made = local.copy()
+
+    def new(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(cast(Any, value))(map(new, cast(list[Any], value)))
+        return change(value) if isinstance(value, (SizeInt, SizeFloat)) else value
+
+    for node in made.graph.nodes:
+        if node.op == "call_function" and only in node.name:
+            node.args = tuple(map(new, node.args))
+    return made
+
+
+def forgets_shapes(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that turns the sizes of a view into the numbers of this batch."""
+    return _replaced(local, int, "view")
+
+
+def forgets_scalars(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that turns the number that a loss is divided by into that of this batch."""
+    return _replaced(local, lambda value: value + 0.0 if isinstance(value, float) else int(value), "div")
+
+
+@pytest.mark.parametrize("lose", [forgets_shapes, forgets_scalars])
+def test_a_pass_that_loses_an_expression_is_caught(lose: Callable[[ws.LocalGraph], ws.LocalGraph]) -> None:
+    """It is right for the batch that it is run for, and the numbers of all others are right too."""
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7, 3)]
+    step = follow(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), calls, summed, passes=lambda p: [lose, *p])
+    assert len(step.programs) == 4
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+def test_a_built_in_pass_that_loses_an_expression_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = Reinplace.change
+    monkeypatch.setattr(Reinplace, "change", lambda self, local: forgets_shapes(change(self, local)))
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7)]
+    step = follow(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), calls, summed)
+    assert len(step.programs) == 3
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+def test_passes_of_the_user_run_for_all_sizes() -> None:
+    seen: list[int] = []
+
+    def look(local: ws.LocalGraph) -> ws.LocalGraph:
+        seen.append(len(local.graph.nodes))
+        return local
+
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7, 3)]
+    step = follow(nn.Linear(4, 4).double(), calls, summed, passes=lambda p: [look, *p])
+    assert (len(step.programs), step.captures) == (2, 2), step.misses
+    assert len(set(seen)) == 1
+
+
+def clones_large(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that does more for large batches."""
+    made = local.copy()
+    for (given, node) in list(made.placeholders()):
+        if given.name == "x" and int(given.meta.shape[0]) > 8:
+            user = next(iter(node.users))
+            with made.graph.inserting_before(user):
+                copied = made.graph.create_node("call_function", torch.ops.aten.clone.default, (node,))
+            set_tensors(copied, (given.meta,))
+            user.replace_input_with(node, copied)
+    return made
+
+
+def test_a_pass_that_does_something_else_for_large_batches_runs_for_each_size() -> None:
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 30, 4)]
+    step = follow(nn.Linear(4, 4).double(), calls, summed, passes=lambda p: [clones_large, *p])
+    assert len(step.programs) == 4
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+# -- what was compared of sizes ------------------------------------------------------------
+def planned_guards(rows: int, length: int) -> list[str]:
+    """What a plan for two ranks with one batch compares, by dims."""
+    model = small_gpt()
+    batch = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, dtype=torch.int64)
+    dims = {"tokens": (0, 1), "targets": (0, 1)}
+    made = capture_step(train, (model, AdamW(model.parameters()), *batch), {}, dynamic=dims)
+    assert made.symbols is not None
+    plan(made.graph, Mesh("dp=2"), compose(ws.DataParallel("fully_shard", semantics="global")))
+    return [made.symbols.record.shown(guard.text) for guard in made.symbols.guards()]
+
+
+def test_a_second_plan_compares_what_the_first_compared() -> None:
+    """Nothing of the first is taken for the second: its guards would be noted nowhere."""
+    first, second = planned_guards(8, 6), planned_guards(8, 6)
+    assert "((tokens.shape[0]) % 2) == 0" in second
+    assert first == second
+
+
+def test_sizes_that_equal_those_of_parameters_by_chance_are_not_bound_to_them() -> None:
+    """48 tokens, and 48 rows of a parameter."""
+    planned_guards(6, 5)
+    guards = [guard for guard in planned_guards(4, 12) if guard.endswith(("== 48", "== 16", "== 12"))]
+    assert all(guard.startswith("not ") for guard in guards), guards

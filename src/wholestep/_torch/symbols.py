@@ -7,7 +7,7 @@ import contextlib
 import copy
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -142,6 +142,10 @@ class Symbols:
         for text in found:
             assert evaluate(text, self.record.hints), f"{text} holds for the sizes of the capture"
         return [SizeGuard(text, where) for text, where in found.items()]
+
+    def hold(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all that was compared so far ends alike for these sizes, by symbol."""
+        return all(evaluate(guard.text, sizes) for guard in self.guards())
 
     def fixed(self) -> dict[tuple[str, int], str]:
         """The dims whose size the trace has fixed, and the user's line that did."""
