@@ -8,11 +8,12 @@ Prices (bytes, microseconds) are plain numbers: they choose among programs that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float}
+_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
 
 
 @dataclass(frozen=True)

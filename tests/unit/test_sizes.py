@@ -16,6 +16,7 @@ from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
+from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
@@ -410,3 +411,41 @@ def test_sizes_that_equal_those_of_parameters_by_chance_are_not_bound_to_them() 
     planned_guards(6, 5)
     guards = [guard for guard in planned_guards(4, 12) if guard.endswith(("== 48", "== 16", "== 12"))]
     assert all(guard.startswith("not ") for guard in guards), guards
+
+
+# -- models of transformers ----------------------------------------------------------------
+def train_hf(model: Any, optimizer: Optimizer, tokens: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+def test_a_model_of_transformers_takes_texts_of_all_lengths(kind: str) -> None:
+    """Its loss pads the labels by one."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    names = {"intermediate_size": 32, "max_position_embeddings": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **names, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    calls = [(torch.randint(32, size),) for size in ((4, 9), (3, 5), (7, 31), (2, 17))]
+    step = follow(model, calls, train_hf)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_attention_as_on_a_gpu_is_captured_for_all_sizes() -> None:
+    """The kernel that CUDA would choose: of 16 bits flash attention, else the one that pads what it saves."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).to(dtype)
+        dims, options = {"tokens": (0, 1), "targets": (0, 1)}, CaptureOptions(kernels="cuda")
+
+        def at(rows: int, length: int, dynamic: bool, model: nn.Module = model, dims: Any = dims) -> Capture:
+            batch = words((rows, length))[0]
+            arguments = model, SGD(model.parameters(), lr=0.1), *batch
+            return capture_step(train, arguments, {}, options, dynamic=dims if dynamic else None)
+
+        made = at(4, 16, dynamic=True)
+        for rows, length in ((2, 32), (5, 8)):
+            assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length, False).graph)
