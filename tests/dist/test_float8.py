@@ -1,5 +1,7 @@
 """Float8 layers on gloo ranks against one device: scales are exact maxima, so sums alone may differ in their order."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.float8 import LAYERS, Model, batch, by_hand, train
-from wholestep import DataParallel, TensorParallel
+from wholestep import DataParallel, TensorParallel, _torch
+from wholestep.passes import async_tensor_parallel
+from wholestep.passes.fused_products import FUSED, multiply_gathered_scaled, scatter_scaled_product
+from wholestep.passes.product_blocks import FUSED_PARTS
 
 TOLERANCE = 1e-4  # a sum in another order can move a number to the next one of float8
 STEPS = 4
@@ -48,6 +53,10 @@ def whole(value: Tensor) -> Tensor:
 
 
 FULL = pytest.mark.full
+SLOW = ws.Hardware.measured(
+    flops_per_us=10, launch_us=0.001, link_us=0.001, link_bytes_per_us=1, memory_bytes_per_us=1e9
+)
+"""Products and collectives take long, and starting them nothing: blocks always gain."""
 
 
 @pytest.mark.parametrize(
@@ -76,3 +85,76 @@ FULL = pytest.mark.full
 def test_ranks_compute_what_one_device_does(recipe: str, style: str, mesh: str, sequence: bool) -> None:
     for worst in run_ranks(_trains, ws.Mesh(mesh).size, recipe, style, mesh, sequence):
         assert worst < TOLERANCE
+
+
+def _trained(rank: int, recipe: Any, mesh: str, async_tp: Any) -> tuple[list[Tensor], ws.LocalGraph]:
+    """Losses and parameters of two steps, and the program. A bias would stand between a product and its sum."""
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.layers:
+        block.down = torch.nn.Linear(64, 32, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    parts: list[DataParallel | TensorParallel] = [TensorParallel(SEQUENCE, async_tp=async_tp)]
+    if "dp" in mesh:
+        parts.insert(0, DataParallel("fully_shard", axis="dp"))
+    option = ws.Float8(recipe, LAYERS)
+    step = ws.compile(train, parallel=parts, mesh=mesh, float8=option, schedule=ws.Schedule(SLOW))
+    found = [step(model, optimizer, batch(number, rank // 2 if "dp" in mesh else 0)) for number in range(2)]
+    assert step.local_graph is not None
+    return [*found, *map(whole, model.parameters())], step.local_graph
+
+
+def _in_blocks(rank: int, world: int, recipe: str, mesh: str) -> tuple[bool, int, int]:
+    (plain, before), (found, after) = (_trained(rank, recipe, mesh, mode) for mode in (None, "exact"))
+    products = [sum(n.target is torch.ops.aten._scaled_mm.default for n in one.graph.nodes) for one in (before, after)]
+    return all(map(torch.equal, plain, found)), products[0], products[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [
+        ("tensorwise", "tp=2"),
+        ("rowwise", "tp=2"),
+        pytest.param("tensorwise", "tp=4", marks=FULL),
+        pytest.param("rowwise", "dp=2,tp=2", marks=FULL),
+    ],
+)
+def test_products_in_blocks_have_the_bits_of_whole_ones(recipe: str, mesh: str) -> None:
+    for same, before, after in run_ranks(_in_blocks, ws.Mesh(mesh).size, recipe, mesh):
+        assert same
+        assert after > before + 4  # rows of gathered factors, and columns of what is scattered
+
+
+def _fused(rank: int, world: int) -> tuple[float, set[str]]:
+    plain, _ = _trained(rank, "tensorwise", "tp=2", None)
+    async_tensor_parallel.faster_parts = lambda site, *_: (FUSED_PARTS,) if site.can_fuse else ()
+    found, program = _trained(rank, "tensorwise", "tp=2", "fast")
+    worst = max((one - other).abs().max().item() for one, other in zip(plain, found, strict=True))
+    return worst, {node.target.__name__ for node in program.graph.nodes if node.target in FUSED}
+
+
+def test_fused_products_without_symmetric_memory() -> None:
+    """They are what GPUs run in place of blocks; here the collective and the product run one after the other."""
+    for worst, fused in run_ranks(_fused, 2):
+        assert worst < 1e-6
+        assert fused == {multiply_gathered_scaled.__name__, scatter_scaled_product.__name__}
+
+
+def _shapes(rank: int, world: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    group = torch.distributed.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    with torch.device("meta"):
+        shard, left = (torch.empty(16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2))
+        factors = [torch.empty(columns, 64).to(torch.float8_e4m3fn).t() for columns in (32, 48)]
+        one = torch.empty(())
+    whole, products = _torch.gather_and_multiply_scaled(shard, factors, one, [one, one], torch.bfloat16, True, group)
+    left = left.view(2, 16, 64)
+    piece = _torch.multiply_and_scatter_scaled(left, factors[0], one, one, torch.bfloat16, False, 1, group)
+    return [(tuple(made.shape), made.dtype) for made in (whole, *products, piece)]
+
+
+def test_the_ops_of_symmetric_memory_take_float8() -> None:
+    """Torch's own definition of them, without data: arguments and shapes."""
+    for shapes in run_ranks(_shapes, 2):
+        half = torch.bfloat16
+        assert shapes[0] == ((32, 2, 64), torch.float8_e4m3fn)
+        assert shapes[1:] == [((32, 2, 32), half), ((32, 2, 48), half), ((2, 8, 32), half)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, starmap
@@ -44,7 +44,18 @@ from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-_ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
+_ANY_STRIDES = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "linalg_vector_norm", "clone", "cat", "stack",
+    "_to_copy",
+})  # fmt: skip
+_ROW_MAJOR = frozenset({
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._scaled_mm.default,
+})  # fmt: skip
+"""Their results are."""
+_KEEP_ROW_MAJOR = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
+})  # fmt: skip
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
 
@@ -204,6 +215,7 @@ class _Lowering:
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
         strided = strided or any(any(layout.dims[1:]) for layout in layouts)
+        strided = strided and not _is_row_major(node, _nodes(args, kwargs))
         if strided or target is aten.view_as_complex.default:  # it also refuses odd offsets into a bucket
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
@@ -400,6 +412,18 @@ def _takes_any_strides(node: Node) -> bool:
     if depends_on_strides(target):
         return False
     return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
+
+
+def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
+    """Return whether a piece of the result of `node` is row-major in memory; `given`: what is read for it."""
+    form = node.kwargs.get("memory_format")
+    if node.target in _ROW_MAJOR or form is torch.contiguous_format:
+        return True
+    known = node.target in _KEEP_ROW_MAJOR or is_pointwise(node.target) or packet_name(node.target) == "_to_copy"
+    if not known or form not in (None, torch.preserve_format) or meta.tensor(node) is None:
+        return False
+    metas = [meta.tensor(n) for n in given]
+    return all(m is not None and m.is_contiguous for m in metas) and not any(map(meta.is_strided, given))
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:
