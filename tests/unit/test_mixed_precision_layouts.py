@@ -10,9 +10,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
-from wholestep.cost.simulation import kind_of
-from wholestep.graph import meta
-from wholestep.graph.nodes import is_collective
+from wholestep.graph.meta import one_tensor
 from wholestep.graph.ops import GRAD_READY
 
 HALF = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(torch.bfloat16, torch.float32))
@@ -65,6 +63,18 @@ def test_layers_are_cut_where_they_are_cut_without_casts() -> None:
     assert set(sent) == {"all_reduce"}
 
 
+def test_activations_are_summed_in_the_dtype_in_which_they_are_computed() -> None:
+    """`reduce` is the dtype of gradients: along dp they travel in float32, along tp activations do not."""
+    tensor = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    graph, mesh = captured(), "dp=2,tp=2"
+    local = ws.partition(graph, ws.plan(graph, mesh, [ws.DataParallel("fully_shard", axis="dp"), tensor]))
+    sent: dict[str, set[torch.dtype]] = {}
+    for node in local.graph.nodes:
+        if "reduce" in str(node.target):
+            sent.setdefault(str(node.args[-1]), set()).add(one_tensor(node).dtype)
+    assert sent == {"tp": {torch.bfloat16}, "dp": {torch.float32}}
+
+
 def test_gradients_are_complete_while_the_backward_runs() -> None:
     """Behind the last product there is the gradient of the first layer alone."""
     nodes = list(captured().graph.nodes)
@@ -101,18 +111,3 @@ def test_selective_checkpoints_keep_what_their_policy_keeps() -> None:
     plain, made = captured(), captured(partial(again, context_fn=partial(contexts, policy)))
     assert count(made) == count(plain)
     assert activations(made) == 2 * activations(plain)
-
-
-def test_activations_are_summed_in_their_own_dtype() -> None:
-    """`reduce` is for gradients, as in FSDP2; sums of activations over ranks that share a layer travel as they are."""
-    tensor = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"}, axis="tp")
-    graph = captured()
-    data = ws.DataParallel("fully_shard", axis="dp")
-    local = ws.partition(graph, ws.plan(graph, "dp=2,tp=2", [data, tensor]))
-    found: dict[tuple[str, str], set[torch.dtype]] = {}
-    for node in local.graph.nodes:
-        if is_collective(node) and meta.one_tensor(node).shape:
-            found.setdefault((str(node.args[-1]), kind_of(node)), set()).add(meta.one_tensor(node).dtype)
-    assert found["tp", "all_reduce"] == {torch.bfloat16}
-    assert found["dp", "reduce_scatter"] == {torch.float32}
-    assert found["dp", "all_gather"] == {torch.bfloat16}

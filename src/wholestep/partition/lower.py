@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, starmap
@@ -19,7 +19,7 @@ from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, node_at, operands
-from ..graph.op_kinds import CHEAP, VIEWS, depends_on_strides, is_pointwise, packet_name
+from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.verify import check_local_graph
 from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
@@ -28,7 +28,7 @@ from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
 from ..plan.plan import Plan
-from ..plan.propagation_inputs import moving
+from ..plan.propagation_inputs import incomplete_gradients, moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
@@ -44,13 +44,20 @@ from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-_TO_GRADIENTS = frozenset({GRAD_READY, torch.ops.aten.add.Tensor})
-_WRITES_ROWS = frozenset({"mm", "bmm", "addmm", "baddbmm", "native_layer_norm", "native_layer_norm_backward"})
-_KEEPS_ROWS = frozenset({
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "view_as_complex", "view_as_real", "_to_copy", "clone",
-    "sum", "mean", "amax", "amin", "nll_loss_forward", "nll_loss_backward", "embedding", "embedding_dense_backward",
+_ANY_STRIDES = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "linalg_vector_norm", "clone", "cat", "stack",
+    "_to_copy",
 })  # fmt: skip
-_ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
+_ROW_MAJOR = frozenset({
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._scaled_mm.default,
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+})  # fmt: skip
+"""Their results are."""
+_KEEP_ROW_MAJOR = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.view_as_real.default,
+    aten.nll_loss_backward.default, aten.embedding.default, aten.embedding_dense_backward.default,
+})  # fmt: skip
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
 
@@ -108,8 +115,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
-        self.moving = moving(self.train)
-        self.gradients = _gradients(self.train.graph)
+        self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
@@ -211,25 +217,15 @@ class _Lowering:
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
         strided = strided or any(any(layout.dims[1:]) for layout in layouts)
+        strided = strided and not _is_row_major(node, _nodes(args, kwargs))
         if strided or target is aten.view_as_complex.default:  # it also refuses odd offsets into a bucket
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
-        meta.set_strided(new, strided and not self._is_row_major(new, node))
+        meta.set_strided(new, strided)
         if has_extent((args, tuple(kwargs.values()))):
             meta.set_ranked(new)
         return new
-
-    def _is_row_major(self, new: Node, node: Node) -> bool:
-        """True where the local result is contiguous for sure: of a product or a norm, whose kernels write rows; of a
-        view or an op on elements, if that holds for what it reads, and for the whole tensors of both.
-        """
-        if packet_name(node.target) in _WRITES_ROWS:
-            return True
-        if not (is_pointwise(node.target) or packet_name(node.target) in _KEEPS_ROWS):
-            return False
-        wholes = (meta.tensor(one) for one in (node, *operands(node)))
-        return not any(map(meta.is_strided, operands(new))) and all(w is not None and w.is_contiguous for w in wholes)
 
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
@@ -295,10 +291,10 @@ class _Lowering:
         have = self._layout(node)
         if have == want:
             return at
-        if node.target is aten.t.default and gathers(have, want):
-            source = node_at(node, 0)
-            if self._layout(source) == have.transposed and node not in self.regions.on_demand:
-                return self._transposed(node, want, region)
+        if gathers(have, want) and _is_transposed(node) and node not in self.regions.on_demand:
+            turns = node.target is aten.t.default
+            if self._layout(node_at(node, 0)) == (have.transposed if turns else have):
+                return self._transposed(node, want.transposed if turns else want, want, region)
         key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
         last = next(iter(reversed(self.graph.nodes)))
         if key not in self.moved:
@@ -310,15 +306,19 @@ class _Lowering:
                 self.regathered.add(last)
         return done
 
-    def _transposed(self, node: Node, want: Layout, region: int) -> Node:
-        """Return the transpose `node`, gathered as its operand: what else reads that needs no gather of its own."""
-        given = self._resharded(node_at(node, 0), want.transposed, region)
+    def _transposed(self, node: Node, source: Layout, want: Layout, region: int) -> Node:
+        """Return the transpose `node`, or its copy, of its operand gathered to `source`: what else reads that needs no
+        gather of its own.
+        """
+        given = self._resharded(node_at(node, 0), source, region)
         key = (node, want, self.regions.of(node, region, gathers=True))
         if key not in self.moved:
             made = meta.one_tensor(given)
             turned = replace(made, shape=made.shape[::-1], stride=made.stride[::-1])
-            new = self.emit.call(aten.t.default, (given,), turned, node)
-            meta.set_strided(new, meta.is_strided(given))
+            turned = turned if node.target is aten.t.default else contiguous(made.shape, made)
+            new = self.emit.call(cast(Any, node.target), (given,), turned, node)
+            new.kwargs = node.kwargs
+            meta.set_strided(new, node.target is aten.t.default and meta.is_strided(given))
             self.moved[key] = lambda: new
         return self.moved[key]()
 
@@ -361,7 +361,7 @@ class _Lowering:
         whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(whole) if sums and whole.shape and node in self.gradients else None
+        other = self._reduce_dtype(whole) if sums and whole.shape and self._is_gradient(node) else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
             other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
@@ -374,6 +374,10 @@ class _Lowering:
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
+
+    def _is_gradient(self, node: Node) -> bool:
+        """True for a gradient of a parameter: sums of activations are sent in the dtype of the activations."""
+        return node not in self.moving or node in self.incomplete
 
     def _reduce_dtype(self, whole: TensorMeta) -> torch.dtype | None:
         name = self.plan.options.reduce_dtype
@@ -395,16 +399,11 @@ class _Lowering:
         return replace(made, stride=stride)  # expanded dims stay expanded
 
 
-def _gradients(graph: Graph) -> set[Node]:
-    """Gradients of parameters, which alone are summed in the dtype of `MixedPrecision(reduce=)`, with the addends,
-    casts and views that become them. Sums of activations over ranks that share a layer keep their dtype, as in DTensor.
-    """
-    found: set[Node] = set()
-    for node in reversed(graph.nodes):
-        passed = (user in found and (user.target in CHEAP or user.target in _TO_GRADIENTS) for user in node.users)
-        if node.target is GRAD_READY or (node.users and all(passed)):
-            found.add(node)
-    return found
+def _is_transposed(node: Node) -> bool:
+    """Return whether a node is a transpose, or a copy of one row by row."""
+    if node.target is aten.clone.default and meta.one_tensor(node).is_contiguous:
+        return _is_transposed(node_at(node, 0))
+    return node.target is aten.t.default
 
 
 def _takes_any_strides(node: Node) -> bool:
@@ -415,6 +414,18 @@ def _takes_any_strides(node: Node) -> bool:
     if depends_on_strides(target):
         return False
     return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
+
+
+def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
+    """Return whether a piece of the result of `node` is row-major in memory; `given`: what is read for it."""
+    form = node.kwargs.get("memory_format")
+    if node.target in _ROW_MAJOR or form is torch.contiguous_format:
+        return True
+    known = node.target in _KEEP_ROW_MAJOR or is_pointwise(node.target) or packet_name(node.target) == "_to_copy"
+    if not known or form not in (None, torch.preserve_format) or meta.tensor(node) is None:
+        return False
+    metas = [meta.tensor(n) for n in given]
+    return all(m is not None and m.is_contiguous for m in metas) and not any(map(meta.is_strided, given))
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -13,7 +13,7 @@ from ..cost.memory import PeakMemory, peak_memory
 from ..cost.simulation import SimulationResult, kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.nodes import is_collective
+from ..graph.nodes import communicates, is_collective
 from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -141,7 +141,7 @@ def fingerprint(local: LocalGraph) -> int:
     return hash(
         tuple(
             (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
-             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if is_collective(n) else "")
+             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if communicates(n) else "")
             for n in local.graph.nodes
         )
     )  # fmt: skip
