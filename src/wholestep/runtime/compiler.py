@@ -153,7 +153,9 @@ class Compiler:
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         finish = partial(self.finalizer.finish, may_regather=keeps if self._choice else self.options.may_regather)
         before, made = made, finish(made, watch=watch)
-        if planned and not self._same_after_passes(dims, planned, made, lambda local: finish(replace(before, local=local))):
+        if planned and not self._same_after_passes(
+            dims, planned, made, lambda local: finish(replace(before, local=local))
+        ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
