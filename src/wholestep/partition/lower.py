@@ -48,13 +48,13 @@ _ANY_STRIDES = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "linalg_vector_norm", "clone", "cat", "stack",
     "_to_copy",
 })  # fmt: skip
-_ROW_MAJOR = frozenset({
-    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._scaled_mm.default,
+_WRITE_ROWS = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "native_layer_norm", "native_layer_norm_backward", "embedding",
+    "embedding_dense_backward",
 })  # fmt: skip
-"""Their results are."""
-_KEEP_ROW_MAJOR = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
+_KEEP_ROWS = frozenset({
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "view_as_complex", "view_as_real", "_to_copy", "clone",
+    "sum", "mean", "amax", "amin", "nll_loss_forward", "nll_loss_backward",
 })  # fmt: skip
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
@@ -415,15 +415,16 @@ def _takes_any_strides(node: Node) -> bool:
 
 
 def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
-    """Return whether a piece of the result of `node` is row-major in memory; `given`: what is read for it."""
-    form = node.kwargs.get("memory_format")
-    if node.target in _ROW_MAJOR or form is torch.contiguous_format:
+    """Return whether a piece of the result of `node` is row-major in memory: for kernels that write rows; for views and
+    ops on elements, if all that they read is. `given`: what is read for it.
+    """
+    form, name = node.kwargs.get("memory_format"), packet_name(node.target)
+    if name in _WRITE_ROWS or form is torch.contiguous_format:
         return True
-    known = node.target in _KEEP_ROW_MAJOR or is_pointwise(node.target) or packet_name(node.target) == "_to_copy"
-    if not known or form not in (None, torch.preserve_format) or meta.tensor(node) is None:
+    if not (is_pointwise(node.target) or name in _KEEP_ROWS) or form not in (None, torch.preserve_format):
         return False
-    metas = [meta.tensor(n) for n in given]
-    return all(m is not None and m.is_contiguous for m in metas) and not any(map(meta.is_strided, given))
+    wholes = [meta.tensor(n) for n in (node, *operands(node))]
+    return not any(map(meta.is_strided, given)) and all(whole is not None and whole.is_contiguous for whole in wholes)
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..graph.op_kinds import GATHER_AND_MULTIPLY, MULTIPLY_AND_SCATTER, priced_like
+from ..graph.op_kinds import GATHER_AND_MULTIPLY, MULTIPLY_AND_SCATTER, collective, priced_like
 
 funcol, _scaled_mm = torch.ops._c10d_functional, torch.ops.aten._scaled_mm.default
 
 
+@collective("all_gather")
 @priced_like(GATHER_AND_MULTIPLY)
 def multiply_gathered(shard: Tensor, factors: Sequence[Tensor], parts: int, axis: str) -> list[Tensor]:
     """What `parts` ranks gather of `shard` along dim 0, and its product with each of `factors`.
@@ -30,6 +31,7 @@ def multiply_gathered(shard: Tensor, factors: Sequence[Tensor], parts: int, axis
     return [whole, *(whole @ factor for factor in factors)]
 
 
+@collective("reduce_scatter")
 @priced_like(MULTIPLY_AND_SCATTER)
 def scatter_product(left: Tensor, right: Tensor, inner: int, parts: int, axis: str) -> Tensor:
     """This rank's piece of the sum of `left @ right` over `parts` ranks: of shape (rows, inner, columns).
