@@ -31,8 +31,8 @@ def beside_unpadded(model: nn.Module, fn: Step, pad_to: Any, batches: list[tuple
     for batch in batches:
         mine, theirs = step(model, optimizer, *batch), fn(other, plain, *batch)
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert worst < 1e-12
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert (mine - theirs).abs().max() < 1e-12 * max(1.0, float(theirs.abs().max()))
     return step
 
 
@@ -262,7 +262,7 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal sdpa": lambda x, mask: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[
         :, 0
     ],
-    "places": lambda x, mask: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None],
+    "places": lambda x, mask: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 64,
     "over the batch": lambda x, mask: x - x.sum(0, keepdim=True),
 }
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {

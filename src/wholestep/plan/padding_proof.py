@@ -559,19 +559,19 @@ def _unsliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
     start, end, step = call.argument("start"), call.argument("end"), call.argument("step")
     if dim not in given.dims and not proof.varies(made[dim]):
         return given
-    if proof.varies(start) or start < 0 or step != 1 or not given.dims.get(dim, _NOT_FIRST).first:
+    if proof.varies(start) or start < 0 or step != 1 or (dim in given.dims and not given.dims[dim].first):
         proof.refuse("reads positions counted from the end of the padded length")
+    one = (1,) * len(proof.batches)
+    if dim not in given.dims:  # a few of the first places, all of which are real
+        dims = {**given.dims, dim: Places(one, proof.numbers(made[dim]), one)}
+        return Value(dims, {r: 0.0 if dim in r else given.at(r) for r in regions(dims)})
     if end != _END and any(given.tails[r] != 0 for r in regions(given.dims) if dim in r):
         proof.refuse("puts padded positions, which are not zero, beside others")
     kept = {d: places for d, places in given.dims.items() if d != dim}
     if not proof.varies(made[dim]):
         return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    one = (1,) * len(proof.batches)
     dims = {**kept, dim: Places(one, proof.numbers(made[dim]), one)}
     return Value(dims, dict(given.tails))
-
-
-_NOT_FIRST = Places((2,), (1,), (1,))
 
 
 def _selected(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
@@ -653,19 +653,18 @@ def _attention(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
     if other:
         mask = given.get("attn_mask", given.get("attn_bias"))
         causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
-        last = None if mask is None else max(mask.dims, default=None)
+        last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
         masked = False
-        if mask is not None and last == len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1:
+        if mask is not None and last in mask.dims:
             masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
         if not causal and not masked:
             proof.refuse(
                 "attends to padded positions",
                 "is_causal=True, or a mask that is False (or -inf) at padded keys: attn_mask=mask[:, None, None, :]",
             )
-        if mask is not None and mask.tails.get(frozenset(mask.dims)) == -math.inf and len(mask.dims) > 1:
-            rows = frozenset(mask.dims) - {cast(int, last)}
-            if mask.tails[rows] == -math.inf:
-                proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
+        rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
+        if mask is not None and rows and mask.tails[rows] == mask.tails[rows | {last}] == -math.inf:
+            proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
     grad = given.get("grad_out", given.get("grad_out_"))
     if grad is None:
         flat = [Value()] * len(call.outputs)
@@ -685,7 +684,7 @@ def _by_name(call: Call, operands: Sequence[Value]) -> dict[str, Value]:
 
 
 def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
-    return next(call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions)
+    return next((call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions), ())
 
 
 def _loss(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
