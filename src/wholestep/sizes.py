@@ -8,11 +8,12 @@ Prices (bytes, microseconds) are plain numbers: they choose among programs that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float}
+_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class SizeGuards:
     symbols: Any = None
     now: tuple[int, ...] = ()
     say: Callable[[str], object] = str
+    _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
+
+    def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:
+        """What takes the place of a cache of results for results that these numbers led to: computing them has noted
+        guards here, and would note them nowhere for another capture whose numbers look the same.
+        """
+        return self._apart.setdefault(id(cache), (cache, {}))[1]
 
     def note(self, text: str, outcome: bool) -> None:
         """Two numbers were compared."""

@@ -77,6 +77,7 @@ class Tuning:
         0.15, "x sending", "that starting takes in long rings, which get larger buckets", 57
     )
     bucket_memory_share: float = tuned(0.1, "x memory", "of a device, in flight at most, for long rings: a guess", 57)
+    most_pieces_together: int = tuned(32, "ranks", "whose pieces one kernel copies: it takes 64 tensors", 67)
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
     async_parts: tuple[int, ...] = tuned((2, 4, 8), "blocks", "of products beside collectives; more fill no GPU", 59)
     # -- cost model

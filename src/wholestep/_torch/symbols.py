@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._decomp import decomposition_table
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -21,6 +22,7 @@ from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
+_PAD = torch.ops.aten.constant_pad_nd.default
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
 
@@ -53,6 +55,16 @@ class _Env(ShapeEnv):
         return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
 
 
+class _Mode(FakeTensorMode):
+    """Fakes whose padding keeps symbols: the fake that torch has for it (2.11 to 2.13) is a kernel that asks for ints."""
+
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not _PAD:
+            return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
+        with self:
+            return decomposition_table[func](*args, **kwargs)
+
+
 class Symbols:
     """The symbols of one capture. `line` returns the line of the user's code that runs.
 
@@ -63,7 +75,7 @@ class Symbols:
         self.env = _Env(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
         self.env.line, self.env.sizes = line, self
         self.record = SizeGuards()
-        self.mode = FakeTensorMode(
+        self.mode = _Mode(
             allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self.env, static_shapes=True
         )
         self.record.symbols = self
@@ -157,6 +169,10 @@ class Symbols:
         for text in found:
             assert evaluate(text, self.record.hints), f"{text} holds for the sizes of the capture"
         return [SizeGuard(text, where) for text, where in found.items()]
+
+    def hold(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all that was compared so far ends alike for these sizes, by symbol."""
+        return all(evaluate(guard.text, sizes) for guard in self.guards())
 
     def fixed(self) -> dict[tuple[str, int], str]:
         """The dims whose size the trace has fixed, and the user's line that did."""

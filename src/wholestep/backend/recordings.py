@@ -26,14 +26,14 @@ from torch.fx import Graph
 from .. import _torch
 from ..errors import first_line
 from ..graph.graph import Input, Role
-from ..graph.nodes import copy_graph, is_mutating, node_at
+from ..graph.nodes import communicates, copy_graph, is_mutating, node_at
 from ..graph.sizes_in_graph import record_of
 from ..graph.text import human
 from ..sizes import SizeGuards
 from ..tuning import TUNING
 from .cuda_recorder import Recorder, Recording
 from .protocol import Run
-from .recordable import communicates, is_brought, obstacle, transport
+from .recordable import is_brought, obstacle, transport
 from .tensorize_numbers import in_single_precision
 
 WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
@@ -69,7 +69,7 @@ class Recordings:
     def compiled(self, graph: Graph, inputs: Sequence[Input], examples: Sequence[Any], compile: CompileFor) -> Run:
         """What `compile` makes of a bound graph, replayed where it can be recorded. The graph may be edited."""
         kind, fit = torch.device(self.recorder.device).type, copy_graph(graph)
-        agree = self.agree if communicates(graph) else alone
+        agree = self.agree if any(map(communicates, graph.nodes)) else alone
         if why := obstacle(fit, inputs, examples, kind, transport(kind)):
             self.say(why)
             return _agreeing(compile(graph, examples), agree)

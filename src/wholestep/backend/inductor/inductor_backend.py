@@ -15,7 +15,7 @@ from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph import meta
 from ...graph.graph import Input
-from ...graph.nodes import function_of, is_collective, is_wait, node_at, operands
+from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
 from ...graph.sizes_in_graph import record_of, sizes_among
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
@@ -24,7 +24,6 @@ from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
 from ...sizes import SizeFloat, SizeGuards, SizeInt
 from ..eager import eager
-from ..gloo.exchange import gather, swap
 from ..protocol import NodeClock, Run
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
@@ -32,7 +31,6 @@ from .regions import CompiledRegions, in_regions
 from .sized_regions import symbolic_fake
 
 Scope = Literal["region", "whole"]
-_COMMUNICATES = (gather, swap)
 _IN_PYTHON = (drawn, *FUSED, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
@@ -98,7 +96,7 @@ class Inductor:
             return True  # a number that is in the graph of Inductor is a constant
         if any(isinstance(size, SizeFloat) for size in sizes_among([node.args, node.kwargs])):
             return True  # a float is no input of Inductor's
-        return self.scope == "region" and (node.target in _COMMUNICATES or is_collective(node) or is_wait(node))
+        return self.scope == "region" and (communicates(node) or is_wait(node))
 
 
 def _find_compilers(example_inputs: Sequence[Any]) -> None:

@@ -19,19 +19,18 @@ from torch.fx import Graph, GraphModule, Node
 from ... import _torch
 from ...errors import BackendError, first_line
 from ...graph import meta
-from ...graph.meta import TensorMeta, meta_of
+from ...graph.meta import meta_of
 from ...graph.nodes import operands
 from ...graph.op_kinds import FREE, arithmetic
 from ...graph.sizes_in_graph import sizes_among
 from ...sizes import SizeFloat, SizeGuards, SizeInt, text_of
 from ...tuning import TUNING
+from .affinity import Group, among_their_like, fused, tensors_of
 from .aliases import viewed
 from .periods import Repeat, find_repeats
 from .sized_regions import SizedRegion, with_symbols
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
-Group = list[Node]
-"""A call and the getitems of its results."""
 
 
 @dataclass
@@ -117,9 +116,10 @@ class _Part:
 
 def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
     for alone, stretch in _stretches(graph, apart):
-        for piece in [stretch] if alone or not by_layer else _cut(stretch, values):
+        pieces = [stretch] if alone or not by_layer else among_their_like(_cut(stretch, values), values)
+        for piece in pieces:
             nodes = [node for group in piece for node in group]
-            compiled = not alone and sum(_fusible(node) for node in nodes) >= TUNING.fewest_fused
+            compiled = not alone and len(fused(nodes, values)) >= TUNING.fewest_fused
             yield _Part(compiled, nodes, *_read(nodes))
 
 
@@ -162,10 +162,6 @@ def _with_items(node: Node) -> Group:
     return [node, *(found for item in items for found in _with_items(item))]
 
 
-def _fusible(node: Node) -> bool:
-    return not (_torch.is_getitem(node.target) or node.target in FREE or arithmetic(node.target))
-
-
 def _cut(stretch: list[Group], values: dict[Node, Any]) -> list[list[Group]]:
     """A stretch in pieces, equal neighbours each in one of their own."""
     marks = [0]
@@ -188,22 +184,16 @@ def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: 
     while position >= max(repeat.start, at - repeat.period) and not arithmetic(stretch[position][0].target):
         for node in stretch[position]:
             if node.target not in FREE and any(user in behind for user in node.users):
-                crossing += sum(int(one.numel) for one in _tensors(values[node]))
+                crossing += sum(one.numel() for one in tensors_of(values[node]))
         position -= 1
     return crossing, -((repeat.stop - first) // repeat.period)
 
 
 def _label(group: Group, values: dict[Node, Any]) -> Hashable:
     node = group[0]
-    shapes = tuple((tuple(map(text_of, one.shape)), one.dtype) for one in _tensors(values[node]))
+    touched = [meta_of(one) for given in (*operands(node), node) for one in tensors_of(values[given])]
+    shapes = tuple((tuple(map(text_of, one.shape)), one.dtype) for one in touched)
     return node.target, _plain(node.args, {}), _plain(node.kwargs, {}), shapes
-
-
-def _tensors(value: Any) -> list[TensorMeta]:
-    if isinstance(value, torch.Tensor):
-        return [meta_of(value)]
-    items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else ()
-    return [one for item in items for one in _tensors(item)]
 
 
 def _plain(value: Any, numbers: dict[Node, int]) -> Hashable:
