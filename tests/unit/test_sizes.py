@@ -370,7 +370,7 @@ def test_passes_of_the_user_run_for_all_sizes() -> None:
 def clones_large(local: ws.LocalGraph) -> ws.LocalGraph:
     """A pass that does more for large batches."""
     made = local.copy()
-    for (given, node) in list(made.placeholders()):
+    for given, node in list(made.placeholders()):
         if given.name == "x" and int(given.meta.shape[0]) > 8:
             user = next(iter(node.users))
             with made.graph.inserting_before(user):

@@ -20,6 +20,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC_FUNCTIONS = {"min": torch.sym_min, "max": torch.sym_max}
+"""What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
 _PAD = torch.ops.aten.constant_pad_nd.default
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
@@ -94,9 +96,18 @@ class Symbols:
         if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self._traced):
             return None
         other = copy.copy(self)
-        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=tuple(hints.values()))
+        now, say = tuple(hints.values()), self.record.say
+        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=now, say=say)
         other.record.noted.update({guard.text: None for guard in self._traced})
         self.env.sizes = other
+        return other
+
+    def apart(self, sizes: Mapping[str, int]) -> Symbols:
+        """The same symbols in an environment of their own, at these sizes: what is compared there is no guard here."""
+        other = Symbols(str)
+        for (name, dim), symbol in zip(self.record.dims.values(), self.record.dims, strict=True):
+            other.new(name, dim, sizes[symbol])
+        assert list(other.record.dims) == list(self.record.dims), "torch names symbols by their source"
         return other
 
     def new(self, name: str, dim: int, hint: int) -> torch.SymInt:
@@ -109,6 +120,10 @@ class Symbols:
         self.record.dims[text], self.record.hints[text] = (name, dim), hint
         self.record.now = tuple(self.record.hints.values())
         return self._ints[text]
+
+    def ints(self) -> list[torch.SymInt]:
+        """Torch's symbolic ints of the symbols, in order."""
+        return list(self._ints.values())
 
     def plain(self, value: Any) -> Any:
         """A symbolic number as an int or float that knows its expression; other values unchanged."""
@@ -132,7 +147,7 @@ class Symbols:
     def symbolic(self, value: Any) -> Any:
         """The reverse of `plain`: numbers that follow from sizes, also in lists, as torch's symbolic ones."""
         if isinstance(value, (SizeInt, SizeFloat)):
-            return evaluate(value.text, {**self._ints, "min": torch.sym_min, "max": torch.sym_max})
+            return evaluate(value.text, {**self._ints, **SYMBOLIC_FUNCTIONS})
         if isinstance(value, (list, tuple)):
             return type(cast(Any, value))(self.symbolic(v) for v in cast(Sequence[Any], value))
         if isinstance(value, dict):

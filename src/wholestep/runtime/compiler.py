@@ -35,6 +35,7 @@ from .choose_strategy import choose_strategy, open_parts, same_numbers, with_har
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
+from .pad_batches import prove
 from .placement import placed
 from .progress import Stages
 from .size_check import Dims
@@ -152,7 +153,9 @@ class Compiler:
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         finish = partial(self.finalizer.finish, may_regather=keeps if self._choice else self.options.may_regather)
         before, made = made, finish(made, watch=watch)
-        if planned and not self._same_after_passes(dims, planned, made, lambda local: finish(replace(before, local=local))):
+        if planned and not self._same_after_passes(
+            dims, planned, made, lambda local: finish(replace(before, local=local))
+        ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
@@ -183,6 +186,8 @@ class Compiler:
         except Exception as error:
             self.sizes.failed(dims, error)
             return None, []
+        if self.options.given.paddings:
+            prove(self.options.given.paddings, captured, planned[0].sizes)
         self.sizes.captures += 1
         return made, planned
 

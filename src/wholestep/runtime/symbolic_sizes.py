@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .. import _torch
-from ..backend.eager import Eager
+from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
@@ -58,20 +58,21 @@ class SymbolicSizes:
         given = self.options.given
         if given.dynamic is False:
             return "dynamic=False"
-        if type(self.options.backend) is not Eager:
-            return f"backend {self.options.backend.name!r} compiles for each size"
+        if type(self.options.backend) not in BACKENDS.values():
+            return f"backend {self.options.backend.name!r} may read sizes"
         if self.options.memory_bytes is not None:
             return "a budget of memory is met for each size"
         if given.tune != "off":
             return "schedules that take turns may compare other sizes than the guards of the first"
-        if given.cuda_graphs is True or (given.cuda_graphs == "auto" and not self.world.device.startswith("cpu")):
-            return "a CUDA graph is recorded for each size"
         return "a schedule across steps carries tensors from call to call" if given.across_steps else ""
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
         """The dims to capture as symbols for a call."""
         shapes = batch_shapes(inputs)
         self._check_names(shapes)
+        if self.options.given.paddings and self.why_not:
+            needed = "sizes that are symbols"
+            raise PlanError(f"pad_to: {self.why_not}", needed, "leave out pad_to, or what stands against symbols")
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
         found: dict[str, tuple[int, ...]] = {}
@@ -98,15 +99,16 @@ class SymbolicSizes:
 
     def _asked(self, name: str) -> Collection[int]:
         dynamic = self.options.given.dynamic
+        padded = {one.dims[name] for one in self.options.given.paddings if name in one.dims}
         if isinstance(dynamic, bool):
-            return self.varying.get(name, ())
-        return next(
-            (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}."))), ()
-        )
+            return padded | self.varying.get(name, set())
+        named = (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}.")))
+        return padded | set(next(named, ()))
 
     def left(self, captured: Capture) -> bool:
         """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
         assert captured.symbols is not None, "captured with symbols"
+        captured.symbols.record.say = self.log
         fixed = captured.symbols.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
