@@ -220,6 +220,8 @@ def refuse_other_program(made: LocalGraph, sizes: Mapping[str, int], fixed: Loca
     """
     if made.async_axes:
         raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+    if made.stage_axis:
+        raise SizesFixedError("stages send tensors of fixed sizes to each other")
     if any(loop_of(node) for node in made.graph.nodes):
         raise SizesFixedError("the number of micro-batches follows from the size of the batch")
     if _bound_lines(made, sizes, world.coordinate) != _bound_lines(fixed, sizes, world.coordinate):
