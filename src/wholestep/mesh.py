@@ -14,6 +14,8 @@ _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
 _MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
 TIME = "time"
 """The axis that ranks do not share but go through, piece after piece. `MicroBatches` adds it to the mesh of a plan."""
+STAGES = "pp"
+"""A name that stands for stages of a pipeline: other strategies do not take an axis called so."""
 _RESERVED = {
     "cp": (
         "context parallelism is not offered",

@@ -1,7 +1,10 @@
 """Pipelines: the programs of all stages, in one process, against one device in float64."""
 
+import json
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,11 @@ import wholestep as ws
 from tests.simulate import Simulation
 from tests.stage_models import batches, maker, train
 from tests.together import OneDevice, compare
-from wholestep.errors import PlanError
+from wholestep.errors import GraphError, PlanError
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies
 from wholestep.graph.stage_part import StagePart, part_of, transfer
-from wholestep.partition.stage_program import stage_program
+from wholestep.partition.stage_program import send, stage_program
 from wholestep.plan.plan import Plan
 
 TOLERANCE = 1e-10
@@ -175,6 +178,65 @@ def test_two_numbers_of_pieces_are_refused() -> None:
     one = one_device(4, False, 0.0)
     with pytest.raises(PlanError, match=r"Pipeline\(micro_batches=4\) beside MicroBatches\(2\)"):
         ws.plan(one.capture.graph, "pp=2", [ws.Pipeline(micro_batches=4), ws.MicroBatches(2)])
+
+
+def test_an_axis_of_stages_needs_a_pipeline() -> None:
+    one = one_device(4, False, 0.0)
+    for parallel, says in (
+        (ws.DataParallel(), "axis 'pp' is used by DataParallel"),
+        (ws.DataParallel(axis="dp"), "axis 'pp' is used by no strategy"),
+        ([ws.DataParallel(), ws.Pipeline()], "axis 'pp' is used by DataParallel and by Pipeline"),
+    ):
+        with pytest.raises(PlanError) as error:
+            ws.plan(one.capture.graph, "dp=2,pp=2", parallel)
+        assert error.value.found == says
+
+
+def test_passes_keep_the_order_of_what_stages_exchange() -> None:
+    _, local = planned(2, 2)
+    with pytest.raises(GraphError, match="passes on the program of all stages"):
+        ws.run_passes(local, ws.pipeline())
+    own = stage_program(local, 0)
+
+    def later(given: LocalGraph) -> LocalGraph:
+        made = given.copy()
+        sent = next(node for node in made.graph.nodes if node.target is send)
+        list(made.graph.nodes)[-2].append(sent)
+        return made
+
+    assert ws.run_passes(own, ws.pipeline(schedule=None)).stage == 0
+    _, tied = planned_tied()
+    with pytest.raises(GraphError, match="pass later changed what stages of a pipeline exchange"):
+        ws.run_passes(stage_program(tied, 0), [later])
+
+
+def planned_tied() -> tuple[Plan, LocalGraph]:
+    graph = one_device(4, True, 0.0).capture.graph
+    made = ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=2))
+    return made, ws.partition(graph, made)
+
+
+def test_the_timeline_has_all_stages_and_their_bubbles(tmp_path: Path) -> None:
+    hardware = ws.Hardware.preset("dgx-h100")
+    _, local = planned(2, 4, "1f1b")
+    found = ws.timeline(local, hardware)
+    assert found.streams == ("stage 0", "stage 1")
+    assert [span.name for span in found.spans if span.stream == "stage 0" and " of piece " in span.name][:3] == [
+        "forward 0 of piece 0", "forward 0 of piece 1", "backward 2 of piece 0",
+    ]  # fmt: skip
+    for stream in found.streams:
+        spans = [span for span in found.spans if span.stream == stream]
+        assert all(a.start_us + a.us <= b.start_us + 1e-6 for a, b in pairwise(spans)), (
+            "a stage runs one thing at a time"
+        )
+    idle = sum(found.simulated.step_us - found.busy_us(stream) for stream in found.streams)
+    assert found.simulated.exposed_us == pytest.approx(idle / 2)
+    found.save(tmp_path / "trace.json")
+    names = {event["args"]["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if event["name"] == "thread_name"}  # fmt: skip
+    assert names == {"stage 0", "stage 1"}
+    with pytest.raises(PlanError, match="stage 1 alone has no time"):
+        ws.simulate(stage_program(local, 1), hardware)
 
 
 def test_printed_programs_name_blocks_and_their_order() -> None:

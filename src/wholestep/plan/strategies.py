@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from ..errors import PlanError, shown
 from ..graph.graph import Role, TrainGraph
 from ..hardware.hardware import Hardware
-from ..mesh import TIME, Mesh, refuse_time, with_pieces
+from ..mesh import STAGES, TIME, Mesh, refuse_time, with_pieces
 from .data_parallel import DataParallel
 from .decision import Decision
 from .micro_batches import MicroBatches
@@ -87,6 +87,10 @@ class Strategies:
                         f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
                     )
                 found[axis] = type(part).__name__
+        if STAGES in mesh.names and found.get(STAGES) != Pipeline.__name__:
+            use = f"is used by {found[STAGES]}" if STAGES in found else "is used by no strategy"
+            needed = "a Pipeline along it"
+            raise PlanError(f"axis {STAGES!r} {use}", needed, "give [..., wholestep.Pipeline()], or rename the axis")
         return tuple(axis for axis in mesh.names if axis in found)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:

@@ -212,12 +212,12 @@ class StepOptions:
         else:
             auto = given.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
-        if strategies.pieces > 1 and backend.name == "inductor":
-            found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
-            raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
         if strategies.pipeline is not None and backend.name == "inductor":
             found, needed = "backend 'inductor' with Pipeline", "a backend that runs the blocks of a stage"
             raise BackendError(found, needed, 'use backend="eager"')
+        if strategies.pieces > 1 and backend.name == "inductor":
+            found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
+            raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
         keeps = strategies.options.reshard_after_forward is False
         if budget is not None:
             strategies = _with_kept_gathers(strategies, given)
