@@ -45,6 +45,7 @@ from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
 from .plan.micro_batches import MicroBatches
+from .plan.pad_to import PadTo
 from .plan.pipelines import Pipeline
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
@@ -89,6 +90,7 @@ __all__ = [
     "MicroBatches",
     "MixedPrecision",
     "NonFiniteError",
+    "PadTo",
     "PeakMemory",
     "Pipeline",
     "Plan",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.steps import clipped
 from wholestep.backend.start_coalesced import gather_coalesced, scatter_coalesced
+from wholestep.passes.bucket import in_pieces
 from wholestep.passes.coalesced import (
     ALIGNED_BYTES,
     coalesce,
@@ -54,22 +58,31 @@ def test_each_tensor_is_what_it_would_be_alone(ranks: int) -> None:
     run_ranks(each_alone, ranks)
 
 
-def trained(rank: int, ranks: int, schedule: ws.Schedule | None) -> list[Tensor]:
+def trained(rank: int, ranks: int, style: Any, width: int, schedule: ws.Schedule | None) -> list[Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(37, 37) for _ in range(4)]).double()
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).double()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = ws.compile(clipped, parallel=ws.DataParallel("fully_shard"), schedule=schedule)
+    step = ws.compile(clipped, parallel=ws.DataParallel(style), schedule=schedule)
     for number in range(3):
-        x = torch.randn(4, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * number + rank))
+        x = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * number + rank))
         step(model, optimizer, x)
     if schedule is not None:
-        assert any(node.target is coalesce for node in step.local_graph.graph.nodes)
-    return [param.full_tensor().detach() for param in model.parameters()]  # type: ignore[attr-defined]
+        targets = [node.target for node in step.local_graph.graph.nodes]
+        assert coalesce in targets
+        assert (in_pieces in targets) == (style == "zero1")
+    return [whole(param).detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_on_cpus_they_run_as_buckets(ranks: int) -> None:
+def whole(param: Tensor) -> Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
+@pytest.mark.parametrize(
+    ("ranks", "style", "width"), [(2, "fully_shard", 37), (3, "fully_shard", 37), (2, "zero1", 36), (3, "zero1", 36)]
+)
+def test_on_cpus_they_run_as_buckets(ranks: int, style: str, width: int) -> None:
     """A program for a data sheet of GPUs, on gloo: 37 rows do not divide by 2 or 3."""
     schedule = ws.Schedule(ws.Hardware.preset("dgx-h100"))
-    for ours, plain in zip(run_ranks(trained, ranks, schedule), run_ranks(trained, ranks, None), strict=True):
+    made = (run_ranks(trained, ranks, style, width, one) for one in (schedule, None))
+    for ours, plain in zip(*made, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))

@@ -8,6 +8,7 @@ import torch
 
 import wholestep as ws
 from benchmarks.gpu.workload import SIZES, Setting, train_step_of
+from wholestep.passes.bucket import in_pieces, pieces_of_gather
 from wholestep.passes.write_into_buckets import put_pieces
 
 nullcuda: Any = pytest.importorskip(
@@ -55,6 +56,27 @@ def test_pieces_of_a_bucket_are_written_together() -> None:
     with nullcuda.counting() as counted:
         put_pieces(bucket, [64] * 50, list(range(50)), pieces, 0.5)
     assert (counted.counts.launches, counted.counts.memcpys) == (2, 0)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_parameters_leave_the_bucket_in_which_they_were_gathered_together(recorded: bool) -> None:
+    """ZeRO-1 on 2 ranks: 52 parameters, and one kernel for each 64 pieces."""
+    params = [torch.zeros(64, 8, device="cuda") for _ in range(52)]
+    gathered = torch.zeros(2 * 52 * 32 * 8, device="cuda")
+
+    def copy() -> None:
+        pieces = pieces_of_gather(gathered, [(32, 8)] * 52, range(52), 2)
+        torch.ops.aten._foreach_copy_.default(in_pieces(params, 2), pieces)
+
+    copy()
+    with nullcuda.counting() as counted:
+        if recorded:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                copy()
+        else:
+            copy()
+    found = counted.counts
+    assert (found.captured if recorded else found.launches, found.memcpys) == (2, 0)
 
 
 def test_a_gradient_norm_is_one_kernel_for_all_parameters() -> None:

@@ -14,8 +14,11 @@ from tests.steps import mean_square
 from tests.tp_models import NORMED_PLAN, Normed
 from wholestep.backend import same_bits
 from wholestep.cost.fused import fused_us, is_fused
+from wholestep.graph.op_kinds import collective_kind
+from wholestep.passes import async_tensor_parallel
 from wholestep.passes.async_tensor_parallel import AsyncTensorParallel, Cut
-from wholestep.passes.product_blocks import blocks
+from wholestep.passes.product_blocks import FUSED_PARTS, blocks
+from wholestep.runtime.consistency import program_lines
 
 H100 = ws.Hardware.preset("dgx-h100")
 SLOW = ws.Hardware.measured(flops_per_us=10, launch_us=0.001, link_us=0.001, link_bytes_per_us=1)
@@ -75,6 +78,21 @@ def test_what_is_not_asked_for_is_left_whole() -> None:
     assert local.async_axes == ()
     assert AsyncTensorParallel(SLOW)(local) is not local
     assert str(AsyncTensorParallel(SLOW)(local)) == str(local)
+
+
+def test_fused_products_send_what_their_collectives_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted, and ranks compare them, in their order."""
+    chosen: Any = lambda site, *_: (FUSED_PARTS,) if site.can_fuse else ()  # noqa: E731
+    monkeypatch.setattr(async_tensor_parallel, "faster_parts", chosen)
+    local = normed("fast")
+    fused = AsyncTensorParallel(SLOW)(local)
+    kinds = [collective_kind(node.target) for node in fused.graph.nodes if is_fused(node)]
+    assert set(kinds) == {"all_gather", "reduce_scatter"}
+    assert fused.collectives() == local.collectives()
+    plan = ws.plan(ws.capture(mean_square, torch.nn.Linear(2, 2), SGD([torch.zeros(1)]), torch.randn(2, 2)), "tp=2")
+    lines = [line for line in program_lines(fused, plan) if line.startswith("collective ")]
+    assert len(lines) == sum(total.count for total in fused.collectives().values())
+    assert lines[0] == "collective multiply_gathered of f32[4, 2, 10], f32[10, 8] over tp (2)"
 
 
 def test_ranks_of_other_sizes_are_left_whole() -> None:

@@ -1,7 +1,9 @@
 """How a graph is cut for Inductor: equal layers share a function, and aliases do not cross."""
 
 import operator
+import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,7 +129,7 @@ def _names(regions: CompiledRegions) -> list[list[str]]:
 
 def test_what_runs_by_itself_stays_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A getitem goes with what made it, however late it stands; the order of the others is that of the graph."""
-    monkeypatch.setattr("wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=1))
+    monkeypatch.setattr("wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=0))
     given = [torch.tensor([[1.0, 5.0], [2.0, 3.0]])]
 
     def build(graph: Graph, x: Any) -> Sequence[Any]:
@@ -223,6 +225,101 @@ def test_a_region_with_little_to_fuse_runs_as_it_is() -> None:
     cut, regions = _cut(graph, values)
     assert regions.calls == 0
     assert [n.name for n in cut.nodes] == [n.name for n in graph.nodes]
+
+
+def test_ops_without_a_tensor_in_common_run_as_they_are() -> None:
+    """The norm of each gradient, and what follows of these numbers: no kernel would do more than one of them."""
+
+    def build(graph: Graph, *inputs: Any) -> Sequence[Any]:
+        norms = [graph.call_function(aten.linalg_vector_norm.default, (x,)) for x in inputs]
+        total = norms[0]
+        for one in norms[1:]:
+            total = graph.call_function(aten.add.Tensor, (total, one))
+        return (total,)
+
+    graph, values = _graph(build, [torch.randn(3) for _ in range(20)])
+    cut, regions = _cut(graph, values, by_layer=True)
+    assert regions.calls == 0
+    assert [n.name for n in cut.nodes] == [n.name for n in graph.nodes]
+
+
+LAYERS, TENSORS = 6, 6
+
+
+def test_ops_stand_among_their_like() -> None:
+    """An optimizer that scales all gradients, updates all parameters, stores all counters: one function a layer."""
+    sizes = [size for _ in range(LAYERS) for size in range(2, 2 + TENSORS)]
+    given = [
+        torch.tensor(0.5),
+        *(torch.randn(size) for size in sizes),
+        *(torch.randn(size) for size in sizes),
+        *(torch.tensor(float(n)) for n in range(len(sizes))),
+    ]
+
+    def build(graph: Graph, scale: Any, *inputs: Any) -> Sequence[Any]:
+        call, n = graph.call_function, len(sizes)
+        grads, params, counters = inputs[:n], inputs[n : 2 * n], inputs[2 * n :]
+        scaled = [call(aten.mul.Tensor, (grad, scale)) for grad in grads]
+        wide = [call(aten._to_copy.default, (count,), {"dtype": torch.float64}) for count in counters]
+        stored: list[Any] = []
+        for grad, param, count in zip(scaled, params, wide, strict=True):
+            counted = call(aten.add.Tensor, (count, 1))
+            rate = call(aten._to_copy.default, (counted,), {"dtype": torch.float32})
+            call(aten.sub_.Tensor, (param, call(aten.div.Tensor, (grad, rate))))
+            stored.append(counted)
+        rounded = [call(aten._to_copy.default, (one,), {"dtype": torch.float32}) for one in stored]
+        for count, one in zip(counters, rounded, strict=True):
+            call(aten.copy_.default, (count, one))
+        return (scale,)
+
+    graph, values = _graph(build, given)
+    cut, regions = _cut(graph, values, by_layer=True)
+    assert (regions.calls, len(regions.compiled)) == (LAYERS, 1)
+    assert not [n for n in cut.nodes if n.op == "call_function" and n.name != "region" and "region" not in n.name]
+    ours, theirs = ([one.clone() for one in given] for _ in range(2))
+    eager(cut)(ours)
+    eager(graph)(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_wherever_a_stretch_is_cut_it_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops of tensors and of numbers, views, and writes into inputs, of which some are moved."""
+    draw = random.Random(seed)
+    given = [*(torch.randn(4) for _ in range(3)), *(torch.tensor(float(n)) for n in range(3))]
+    one = (aten.sin.default, aten.neg.default, aten.exp.default)
+    two = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor)
+
+    def build(graph: Graph, *inputs: Any) -> Sequence[Any]:
+        tensors, numbers = list(inputs[:3]), list(inputs[3:])
+        for _ in range(40):
+            kind, held = draw.random(), draw.choice((tensors, numbers))
+            if kind < 0.3:
+                held.append(graph.call_function(draw.choice(one), (draw.choice(held),)))
+            elif kind < 0.7:
+                held.append(graph.call_function(draw.choice(two), (draw.choice(held), draw.choice(held))))
+            elif kind < 0.8:
+                tensors.append(graph.call_function(aten.mul.Tensor, (draw.choice(tensors), draw.choice(numbers))))
+            elif kind < 0.9:
+                shape = [4] if held is tensors else []
+                held.append(graph.call_function(aten.view.default, (draw.choice(held), shape)))
+            else:
+                into = draw.choice(inputs[:3] if held is tensors else inputs[3:])
+                graph.call_function(aten.copy_.default, (into, draw.choice(held)))
+        return (*tensors[3:], *numbers[3:])
+
+    def cut_anywhere(stretch: list[Any], values: Any) -> list[list[Any]]:
+        marks = [0, *sorted(draw.sample(range(1, len(stretch)), 8)), len(stretch)]
+        return [stretch[a:b] for a, b in pairwise(marks)]
+
+    monkeypatch.setattr("wholestep.backend.inductor.regions._cut", cut_anywhere)
+    monkeypatch.setattr("wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=2))
+    graph, values = _graph(build, given)
+    cut, _ = _cut(graph, values, by_layer=True)
+    ours, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+    for a, b in zip((*eager(cut)(ours), *ours), (*eager(graph)(theirs), *theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_scope_that_does_not_exist() -> None:

@@ -413,6 +413,22 @@ def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
         assert all(order[user] <= order[home] for user in param.users), f"{params[param]} is read once it is written"
 
 
+def test_on_gpus_a_bucket_is_copied_at_once() -> None:
+    """ZeRO-1's new parameters: one kernel takes the pieces of all of them, however small they are."""
+    schedule = Schedule(Hardware.preset("dgx-h100"), 40 << 10, 40 << 10)
+    landed = ws.run_passes(layers(4, 64, "zero1"), [schedule, Reinplace()])
+    gathers = [n for n in landed.graph.nodes if n.target is GATHER]
+    copies = [n for n in landed.graph.nodes if "copy_" in str(n.target)]
+    assert 1 < len(gathers) < 8
+    assert [n.target for n in copies] == [torch.ops.aten._foreach_copy_.default] * len(gathers)
+    homes = [param for copy in copies for param in operands(node_at(copy, 0))]
+    assert sorted(n.name for n in homes) == sorted(n.name for i, n in landed.placeholders() if i.role is Role.PARAM)
+    order = {n: at for at, n in enumerate(landed.graph.nodes)}
+    for copy in copies:
+        for param in operands(node_at(copy, 0)):
+            assert all(order[user] < order[copy] for user in param.users), f"{param} is read once it is written"
+
+
 def test_what_would_be_copied_goes_alone() -> None:
     """Of gathers and reduce-scatters; an all-reduce's bucket is filled as gradients are made, without a copy."""
     styles = "replicate", "zero1", "fully_shard"

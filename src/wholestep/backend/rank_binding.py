@@ -23,6 +23,7 @@ from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
+from ..sizes import SizeInt
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
 from .start_coalesced import COALESCED
 
@@ -49,7 +50,11 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     graph = copy_graph(local.graph)
     if exchange:
         in_buckets(graph)
-    for given, node in zip(local.inputs, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for given, layout, node in zip(local.inputs, local.layouts, placeholders, strict=True):
+        if any(isinstance(size, SizeInt) for size in given.meta.shape):
+            shape = layout.local_shape(given.meta.shape, local.mesh, coordinate)
+            meta.set_tensors(node, (meta.contiguous(shape, meta.one_tensor(node)),))
         if given.role is Role.CARRY and given.key and exchange:
             add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
     _bind(graph, coordinate, groups, exchange)

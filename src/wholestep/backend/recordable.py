@@ -18,16 +18,12 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.loop import loop_of
-from ..graph.nodes import is_collective, operands
+from ..graph.nodes import communicates, operands
 from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
-from ..passes.fused_products import FUSED
 from ..rules.registry import is_random
-from .gloo.exchange import gather, swap
-from .start_coalesced import COALESCED
 from .tensorize_numbers import as_tensors, following
 
-_STARTS = (gather, swap, *COALESCED.values(), *FUSED)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 
@@ -35,11 +31,6 @@ def is_brought(given: Input, example: Any, kind: str) -> bool:
     """True for an input that each call copies to the device: the other inputs are used where they are."""
     number = isinstance(example, Tensor) and not example.dim() and example.device.type != kind
     return given.role in (Role.BATCH, Role.HYPER) or (given.role is Role.CONST and number)
-
-
-def communicates(graph: Graph) -> bool:
-    """True when a bound graph has collectives."""
-    return any(is_collective(node) or node.target in _STARTS for node in graph.nodes)
 
 
 def transport(kind: str) -> str:
@@ -122,7 +113,7 @@ def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbe
         return "is a loop over micro-batches, which was not tried as a graph"
     if node.target is drawn:
         return "draws a piece of a random tensor, from a generator that is set in Python"
-    if (is_collective(node) or node.target in _STARTS) and library != "nccl":
+    if communicates(node) and library != "nccl":
         return f"communicates over {library or 'no library'}, which a graph cannot hold"
     other = _elsewhere(node, kind)
     if is_random(node) and other:

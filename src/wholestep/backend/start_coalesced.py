@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from ..graph.op_kinds import collective
 from ..passes.coalesced import starts_in_row
 
 funcol = torch.ops._c10d_functional
 
 
+@collective("all_gather")
 def gather_coalesced(pieces: Sequence[Tensor], parts: int, group: str) -> Tensor:
     """All-gather each of `pieces`; the results lie in one row (`starts_in_row`), for which a wait waits."""
     row, received = _row(pieces, [(parts * piece.shape[0], *piece.shape[1:]) for piece in pieces])
     return _torch.start_coalesced_gather(pieces, received, row, group)
 
 
+@collective("reduce_scatter")
 def scatter_coalesced(pieces: Sequence[Tensor], op: str, parts: int, group: str) -> Tensor:
     """Reduce and scatter each of `pieces` along its first dim, as `gather_coalesced`."""
     row, received = _row(pieces, [(piece.shape[0] // parts, *piece.shape[1:]) for piece in pieces])

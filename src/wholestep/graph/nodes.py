@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from . import meta
+from .op_kinds import collective_kind
 
 COLLECTIVES = "_c10d_functional"
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -21,8 +22,13 @@ def is_mutating(node: Node) -> bool:
     return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
 
 
+def communicates(node: Node) -> bool:
+    """Return whether ranks exchange data in a node: a collective, or what does the work of one."""
+    return collective_kind(node.target) is not None
+
+
 def is_collective(node: Node) -> bool:
-    """Return whether a node is a collective."""
+    """Return whether a node starts a collective, for which a wait waits."""
     return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
 
 

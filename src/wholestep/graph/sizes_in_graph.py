@@ -57,15 +57,30 @@ def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:
 
 def symbols_in(value: Any) -> _torch.Symbols | None:
     """Return the symbols that a number inside nested lists and dicts follows from; None if there is none."""
-    found: list[_torch.Symbols] = []
+    found = sizes_among(value)
+    return found[0].guards.symbols if found else None
+
+
+def record_of(graph: Graph) -> SizeGuards | None:
+    """Return the sizes that a bound graph, or the shape of an input of it, follows from; None if there are none."""
+    for node in graph.nodes:
+        shapes = [made.shape for made in meta.tensors(node) if made is not None] if node.op == "placeholder" else []
+        if found := sizes_among([node.args, node.kwargs, shapes]):
+            return found[0].guards
+    return None
+
+
+def sizes_among(value: Any) -> list[SizeInt | SizeFloat]:
+    """Return the numbers that follow from sizes in nested lists and dicts."""
+    found: list[SizeInt | SizeFloat] = []
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, (SizeInt, SizeFloat)):
-            found.append(leaf.guards.symbols)
+            found.append(leaf)
         return leaf
 
     map_aggregate(value, note)
-    return found[0] if found else None
+    return found
 
 
 def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:

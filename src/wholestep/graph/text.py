@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 from .. import _torch
 from . import meta
 from .loop import loop_of, with_bodies
-from .nodes import is_collective, node_at, operands
-from .op_kinds import collective_kind
+from .nodes import communicates, node_at, operands
+from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
 from .stage_part import StageParts, part_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def collective_totals(local: LocalGraph) -> dict[str, CollectiveTotal]:
     """Count collectives by kind, with the bytes a rank sends: (n-1)/n of the tensor, twice for an all-reduce."""
     totals: dict[str, CollectiveTotal] = {}
     for node, times in with_bodies(local.graph):
-        if is_collective(node):
+        if communicates(node):
             kind, sent = collective_bytes(node, local)
             before = totals.get(kind, CollectiveTotal(0, 0))
             totals[kind] = CollectiveTotal(before.count + times, before.bytes + times * sent)
@@ -202,7 +202,8 @@ def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     kind = collective_kind(node.target)
     assert kind is not None, f"%{node.name} is a collective"
     n = local.mesh.axis_size(str(node.args[-1]))
-    whole = meta.tensor(node_at(node, 0))
+    fused = node.target in MULTIPLY_AND_SCATTER  # nothing holds the whole that it scatters
+    whole = meta.tensor(node if fused else node_at(node, 0))
     assert whole is not None, f"{node.name} has no input shape"
-    size_bytes = whole.size_bytes * (n if kind == "all_gather" else 1)
+    size_bytes = whole.size_bytes * (n if fused or kind == "all_gather" else 1)
     return kind, size_bytes * (n - 1) * (2 if kind == "all_reduce" else 1) // n

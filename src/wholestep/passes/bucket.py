@@ -325,6 +325,22 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 
 @priced_like(FREE)
 @shares("view")
+def pieces_of_gather(
+    joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], numbers: Sequence[int], parts: int
+) -> list[Tensor]:
+    """What each rank sent of the tensors with these `numbers`, as views of a gathered bucket."""
+    return [row for number in numbers for row in rows_of_gather(joined, outlines, number, parts)]
+
+
+@priced_like(FREE)
+@shares("all")
+def in_pieces(tensors: Sequence[Tensor], parts: int) -> list[Tensor]:
+    """Contiguous tensors, each as `parts` views of equal size."""
+    return [row for tensor in tensors for row in in_rows(tensor, parts)]
+
+
+@priced_like(FREE)
+@shares("view")
 def in_rows(x: Tensor, parts: int) -> Tensor:
     """A contiguous tensor viewed as `parts` rows."""
     return x.view(parts, x.numel() // parts)

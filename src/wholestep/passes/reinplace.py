@@ -17,8 +17,9 @@ from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operand
 from ..graph.storage import UNMARKED_VIEWS
 from ..partition.rank_ops import MAY_ALIAS
 from ..sizes import equal
+from ..tuning import TUNING
 from .base import InPlace
-from .bucket import GATHER, in_rows, part_of_gather, rows_of_gather
+from .bucket import GATHER, in_pieces, in_rows, part_of_gather, pieces_of_gather, rows_of_gather
 from .coalesced import coalesce
 
 aten = torch.ops.aten
@@ -47,12 +48,33 @@ class Reinplace(InPlace):
         return replace(local, outputs=work.finish())
 
 
+class _Arriving:
+    """One copy of several parameters from the bucket in which they were gathered, at position `at`."""
+
+    def __init__(self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int) -> None:
+        self.at = at
+        joined, outlines, number, parts = part.args
+        with graph.inserting_before(part):
+            self.homes = add_call(graph, in_pieces, ([stored], parts), made, part)
+            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts), made, part)
+            self.copy = add_call(graph, aten._foreach_copy_.default, (self.homes, self.pieces), made, part)
+
+    def add(self, stored: Node, number: int, made: meta.TensorMeta) -> None:
+        """Copy one more."""
+        self.homes.update_arg(0, [*cast("list[Node]", self.homes.args[0]), stored])
+        self.pieces.update_arg(2, [*cast("list[int]", self.pieces.args[2]), number])
+        length = meta.one_tensor(self.homes).numel + made.numel
+        for node in (self.homes, self.pieces, self.copy):
+            meta.set_tensors(node, (meta.contiguous([length], made),))
+
+
 @dataclass
 class _Work:
     """`root`: one node for all that share memory. `last_use`: of a root. `updated_inputs`: inputs by new value."""
 
     local: LocalGraph
     index: dict[Node, int] = field(default_factory=dict[Node, int])
+    arriving: dict[Node, _Arriving] = field(default_factory=dict[Node, "_Arriving"])
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
     members: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
     last_use: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -125,17 +147,28 @@ class _Work:
         stored, made = self.updated_inputs.get(node), meta.tensor(node)
         if stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
             return
-        if self.last_use.get(self.root[stored], -1) >= self.index[node]:
+        joined, _, number, parts = cast("tuple[Node, Any, int, int]", node.args)
+        begun = self.arriving.get(joined)
+        if self.last_use.get(self.root[stored], -1) >= (self.index[node] if begun is None else begun.at):
             return
-        parts = cast(int, node.args[3])
-        rows = meta.contiguous([parts, made.numel // parts], made)
-        with self.graph.inserting_before(node):
-            target = add_call(self.graph, in_rows, (stored, parts), rows, node)
-            source = add_call(self.graph, rows_of_gather, node.args, rows, node)
-            add_call(self.graph, aten.copy_.default, (target, source), rows, node)
+        if begun is not None:
+            begun.add(stored, number, made)
+        elif self._copies_together(parts):
+            self.arriving[joined] = _Arriving(self.graph, node, stored, made, self.index[node])
+        else:
+            rows = meta.contiguous([parts, made.numel // parts], made)
+            with self.graph.inserting_before(node):
+                target = add_call(self.graph, in_rows, (stored, parts), rows, node)
+                source = add_call(self.graph, rows_of_gather, node.args, rows, node)
+                add_call(self.graph, aten.copy_.default, (target, source), rows, node)
         self._use(stored, self.last_use[self.root[node]])
         node.replace_all_uses_with(stored)
         self.graph.erase_node(node)
+
+    def _copies_together(self, parts: int) -> bool:
+        """True where GPUs run the program, and a kernel takes the pieces of several parameters."""
+        sizes = self.local.sizes
+        return sizes is not None and sizes.coalesces and parts <= TUNING.most_pieces_together
 
     def _gather_into(self, node: Node) -> None:
         """Receive a parameter that is gathered outside a bucket, and stored gathered, in its storage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..backend.pipeline import pipeline
@@ -13,7 +13,7 @@ from ..cost.memory import PeakMemory, peak_memory
 from ..cost.simulation import SimulationResult, kind_of, simulate, whole_bytes
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.nodes import is_collective
+from ..graph.nodes import communicates, is_collective
 from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -68,6 +68,14 @@ class Costs:
             line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
             {kind: round(size) for kind, size in held.items() if size > 0},
         )  # fmt: skip
+
+    def grown(self, few: Costs, more: Costs) -> Costs:
+        """This plus the difference of `more` to `few`: what a larger step costs besides, known from smaller ones."""
+        names = ("peak_bytes", "sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
+        added = {name: getattr(self, name) + getattr(more, name) - getattr(few, name) for name in names}
+        kinds = {**self.held, **more.held}
+        held = {kind: self.held.get(kind, 0) + more.held.get(kind, 0) - few.held.get(kind, 0) for kind in kinds}
+        return replace(self, **added, held={kind: size for kind, size in held.items() if size > 0})
 
 
 def costs(local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None) -> Costs:
@@ -133,7 +141,7 @@ def fingerprint(local: LocalGraph) -> int:
     return hash(
         tuple(
             (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
-             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if is_collective(n) else "")
+             tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if communicates(n) else "")
             for n in local.graph.nodes
         )
     )  # fmt: skip

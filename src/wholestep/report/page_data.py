@@ -15,7 +15,7 @@ from ..cost.simulation import kind_of
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, phase, title
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Role
-from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.nodes import communicates, is_wait, node_at
 from ..graph.text import collective_bytes, human, short_dtype
 from ..plan.plan import Plan
 from .compare import PlanRow
@@ -52,7 +52,7 @@ def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
     names = {node: given.name for given, node in local.placeholders()}
     keys: dict[Node, _Key] = {}
     for node in local.graph.nodes:
-        if is_collective(node):
+        if communicates(node):
             keys[node] = (kind_of(node), str(node.args[-1]), phase(node), where(node, names))
             row = rows.setdefault(keys[node], TrafficRow(*keys[node]))
             row.count += 1

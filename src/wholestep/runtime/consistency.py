@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.optim import Optimizer
 
 from .. import _torch
@@ -33,8 +34,8 @@ from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import with_bodies
-from ..graph.nodes import is_collective, node_at
-from ..graph.text import short_dtype, show_call
+from ..graph.nodes import communicates, operands
+from ..graph.text import op_name, short_dtype
 from ..plan.plan import Plan
 from ..tuning import TUNING
 from .compile_options import StepOptions
@@ -264,11 +265,11 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
                 f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
             )
     for node, _ in with_bodies(local.graph):
-        if is_collective(node):
-            source = meta.tensor(node_at(node, 0))
-            shape = f"{short_dtype(source.dtype)}{list(source.shape)}" if source else ""
-            rest = ", ".join(map(str, node.args[1:-1]))
-            lines.append(f"collective {show_call(node).split('(')[0]} of {shape} over {node.args[-1]} ({rest})")
+        if communicates(node):
+            given = [source for one in operands(node) if (source := meta.tensor(one)) is not None]
+            shapes = ", ".join(f"{short_dtype(one.dtype)}{list(one.shape)}" for one in given)
+            rest = ", ".join(str(one) for one in node.args[1:-1] if not isinstance(one, (Node, list)))
+            lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest})")
     return lines
 
 

@@ -16,7 +16,7 @@ from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.loop import with_bodies
-from ..graph.nodes import is_collective
+from ..graph.nodes import communicates
 from ..tuning import TUNING
 from .consistency import OPTIMIZERS, option_lines, state_lines
 from .program import Program
@@ -37,7 +37,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def connects_all_ranks(local: LocalGraph) -> bool:
     """True where the collectives of a program connect all ranks, so that all of them call it as often."""
-    met = {str(node.args[-1]) for node, _ in with_bodies(local.graph) if is_collective(node)}
+    met = {str(node.args[-1]) for node, _ in with_bodies(local.graph) if communicates(node)}
     return {axis.name for axis in local.mesh.axes if axis.size > 1} <= met
 
 

@@ -76,6 +76,11 @@ class SizeCheck:
         held = self._holds(*now)
         return next((term for term, holds in zip(self._terms, held, strict=True) if not holds), None)
 
+    def broken_at(self, lengths: Mapping[tuple[str, int], int]) -> SizeGuard | None:
+        """The first guard that does not hold where these dims have other lengths than in the call that was checked."""
+        pairs = zip(self.record.dims.values(), self.record.now, strict=True)
+        return self.broken([lengths.get(place, size) for place, size in pairs])
+
     def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Mapping[str, tuple[int, ...]]:
         sharder: BatchSharder | None = self._sharder
         return sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}

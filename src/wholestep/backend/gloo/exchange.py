@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from ...graph import meta
 from ...graph.nodes import is_wait, node_at
+from ...graph.op_kinds import collective
 from ...passes.bucket import (
     join_rows,
     part_of_coalesced_shared_sum,
@@ -27,6 +28,7 @@ def exchanges(device: str) -> bool:
     return device.startswith("cpu")
 
 
+@collective("all_gather")
 def gather(value: Tensor, parts: int, group: str) -> Tensor:
     """all_gather_into_tensor, by way of its out variant on the CPU: two of the plain one in flight can crash gloo.
 
@@ -71,6 +73,7 @@ def add_up(graph: Graph, node: Node, op: Any, parts: Any) -> None:
         wait.replace_all_uses_with(added, delete_user_cb=lambda user, added=added: user is not added)
 
 
+@collective("all_to_all")
 def swap(value: Tensor, parts: int, group: str) -> Tensor:
     """Part number i of `value` goes to rank i of the group."""
     rows = [value.shape[0] // parts] * parts
