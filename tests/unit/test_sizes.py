@@ -20,10 +20,10 @@ from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
-from wholestep.runtime.symbolic_sizes import SymbolicSizes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.resolve import plan
+from wholestep.runtime.symbolic_sizes import SymbolicSizes
 from wholestep.sizes import SizeFloat, SizeInt, evaluate
 
 D = 6  # features of the random steps

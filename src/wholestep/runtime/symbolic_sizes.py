@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .. import _torch
+from torch.fx import Node
+
 from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
@@ -231,6 +232,8 @@ class PlannedFor:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
         if made.async_axes:
             raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+        if made.stage_axis:
+            raise SizesFixedError("stages send tensors of fixed sizes to each other")
         if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
