@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .. import _torch
+from torch.fx import Node
+
 from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
@@ -224,7 +225,7 @@ def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
 class PlannedFor:
     """The program that is planned for a batch of known sizes, by symbol: what one with symbols has to be there."""
 
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     local: LocalGraph
 
     def refuse_other(self, made: LocalGraph, world: World) -> None:
