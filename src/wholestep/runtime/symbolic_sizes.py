@@ -225,7 +225,7 @@ def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
 class PlannedFor:
     """The program that is planned for a batch of known sizes, by symbol: what one with symbols has to be there."""
 
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     local: LocalGraph
 
     def refuse_other(self, made: LocalGraph, world: World) -> None:
