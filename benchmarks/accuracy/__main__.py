@@ -12,6 +12,8 @@ from rich.table import Table as Shown
 from benchmarks.accuracy import assumed, collectives, config, gemms, runs
 from benchmarks.accuracy.read import Case, Left, Row, rows
 from benchmarks.accuracy.report import Table, errors, far, left_out, markdown, worst
+from benchmarks.accuracy.validation import validations
+from wholestep.hardware import validation
 
 _HEAD = """# How far the cost model is from what was measured
 
@@ -37,16 +39,26 @@ def main() -> None:
     parser.add_argument(
         "--most", type=int, default=0, metavar="N", help="runs of a source, spread over it; 0: all of them"
     )
+    parser.add_argument(
+        "--validation", type=Path, nargs="?", const=validation.FILE, metavar="FILE.json",
+        help="write the error bars of simulate and plan here, into the package if no file is given",
+    )  # fmt: skip
     given = parser.parse_args()
+    if given.validation and not given.runs:
+        parser.error("--validation needs --runs")
     if not (given.runs or given.collectives or given.gemms):
         parser.error("give at least one of --runs, --collectives, --gemms")
-    console, made = Console(), list[Table]()
-    of_runs = partial(_runs, given.most)
+    console, made, sheet = Console(), list[Table](), list[Case]()
+    of_runs = partial(_runs, given.most, sheet)
     for path, tables in ((given.collectives, _collectives), (given.gemms, _gemms), (given.runs, of_runs)):
         if path:
             for table in tables(path):
                 _show(console, table)
                 made.append(table)
+    if given.validation:
+        most = f" --most {given.most}" if given.most else ""
+        command = f"python -m benchmarks.accuracy --runs {given.runs.name}{most} --validation"
+        validation.write(given.validation, command, validations(sheet))
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
         most = [f"--most {given.most}"] if given.most else []
@@ -103,9 +115,11 @@ def thinned(given: list[Row], most: int) -> list[Row]:
     return [row for several in sources.values() for row in several[:: ceil(len(several) / (most or len(several)))]]
 
 
-def _runs(most: int, path: Path) -> Iterator[Table]:
+def _runs(most: int, sheet: list[Case], path: Path) -> Iterator[Table]:
     yield from assumed.tables()
-    yield from run_tables(*runs.read(thinned(rows(path, config.COLUMNS), most)))
+    found, left = runs.read(thinned(rows(path, config.COLUMNS), most))
+    sheet += runs.from_the_data_sheet(found)
+    yield from run_tables(found, left)
 
 
 def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]:

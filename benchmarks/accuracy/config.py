@@ -44,7 +44,7 @@ class Run:
         shard: ranks that share it; `replicate` copies of them (or of the whole model).
         tp: ranks that share each layer; `sequence`: and the tokens between layers.
         micro: sequences of a rank at a time; `accumulate` of them in a step.
-        ac: none, full, ops (every other product made again), attention.
+        ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
         biased: linear layers add biases.
         pure: gradients are scattered in half precision too.
@@ -184,17 +184,22 @@ _RECOMPUTE = (
 
 
 def _recompute(text: str, stack: ws.Stack) -> str | None:
-    """Without a word more, torchtitan's selective is by op, and Megatron's by attention; None for what is unknown."""
+    """Without a word more, torchtitan's selective is that of its stack, and Megatron's of attention; None: unknown."""
     if not text:
         return stack.recompute
     found = next((kind for pattern, kind in _RECOMPUTE if re.search(pattern, text)), None)
-    return "ops" if found == "attention" and stack.recompute == "ops" else found
+    return stack.recompute if found == "attention" and stack.recompute in ("products", "ops") else found
 
 
-_STACKS = (  # the first whose pattern is found in the source, the reference, the sharding and the notes
+_STACKS = (  # the first whose pattern is found in source, reference, sharding, notes, compile and recomputation
+    # torchtitan's trainer of whole graphs is an experiment beside it: those pull requests, or by name
     (r"vtrain|megatron-deepspeed", "megatron-deepspeed-2022"),
     (r"seqsel|2205\.05198|megatron-lm.*202[12]", "megatron-2022"),
-    (r"megatron|nemo", "megatron"), (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
+    (r"megatron|nemo", "megatron"),
+    (r"torchtitan.*(pr #[1-3]\d\d\)|pr #\d\d\)|torchtrain)", "torchtrain-2024"),
+    (r"torchtitan.*(pr #(2570|3129|3132|3141|3429)\)|graph.?trainer|graph sac|regional inductor|no inductor)",
+     "torchtitan-graph"),
+    (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
     (r"deepspeed", "deepspeed"), (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
 )  # fmt: skip
 
@@ -203,13 +208,14 @@ def _stack(row: Row) -> ws.Stack:
     """That of the row's column `stack`, where it has one; else of its source, compiled where the row says so."""
     if row.get("stack"):
         return ws.Stack.named(row["stack"])
-    said = " ".join(row.get(name, "") for name in ("source_id", "ref", "sharding", "notes")).lower()
+    said = " ".join(row.get(name, "") for name in ("source_id", "ref", "sharding", "notes", "compile", "ac")).lower()
     name = next(stack for pattern, stack in _STACKS if re.search(pattern, said))
     built = row["compile"].lower()
-    compiled = built in ("yes", "true", "1") or bool(re.search(r"(?<!no )inductor", built))
+    compiled = built in ("yes", "true", "1") or bool(re.search(r"(?<!no )(?<!regional )inductor", built))
     if name == "torchtitan" and compiled and "cudagraph" in built:
         return ws.Stack.named("torchtitan-cudagraph")
-    return ws.Stack.named(f"{name}-compile" if compiled and name in ("fsdp", "torchtitan") else name)
+    has_both = name in ("fsdp", "torchtitan", "torchtrain-2024")
+    return ws.Stack.named(f"{name}-compile" if compiled and has_both else name)
 
 
 def _checkpointed(text: str, layers: int) -> float:

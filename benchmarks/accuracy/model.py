@@ -117,8 +117,8 @@ def _with_recompute(run: Run, layer: nn.Module, number: int, layers: int) -> Cal
     """`layer`, recomputed in the backward as the run says."""
     if run.ac == "full" and number < round(run.checkpointed * layers):
         return _again(layer)
-    if run.ac == "ops":
-        return _again(layer, context_fn=_every_other_product)
+    if run.ac in ("products", "ops"):
+        return _again(layer, context_fn=partial(_products, 1 if run.ac == "products" else 2))
     return layer
 
 
@@ -128,14 +128,14 @@ def _again(made: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]
     return partial(again, made, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _every_other_product() -> Any:
-    """Keeps attention and every other product, as torchtitan does by default."""
+def _products(nth: int) -> Any:
+    """Keeps attention, and products: all, or the first of each two, as torchtitan does by default."""
     met: dict[bool, int] = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in (_aten.mm.default, _aten.linear.default):
             met[context.is_recompute] += 1
-            return CheckpointPolicy(3 if met[context.is_recompute] % 2 == 0 else 0)
+            return CheckpointPolicy(3 if nth == 2 and met[context.is_recompute] % 2 == 0 else 0)
         return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = cast(Any, checkpoint.create_selective_checkpoint_contexts)
@@ -147,7 +147,8 @@ def build(run: Run, layers: int) -> Step:
     with torch.device("meta"):
         model = Decoder(run, layers)
         tokens = torch.empty(run.micro, run.length, dtype=torch.int64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=run.stack.fused_optimizer)
+    fused = run.stack.fused_optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
     return train_step, model, optimizer, tokens
 
 
@@ -174,7 +175,7 @@ def strategies(run: Run) -> list[Any]:
         first = ("attention.q", "attention.k", "attention.v", "mlp.up", *(["mlp.gate"] if run.gated else ()))
         names = dict.fromkeys((f"layers.*.{name}" for name in first), "colwise")
         named: dict[str, Any] = {**names, "layers.*.attention.out": last, "layers.*.mlp.down": last,
-                                 "embedding": "rowwise", "head": "colwise"}  # fmt: skip
+                                 "embedding": last, "head": "colwise"}  # fmt: skip
         if run.sequence:
             named |= dict.fromkeys(("layers.*.norm_1", "layers.*.norm_2", "norm"), "sequence")
         made.append(ws.TensorParallel(named, axis="tp"))

@@ -14,7 +14,7 @@ _FAR, _NEARLY_FULL = 0.2, 0.9
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, seconds of its step on presets, and GiB that a rank holds, of a run that reports them."""
+    """A run, seconds of its step on presets, and GiB that its allocator reserves, of a run that reports them."""
 
     run: config.Run
     step_s: float
@@ -125,6 +125,4 @@ def _reason(one: Predicted, error: float) -> str:
         return "a nearly full memory: the allocator's retries are not modelled"
     if one.run.stack.start_us > 0 and one.run.width <= 2048:
         return "bound by the host, whose time for a layer differs between runs"
-    if error > 0 and one.run.tp > 1 and one.run.stack.recompute == "ops":
-        return "tensor-parallel collectives that are hidden behind products are not scheduled"
     return "not explained"

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch.fx import Node
 
 import wholestep as ws
 from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
-from wholestep.cost.memory import bytes_held
+from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, steady_start
 from wholestep.cost.timeline import phase
 from wholestep.graph.graph import Role
+from wholestep.graph.meta import module_path, size_bytes
+from wholestep.graph.op_kinds import collective_kind
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
@@ -26,8 +29,8 @@ from wholestep.passes.overlap import Overlap
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
 
-TIMED, HELD = (2, 3), (4, 6)
-"""Layers that are simulated: of peaks more, since some gradients may wait to be reduced until the link is free."""
+TIMED = 2, 3
+"""Layers that are simulated."""
 HALF = ws.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
 _ABOUT = (8, 16, 32, 64, 128)
 
@@ -47,12 +50,11 @@ def step_s(run: Run, hardware: ws.Hardware) -> float:
 
 
 def peak_gib(run: Run, hardware: ws.Hardware) -> float:
-    """GiB of the tensors that one rank holds at the peak. That of a step with more layers may lie in another phase."""
-    total = 0.0
-    for share, one in _kinds_of_layers(run):
-        peaks = zip(*(_peaks(_shape(one), hardware, layers) for layers in HELD), strict=True)
-        total += share * max(_line(HELD, pair, run.layers) for pair in peaks)
-    return total / 2**30
+    """GiB that the allocator of one rank reserves at the peak, which is what trainers report. Blocks are not linear in
+    layers: all of them are captured.
+    """
+    found = _reserved(replace(_shape(run), layers=run.layers, stack=run.stack), hardware, run.accumulate > 1)
+    return found.reserved_bytes / 2**30
 
 
 def _kinds_of_layers(run: Run) -> list[tuple[float, Run]]:
@@ -84,14 +86,14 @@ def _shape(run: Run) -> Run:
     return replace(
         run, source="", ref="", hardware="", device="", model="", step_s=None, memory_gib=None, device_gib=0.0,
         layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1, per_node=0,
-        stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0,
-                      backward_start_us=0.0, flash_attention=2),
+        stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
+                      backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False),
     )  # fmt: skip
 
 
 @cache
 def _microseconds(shape: Run, hardware: ws.Hardware, layers: int, stack: ws.Stack) -> Microseconds:
-    local = _program(shape, hardware, layers, TIMED)
+    local = _program(shape, hardware, layers)
     clock = steady_start(local, priced(local, hardware, stack=stack))
     update = 0.0
     for node in local.graph.nodes:
@@ -99,26 +101,59 @@ def _microseconds(shape: Run, hardware: ws.Hardware, layers: int, stack: ws.Stac
             before = clock.now
             clock.run(node)
             update += clock.now - before if phase(node) == "update" else 0.0
-    gradients = sum(given.meta.size_bytes for given in local.inputs if given.role is Role.STATE) / 2
+    gradients = sum(size_bytes(node) for given, node in local.placeholders() if given.role is Role.STATE) / 2
     return Microseconds(clock.now, update, hardware.bytes_us(3 * gradients))
 
 
 @cache
-def _peaks(shape: Run, hardware: ws.Hardware, layers: int) -> tuple[float, ...]:
-    """Bytes at the peak of each phase."""
-    local = _program(shape, hardware, layers, HELD)
-    found: dict[str, float] = dict.fromkeys(("forward", "backward", "update"), 0.0)
-    calls = (node for node in local.graph.nodes if node.op == "call_function")
-    for node, size in zip(calls, bytes_held(local), strict=True):
-        found[phase(node)] = max(found[phase(node)], size)
-    return tuple(found.values())
+def _reserved(run: Run, hardware: ws.Hardware, accumulates: bool) -> Reserved:
+    shape = replace(run, layers=0, stack=_shape(run).stack)
+    several = passes(hardware, run.stack)
+    if run.stack.copies:
+        unit = _layer_bytes(run)  # which FSDP gathers and reduces at a time; gradients travel in float32
+        several = list(resized(several, bucket_bytes=unit, in_flight_bytes=2 * unit, may_coalesce=False))
+    local = ws.run_passes(_planned(shape, hardware, run.layers), several)
+    return reserved(local, run.stack, until=_held(run, local), accumulates=accumulates)
 
 
-def _program(shape: Run, hardware: ws.Hardware, layers: int, pair: tuple[int, int]) -> ws.LocalGraph:
+def _layer_bytes(run: Run) -> int:
+    """Bytes of the parameters of one layer in half precision, of a rank that has them gathered."""
+    heads = (run.heads + run.kv_heads) * run.head
+    return 2 * run.width * (2 * heads + (3 if run.gated else 2) * run.hidden) // run.tp
+
+
+def _held(run: Run, local: ws.LocalGraph) -> dict[Node, Node]:
+    """What a stack holds though nobody reads it, and until when: of a layer's forward what selective recomputation
+    marks, until the layer's backward ends; logits in float32, until the last backward begins its update.
+    """
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    backward = [node for node in calls if phase(node) == "backward"]
+    forward = [node for node in calls if phase(node) == "forward"]
+    found: dict[Node, Node] = {}
+    if run.ac in ("products", "ops") and not run.stack.traced:
+        every = 1 if run.ac == "products" else 2
+        for number in range(run.layers):
+            layer = f"layers.{number}"
+            ends = [node for node in backward if _is_in(node, layer)]
+            own = [node for node in forward if _is_in(node, layer)]
+            marked = [node for node in own if node.target is torch.ops.aten.mm.default][::every]
+            marked += [node for node in own if collective_kind(node.target) == "reduce_scatter"]
+            found |= dict.fromkeys(marked, ends[-1]) if ends else {}
+    if run.stack.keeps_logits:
+        logits = max(forward, key=lambda node: size_bytes(node) * (node.target is torch.ops.aten._to_copy.default))
+        found[logits] = backward[-1]
+    return found
+
+
+def _is_in(node: Node, module: str) -> bool:
+    return f"{module_path(node)}.".startswith(f"{module}.")
+
+
+def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
     """The program of one rank, with the buckets of the whole model."""
     one = replace(shape, layers=0)
-    few, more = (vars(collective_traffic(_planned(one, hardware, count))).values() for count in pair)
-    whole = CollectiveTraffic(*(round(_line(pair, two, shape.layers)) for two in zip(few, more, strict=True)))
+    few, more = (vars(collective_traffic(_planned(one, hardware, count))).values() for count in TIMED)
+    whole = CollectiveTraffic(*(round(_line(TIMED, two, shape.layers)) for two in zip(few, more, strict=True)))
     several = resized(passes(hardware, shape.stack), whole=whole, may_coalesce=not shape.stack.copies)
     return ws.run_passes(_planned(one, hardware, layers), several)
 

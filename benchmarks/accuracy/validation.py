@@ -28,4 +28,5 @@ def _row(device: str, cases: list[Case]) -> Validation:
         return round(times[min(round(share * (len(times) - 1)), len(times) - 1)], 3)
 
     mean = sum(abs(case.error) for case in cases) / len(cases)
-    return Validation(device, len(cases), len({c.source for c in cases}), round(mean, 4), at(0.1), at(0.5), at(0.9))
+    sources = tuple(sorted({case.source for case in cases}))
+    return Validation(device, len(cases), sources, round(mean, 4), at(0.1), at(0.5), at(0.9))

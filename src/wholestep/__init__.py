@@ -44,6 +44,7 @@ from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
 from .plan.micro_batches import MicroBatches
+from .plan.pad_to import PadTo
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .planner.auto import Auto
@@ -87,6 +88,7 @@ __all__ = [
     "MicroBatches",
     "MixedPrecision",
     "NonFiniteError",
+    "PadTo",
     "PeakMemory",
     "Plan",
     "PlanError",

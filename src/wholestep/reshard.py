@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -46,16 +46,22 @@ class Path:
     cost_us: float
 
 
-@lru_cache(maxsize=65536)
 def reshard(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware
+    source: Layout, target: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh, hardware: Hardware
 ) -> Path:
     """Return the cheapest path from `source` to `target` for a tensor of global `shape` and `itemsize` in bytes.
 
     Collectives have their time on `hardware` as cost, those of a value that differs between pieces once for each piece;
-    local steps are free. Raises LayoutError if no path exists: a varying value has no global value, a shard cannot
-    become a partial value.
+    local steps are free. Every path is right for tensors of all sizes. Raises LayoutError if no path exists: a varying
+    value has no global value, a shard cannot become a partial value.
     """
+    return _cheapest(source, target, tuple(map(int, shape)), itemsize, mesh, hardware)
+
+
+@lru_cache(maxsize=65536)
+def _cheapest(
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware
+) -> Path:
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
     tie, done = count(1), set[Layout]()
     while queue:

@@ -8,11 +8,12 @@ Prices (bytes, microseconds) are plain numbers: they choose among programs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float}
+_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SizeGuard:
 class SizeGuards:
     """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
     of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
-    and `now` the sizes of the call that runs, in the order of `dims`.
+    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes.
     """
 
     dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
@@ -35,6 +36,14 @@ class SizeGuards:
     noted: dict[str, None] = field(default_factory=dict[str, None])
     symbols: Any = None
     now: tuple[int, ...] = ()
+    say: Callable[[str], object] = str
+    _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
+
+    def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:
+        """What takes the place of a cache of results for results that these numbers led to: computing them has noted
+        guards here, and would note them nowhere for another capture whose numbers look the same.
+        """
+        return self._apart.setdefault(id(cache), (cache, {}))[1]
 
     def note(self, text: str, outcome: bool) -> None:
         """Two numbers were compared."""
@@ -46,6 +55,10 @@ class SizeGuards:
             name, dim = self.dims[symbol]
             text = text.replace(symbol, f"{name}.shape[{dim}]")
         return text
+
+    def shown_now(self) -> str:
+        """The sizes of the call that runs: `tokens.shape[0] = 4, tokens.shape[1] = 8`."""
+        return ", ".join(f"{self.shown(symbol)} = {n}" for symbol, n in zip(self.dims, self.now, strict=True))
 
 
 def _text(value: object) -> str:
@@ -146,6 +159,11 @@ def least(a: int, b: int) -> int:
         if isinstance(one, SizeInt):
             return SizeInt(min(int(a), int(b)), f"min({_text(a)}, {_text(b)})", one.guards)
     return min(a, b)
+
+
+def text_of(number: int) -> Hashable:
+    """A number, or the expression of a size, as a key that compares no sizes."""
+    return number.text if isinstance(number, SizeInt) else number
 
 
 def equal(a: Sequence[int], b: Sequence[int]) -> bool:

@@ -88,8 +88,9 @@ class Tuning:
     pool_fit: float = tuned(1.25, "x size", "of the request that a buffer may have: a guess")
     pool_kept: float = tuned(2.0, "x use", "of the most bytes in use at once that a pool holds", 27)
     warm_calls: int = tuned(2, "calls", "run before a CUDA graph is recorded: libraries are set up", 52)
-    most_recordings: int = tuned(8, "recordings", "of a step at a time, and of a program whose addresses change", 52)
+    most_recordings: int = tuned(8, "recordings", "of a program whose addresses change, one after the other", 52)
     fewest_fused: int = tuned(4, "ops", "that Inductor could fuse: a region with fewer runs as eager: a guess", 53)
+    most_region_programs: int = tuned(4, "functions", "of a region, each for the sizes on one side of a comparison", 70)
     fewest_nodes_of_layer: int = tuned(24, "nodes", "of a repeat that is compiled by itself: a guess", 53)
     # -- measuring
     compute_rounds: int = tuned(9, "rounds", "of each probe: the median counts, not the best", 25)

@@ -1,6 +1,8 @@
 """Batches of sizes that change, on gloo ranks: one program for all, with the numbers of DDP or of one process."""
 
 import random
+import shutil
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import pytest
@@ -12,6 +14,7 @@ import wholestep as ws
 from examples.demo.model import GPTConfig, build
 from tests.dist.launch import run_ranks
 from tests.unit.test_sizes import train
+from tests.unit.test_sizes_compiled import model_of
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 
@@ -37,12 +40,15 @@ def average(model: nn.Module, world: int) -> None:
             param.grad /= world
 
 
-def _trains(rank: int, world: int, style: str, semantics: str, calls: int) -> tuple[float, int, list[str]]:
+def _trains(
+    rank: int, world: int, style: str, semantics: str, calls: int, backend: str = "eager"
+) -> tuple[float, int, list[str]]:
     torch.set_default_dtype(torch.float64)
     config = GPTConfig(layers=1, width=16, heads=2, context=24)
     model, other = build(config, 0), build(config, 0)
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
-    step = ws.compile(train, parallel=ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics)))
+    parallel = ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics))
+    step = ws.compile(train, parallel=parallel, backend=backend)
     worst = 0.0
     for call in range(calls):
         given = [sizes(r, calls, semantics)[call] for r in range(world)]
@@ -59,8 +65,8 @@ def _trains(rank: int, world: int, style: str, semantics: str, calls: int) -> tu
     return worst, step.captures, step.misses
 
 
-def check(style: str, semantics: str, calls: int) -> None:
-    for worst, captures, misses in run_ranks(_trains, 2, style, semantics, calls, timeout=300):
+def check(style: str, semantics: str, calls: int, backend: str = "eager") -> None:
+    for worst, captures, misses in run_ranks(_trains, 2, style, semantics, calls, backend, timeout=500):
         assert worst < 1e-9, misses
         assert captures == 2, misses
 
@@ -77,25 +83,96 @@ def test_fifty_sizes_in_every_style(style: str, semantics: str) -> None:
     check(style, semantics, 50)
 
 
-def _ragged(rank: int, world: int) -> list[int]:
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+@pytest.mark.full
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_regions_that_inductor_compiles_are_those_of_all_sizes(style: str, semantics: str) -> None:
+    check(style, semantics, 12, "inductor")
+
+
+def _ragged(rank: int, world: int) -> list[tuple[int, int]]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step: Any = ws.compile(_square, parallel=ws.DataParallel("zero2"), dynamic={"x": (0,)})
-    counts: list[int] = []
+    counts: list[tuple[int, int]] = []
     for rows in (8, 8, 3 + rank, 8, 5):
         step(model, optimizer, torch.randn(rows, 6))
-        counts.append(step.captures)
+        counts.append((step.captures, len(step.programs)))
     return counts
 
 
-def _square(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+def _square(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, between: Callable[[], None] | None = None
+) -> Tensor:
     optimizer.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
+    if between is not None:
+        between()
     optimizer.step()
     return loss.detach()
 
 
-def test_a_ragged_last_batch_is_no_capture() -> None:
+def test_a_ragged_last_batch_is_no_capture_and_no_plan() -> None:
     for counts in run_ranks(_ragged, 2):
         assert len(set(counts)) == 1
+
+
+def _compiled(rank: int, world: int, style: str, semantics: str) -> tuple[float, int, list[str]]:
+    """A step that Inductor compiled beside that of one process, or of DDP."""
+    model, other = model_of(), model_of()
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    parallel = ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics))
+    step = ws.compile(_square, parallel=parallel, backend="inductor", dynamic={"x": (0, 1)})
+    worst = 0.0
+    for call in range(8):
+        given = [sizes(r, 8, semantics)[call] for r in range(world)]
+        drawn = torch.Generator().manual_seed(call)
+        parts = [torch.randn(*one, 6, generator=drawn, dtype=torch.float64) for one in given]
+        loss = step(model, optimizer, parts[rank])
+        if semantics == "global":
+            expected = _square(other, plain, torch.cat(parts))
+        else:
+            expected = _square(other, plain, parts[rank], lambda: average(other, world))
+        worst = max(worst, abs(float(loss) - float(expected)))
+    with ws.whole(model):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, len(step.programs), step.misses
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+@pytest.mark.parametrize("style", ["replicate", "zero2", "fully_shard"])
+def test_what_inductor_compiles_is_for_all_sizes_on_each_rank(style: str, semantics: str) -> None:
+    for worst, programs, misses in run_ranks(_compiled, 2, style, semantics, timeout=590):
+        assert worst < 1e-9
+        assert programs <= (2 if semantics == "global" else 1), "rows that ranks share equally, and others"
+        assert not [miss for miss in misses if "region" in miss]
+
+
+def _pads(rank: int, world: int) -> tuple[float, int, list[str]]:
+    """Ranks whose batches have other lengths, each padded, beside DDP on the batches as they are."""
+    torch.set_default_dtype(torch.float64)
+    model, other = (build(GPTConfig(layers=1, width=16, heads=2, context=24), 0) for _ in range(2))
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    pad_to = ws.PadTo((8, 16, 24), {"tokens": 1, "targets": 1}, fill={"targets": -100})
+    step = ws.compile(train, pad_to=pad_to, dynamic={"tokens": (0,), "targets": (0,)})
+    worst = 0.0
+    for call, (rows, length) in enumerate(sizes(rank, 6, "per_rank")):
+        batch = bytes_of(rank, call, rows, length)
+        expected = train(other, plain, *batch, between=lambda: average(other, world))
+        worst = max(worst, abs(float(step(model, optimizer, *batch)) - float(expected)))
+    with ws.whole(model):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, len(step.programs), step.misses
+
+
+def test_ranks_pad_their_batches() -> None:
+    for worst, programs, misses in run_ranks(_pads, 2, timeout=290):
+        assert worst < 1e-12
+        assert programs == 1, misses

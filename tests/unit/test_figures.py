@@ -55,7 +55,7 @@ def test_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_bar_is_of_the_very_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Validation("H100 SXM 80 GB", 40, 3, 0.12, 0.91, 1.02, 1.2)
+    row = Validation("H100 SXM 80 GB", 40, ("a", "b", "c"), 0.12, 0.91, 1.02, 1.2)
     monkeypatch.setattr(validation, "_table", lambda: {row.device: row})
     said = "0.91 to 1.20 times as long were steps of 40 published runs from 3 sources, median 1.02"
     assert said in str(Figures(COSTS, H100, 8))
@@ -63,9 +63,9 @@ def test_an_error_bar_is_of_the_very_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_table_of_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Validation("B", 40, 3, 0.12, 0.91, 1.02, 1.2), Validation("A", 4, 1, 0.1, 0.9, 1.0, 1.1)]
+    rows = [Validation("B", 40, ("a", "b", "c"), 0.12, 0.91, 1.02, 1.2), Validation("A", 4, ("a",), 0.1, 0.9, 1.0, 1.1)]
     validation.write(tmp_path / "table.json", "a command", rows)
-    monkeypatch.setattr(validation, "_FILE", tmp_path / "table.json")
+    monkeypatch.setattr(validation, "FILE", tmp_path / "table.json")
     validation._table.cache_clear()
     assert [validation.validation_of(name) for name in ("A", "B", "C")] == [rows[1], rows[0], None]
     validation._table.cache_clear()

@@ -13,6 +13,9 @@ import wholestep as ws
 from tests.float8 import LAYERS, Linear, Model, batch, by_hand, train
 from wholestep.cost.compute import work
 from wholestep.graph.meta import tensors
+from wholestep.plan.op_strategies import cut
+from wholestep.rules.call import Call
+from wholestep.rules.registry import bind_rule
 
 RECIPES = ["tensorwise", "rowwise"]
 Recipe = Any
@@ -156,6 +159,59 @@ def test_parameters_are_gathered_in_float8(recipe: Recipe) -> None:
         assert eight == whole - 2 * sent + 4 * 2 * (64 + 64 + 32) // 2
     else:
         assert eight == whole - 3 * sent
+
+
+def on_ranks(recipe: Recipe, factor: str, ranks: int) -> Tensor:
+    """A float8 product, of which `ranks` ranks compute a part each, by the rule of the op, put together again."""
+    left, right, scales = operands(recipe)
+    arguments = (left, right, *scales, None, None, torch.float32)
+    scaled_mm = torch.ops.aten._scaled_mm.default
+    rule = bind_rule(Call.on(scaled_mm, arguments, {}, scaled_mm(*arguments)))
+    assert rule is not None
+    way, pieces = cut(rule.groups[0], factor), list[Tensor]()
+    for rank in range(ranks):
+        given = [
+            tensor if way.takes[i].kind == "R" else tensor.chunk(ranks, way.takes[i].dim)[rank]
+            for i, tensor in enumerate((left, right, *scales))
+        ]
+        by_columns = given[1].t().contiguous().t()
+        pieces.append(scaled_mm(given[0].contiguous(), by_columns, *given[2:], None, None, torch.float32))
+    made = way.gives[0]
+    return torch.stack(pieces).sum(0) if made.kind == "P" else torch.cat(pieces, made.dim)
+
+
+def operands(recipe: Recipe) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Factors in float8, and the inverses of their scales."""
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(16, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for one in given:
+        amax = one.abs().amax(1, keepdim=True) if recipe == "rowwise" else one.abs().max()
+        pairs.append(((one * 448 / amax).to(torch.float8_e4m3fn), amax / 448))
+    (left, one), (right, other) = pairs
+    return left, right.t(), (one, other.t() if other.dim() else other)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("factor", ["m", "n", "k"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parts_of_a_product_are_those_of_float64(recipe: Recipe, factor: str, ranks: int) -> None:
+    """Rows, columns, and the contracted dim, whose parts are added up: each with the scales of the whole."""
+    left, right, (one, other) = operands(recipe)
+    expected = (left.double() @ right.double()) * one.double() * other.double()
+    torch.testing.assert_close(on_ranks(recipe, factor, ranks).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+COLUMNS = {"layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_are_cut_where_they_are_cut_in_float32(recipe: Recipe) -> None:
+    model = Model()
+    plain = ws.capture(train, model, sgd(model), batch(0))
+    tensor = ws.TensorParallel(COLUMNS)
+    plans = [ws.plan(graph, "tp=2", tensor) for graph in (plain, captured(model, ws.Float8(recipe, LAYERS)))]
+    assert plans[0].storage == plans[1].storage
 
 
 @pytest.mark.parametrize(

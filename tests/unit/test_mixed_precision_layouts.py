@@ -10,6 +10,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
+from wholestep.graph.meta import one_tensor
 from wholestep.graph.ops import GRAD_READY
 
 HALF = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(torch.bfloat16, torch.float32))
@@ -60,6 +61,18 @@ def test_layers_are_cut_where_they_are_cut_without_casts() -> None:
     assert plans[0].storage == plans[1].storage
     sent = ws.partition(captured(), plans[0]).collectives()
     assert set(sent) == {"all_reduce"}
+
+
+def test_activations_are_summed_in_the_dtype_in_which_they_are_computed() -> None:
+    """`reduce` is the dtype of gradients: along dp they travel in float32, along tp activations do not."""
+    tensor = ws.TensorParallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    graph, mesh = captured(), "dp=2,tp=2"
+    local = ws.partition(graph, ws.plan(graph, mesh, [ws.DataParallel("fully_shard", axis="dp"), tensor]))
+    sent: dict[str, set[torch.dtype]] = {}
+    for node in local.graph.nodes:
+        if "reduce" in str(node.target):
+            sent.setdefault(str(node.args[-1]), set()).add(one_tensor(node).dtype)
+    assert sent == {"tp": {torch.bfloat16}, "dp": {torch.float32}}
 
 
 def test_gradients_are_complete_while_the_backward_runs() -> None:

@@ -4,7 +4,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -63,6 +63,7 @@ class Twins:
     make: Callable[[Any], torch.optim.Optimizer]
     keep_grads: bool = False
     backend: str = "eager"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -70,7 +71,8 @@ class Twins:
         self.models[1].load_state_dict(self.models[0].state_dict())
         self.optimizers = [self.make(m.parameters()) for m in self.models]
         self.plain = ws.compile(train, keep_grads=self.keep_grads, backend=self.backend)
-        self.step = ws.compile(train, keep_grads=self.keep_grads, backend=self.backend, cuda_graphs=True)
+        recorded = {"cuda_graphs": True, **self.options}
+        self.step = ws.compile(train, keep_grads=self.keep_grads, backend=self.backend, **recorded)
         self.results: list[tuple[Any, Any]] = []
 
     def run(self, first: int, count: int, rows: int = 6) -> None:
@@ -197,9 +199,50 @@ def test_recordings_that_were_let_go_of_are_made_anew(again: Again) -> None:
     assert again.released == 2, "with the step"
 
 
-def test_only_so_many_kinds_of_call_are_recorded(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "MOST_RECORDINGS", 2)
-    twins = Twins(adamw)
+@pytest.mark.filterwarnings("error")
+def test_sizes_of_one_program_have_a_recording_each(again: Again) -> None:
+    """A size that is met once costs no recording; its program is that of the others."""
+    twins = Twins(adamw, options={"dynamic": {"x": (0,), "y": (0,)}})
+    for i, rows in enumerate((6, 4, 6, 9, 4, 6, 4, 6, 4, 5, 6, 4)):
+        twins.run(i, 1, rows)
+    twins.check()
+    assert (len(twins.step.programs), again.recorded, again.replayed) == (1, 2, 6)
+    assert twins.step.cuda_graph == (
+        "2 programs recorded at x.shape[0] = 4, y.shape[0] = 4 and at x.shape[0] = 6, y.shape[0] = 6, "
+        "0 B of memory (0 B before)"
+    )
+
+
+def test_only_so_many_sizes_are_recorded(again: Again) -> None:
+    twins = Twins(adamw, options={"dynamic": {"x": (0,), "y": (0,)}, "max_recordings": 2})
+    with warnings.catch_warnings(record=True) as said:
+        for rows in (4, 5, 6, 7, 4, 6):
+            twins.run(rows, 4, rows)
+    twins.check()
+    why = "max_recordings=2 sizes of the batch are recorded; others run op by op"
+    assert again.recorded == 2
+    assert [str(w.message) for w in said] == [f"this step is not recorded as a CUDA graph: {why}"]
+    assert twins.step.cuda_graph.endswith(f"; not recorded: {why}")
+
+
+def test_a_size_that_cannot_be_recorded_is_tried_once(again: Again) -> None:
+    again.error = RuntimeError("operation not permitted when stream is capturing")
+    twins = Twins(adamw, options={"dynamic": {"x": (0,), "y": (0,)}})
+    with warnings.catch_warnings(record=True) as said:
+        for rows in (4, 5):
+            twins.run(rows, 5, rows)
+    twins.check()
+    assert len(said) == 1
+    assert twins.step.cuda_graph == f"not recorded: {str(said[0].message).partition('graph: ')[2]}"
+
+
+def test_max_recordings_is_a_number() -> None:
+    with pytest.raises(ws.PlanError, match="max_recordings=0"):
+        ws.compile(train, max_recordings=0)
+
+
+def test_only_so_many_kinds_of_call_are_recorded(again: Again) -> None:
+    twins = Twins(adamw, options={"dynamic": False, "max_recordings": 2})
     with warnings.catch_warnings(record=True) as said:
         for rows in (4, 5, 6, 4, 6):
             twins.run(rows, 4, rows)

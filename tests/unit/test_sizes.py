@@ -16,9 +16,15 @@ from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
+from wholestep.capture.capture_options import CaptureOptions
+from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.mesh import Mesh
 from wholestep.runtime.symbolic_sizes import SymbolicSizes
-from wholestep.sizes import evaluate
+from wholestep.passes.reinplace import Reinplace
+from wholestep.plan.strategies import compose
+from wholestep.planner.resolve import plan
+from wholestep.sizes import SizeFloat, SizeInt, evaluate
 
 D = 6  # features of the random steps
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -302,3 +308,160 @@ def test_a_rank_that_failed_meanwhile_is_no_reason_to_capture_each_size(
     monkeypatch.setattr(SymbolicSizes, "left", fail)
     with pytest.raises(kind, match="rank 1 is gone"):
         step(model, optimizer, torch.randn(5, 4))
+
+
+# -- passes that lose what a number follows from -------------------------------------------
+def _replaced(local: ws.LocalGraph, change: Callable[[Any], Any], only: str) -> ws.LocalGraph:
+    """A copy with other numbers where those in arguments of nodes whose name has `only` follow from sizes."""
+    made = local.copy()
+
+    def new(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(cast(Any, value))(map(new, cast(list[Any], value)))
+        return change(value) if isinstance(value, (SizeInt, SizeFloat)) else value
+
+    for node in made.graph.nodes:
+        if node.op == "call_function" and only in node.name:
+            node.args = tuple(map(new, node.args))
+    return made
+
+
+def forgets_shapes(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that turns the sizes of a view into the numbers of this batch."""
+    return _replaced(local, int, "view")
+
+
+def forgets_scalars(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that turns the number that a loss is divided by into that of this batch."""
+    return _replaced(local, lambda value: value + 0.0 if isinstance(value, float) else int(value), "div")
+
+
+@pytest.mark.parametrize("lose", [forgets_shapes, forgets_scalars])
+def test_a_pass_that_loses_an_expression_is_caught(lose: Callable[[ws.LocalGraph], ws.LocalGraph]) -> None:
+    """It is right for the batch that it is run for, and the numbers of all others are right too."""
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7, 3)]
+    step = follow(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), calls, summed, passes=lambda p: [lose, *p])
+    assert len(step.programs) == 4
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+def test_a_built_in_pass_that_loses_an_expression_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = Reinplace.change
+    monkeypatch.setattr(Reinplace, "change", lambda self, local: forgets_shapes(change(self, local)))
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7)]
+    step = follow(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), calls, summed)
+    assert len(step.programs) == 3
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+def test_passes_of_the_user_run_for_all_sizes() -> None:
+    seen: list[int] = []
+
+    def look(local: ws.LocalGraph) -> ws.LocalGraph:
+        seen.append(len(local.graph.nodes))
+        return local
+
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7, 3)]
+    step = follow(nn.Linear(4, 4).double(), calls, summed, passes=lambda p: [look, *p])
+    assert (len(step.programs), step.captures) == (2, 2), step.misses
+    assert len(set(seen)) == 1
+
+
+def clones_large(local: ws.LocalGraph) -> ws.LocalGraph:
+    """A pass that does more for large batches."""
+    made = local.copy()
+    for given, node in list(made.placeholders()):
+        if given.name == "x" and int(given.meta.shape[0]) > 8:
+            user = next(iter(node.users))
+            with made.graph.inserting_before(user):
+                copied = made.graph.create_node("call_function", torch.ops.aten.clone.default, (node,))
+            set_tensors(copied, (given.meta,))
+            user.replace_input_with(node, copied)
+    return made
+
+
+def test_a_pass_that_does_something_else_for_large_batches_runs_for_each_size() -> None:
+    calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 30, 4)]
+    step = follow(nn.Linear(4, 4).double(), calls, summed, passes=lambda p: [clones_large, *p])
+    assert len(step.programs) == 4
+    assert any("passes make another program" in miss for miss in step.misses), step.misses
+
+
+# -- what was compared of sizes ------------------------------------------------------------
+def planned_guards(rows: int, length: int) -> list[str]:
+    """What a plan for two ranks with one batch compares, by dims."""
+    model = small_gpt()
+    batch = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, dtype=torch.int64)
+    dims = {"tokens": (0, 1), "targets": (0, 1)}
+    made = capture_step(train, (model, AdamW(model.parameters()), *batch), {}, dynamic=dims)
+    assert made.symbols is not None
+    plan(made.graph, Mesh("dp=2"), compose(ws.DataParallel("fully_shard", semantics="global")))
+    return [made.symbols.record.shown(guard.text) for guard in made.symbols.guards()]
+
+
+def test_a_second_plan_compares_what_the_first_compared() -> None:
+    """Nothing of the first is taken for the second: its guards would be noted nowhere."""
+    first, second = planned_guards(8, 6), planned_guards(8, 6)
+    assert "((tokens.shape[0]) % 2) == 0" in second
+    assert first == second
+
+
+def test_sizes_that_equal_those_of_parameters_by_chance_are_not_bound_to_them() -> None:
+    """48 tokens, and 48 rows of a parameter."""
+    planned_guards(6, 5)
+    guards = [guard for guard in planned_guards(4, 12) if guard.endswith(("== 48", "== 16", "== 12"))]
+    assert all(guard.startswith("not ") for guard in guards), guards
+
+
+# -- models of transformers ----------------------------------------------------------------
+def train_hf(model: Any, optimizer: Optimizer, tokens: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+def test_a_model_of_transformers_takes_texts_of_all_lengths(kind: str) -> None:
+    """Its loss pads the labels by one."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    names = {"intermediate_size": 32, "max_position_embeddings": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **names, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    calls = [(torch.randint(32, size),) for size in ((4, 9), (3, 5), (7, 31), (2, 17))]
+    step = follow(model, calls, train_hf)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_attention_as_on_a_gpu_is_captured_for_all_sizes() -> None:
+    """The kernel that CUDA would choose: of 16 bits flash attention, else the one that pads what it saves."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).to(dtype)
+        dims, options = {"tokens": (0, 1), "targets": (0, 1)}, CaptureOptions(kernels="cuda")
+
+        def at(rows: int, length: int, dynamic: bool, model: nn.Module = model, dims: Any = dims) -> Capture:
+            batch = words((rows, length))[0]
+            arguments = model, SGD(model.parameters(), lr=0.1), *batch
+            return capture_step(train, arguments, {}, options, dynamic=dims if dynamic else None)
+
+        made = at(4, 16, dynamic=True)
+        for rows, length in ((2, 32), (5, 8)):
+            assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length, False).graph)
+
+
+# -- micro-batches -------------------------------------------------------------------------
+def test_micro_batches_take_all_sizes() -> None:
+    micro = [ws.DataParallel("replicate"), ws.MicroBatches(3)]
+    step = follow(small_gpt(), words((6, 8), (9, 5), (15, 9), (12, 31)), parallel=micro)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_pieces_that_differ_in_size_share_a_program() -> None:
+    """Of 7 and 11 rows in threes the last piece is shorter. Another number of pieces is planned again, not captured."""
+    calls = [(torch.randn(rows, 4, dtype=torch.float64),) for rows in (5, 7, 11, 9, 8, 4)]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    step = follow(model, calls, summed, parallel=[ws.DataParallel("replicate"), ws.MicroBatches(3)])
+    assert step.captures == 2, step.misses
+    assert len(step.programs) == 4, step.misses  # 5 rows; three pieces; three even ones; two pieces

@@ -201,6 +201,28 @@ def test_sequence_sharded_norm_and_mlp() -> None:
     }
 
 
+def test_a_sequence_is_cut_without_copies_behind_a_batch_of_one() -> None:
+    """Dim 1 lies in front in memory: gathers and scatters of it take tensors as they are. The numbers are the same."""
+    one = OneDevice(builder(Normed), step_of(squares, None), floats(1, 6, 10))
+    found = check(one, "tp=2", TensorParallel(models.NORMED_PLAN))
+    assert torch.ops.aten.clone.default not in {node.target for node in found.local.graph.nodes}
+    several = check(OneDevice(builder(Normed), step_of(squares, None), floats(4, 6, 10)), "tp=2",
+                    TensorParallel(models.NORMED_PLAN))  # fmt: skip
+    assert torch.ops.aten.clone.default in {node.target for node in several.local.graph.nodes}
+
+
+def test_what_three_products_read_is_gathered_once() -> None:
+    """Autograd makes a view of it for each: equal views are one, also where the backward recomputes them."""
+    model = Llama(layers=1)
+    batch = [torch.randint(0, models.VOCAB, (1, 8)) for _ in range(2)]
+    graph = ws.capture(step_of(next_token), model, SGD(model.parameters(), lr=0.1), *batch)
+    views = [
+        (node.target, node.args) for node in graph.graph.nodes
+        if node.target is torch.ops.aten.view.default and not meta.is_backward(node)
+    ]  # fmt: skip
+    assert len({repr(one) for one in views}) == len(views)
+
+
 def test_a_gradient_is_gathered_once_for_both_products() -> None:
     """Of the gradient, and of its transpose for the gradient of the weight."""
     model = Llama(layers=1)

@@ -7,10 +7,11 @@ import contextlib
 import copy
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._decomp import decomposition_table
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -19,6 +20,9 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
+"""What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
+_PAD = torch.ops.aten.constant_pad_nd.default
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
 
@@ -51,6 +55,16 @@ class _Env(ShapeEnv):
         return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
 
 
+class _Mode(FakeTensorMode):
+    """Fakes whose padding keeps symbols: the fake that torch has for it (2.11 to 2.13) is a kernel that asks for ints."""
+
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not _PAD:
+            return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
+        with self:
+            return decomposition_table[func](*args, **kwargs)
+
+
 class Symbols:
     """The symbols of one capture. `line` returns the line of the user's code that runs.
 
@@ -61,7 +75,7 @@ class Symbols:
         self.env = _Env(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
         self.env.line, self.env.sizes = line, self
         self.record = SizeGuards()
-        self.mode = FakeTensorMode(
+        self.mode = _Mode(
             allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self.env, static_shapes=True
         )
         self.record.symbols = self
@@ -82,9 +96,18 @@ class Symbols:
         if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self._traced):
             return None
         other = copy.copy(self)
-        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=tuple(hints.values()))
+        now, say = tuple(hints.values()), self.record.say
+        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=now, say=say)
         other.record.noted.update({guard.text: None for guard in self._traced})
         self.env.sizes = other
+        return other
+
+    def apart(self, sizes: Mapping[str, int]) -> Symbols:
+        """The same symbols in an environment of their own, at these sizes: what is compared there is no guard here."""
+        other = Symbols(str)
+        for (name, dim), symbol in zip(self.record.dims.values(), self.record.dims, strict=True):
+            other.new(name, dim, sizes[symbol])
+        assert list(other.record.dims) == list(self.record.dims), "torch names symbols by their source"
         return other
 
     def new(self, name: str, dim: int, hint: int) -> torch.SymInt:
@@ -97,6 +120,10 @@ class Symbols:
         self.record.dims[text], self.record.hints[text] = (name, dim), hint
         self.record.now = tuple(self.record.hints.values())
         return self._ints[text]
+
+    def ints(self) -> list[torch.SymInt]:
+        """Torch's symbolic ints of the symbols, in order."""
+        return list(self._ints.values())
 
     def plain(self, value: Any) -> Any:
         """A symbolic number as an int or float that knows its expression; other values unchanged."""
@@ -120,7 +147,7 @@ class Symbols:
     def symbolic(self, value: Any) -> Any:
         """The reverse of `plain`: numbers that follow from sizes, also in lists, as torch's symbolic ones."""
         if isinstance(value, (SizeInt, SizeFloat)):
-            return evaluate(value.text, {**self._ints, "min": torch.sym_min, "max": torch.sym_max})
+            return evaluate(value.text, {**self._ints, **SYMBOLIC_FUNCTIONS})
         if isinstance(value, (list, tuple)):
             return type(cast(Any, value))(self.symbolic(v) for v in cast(Sequence[Any], value))
         if isinstance(value, dict):
@@ -142,6 +169,10 @@ class Symbols:
         for text in found:
             assert evaluate(text, self.record.hints), f"{text} holds for the sizes of the capture"
         return [SizeGuard(text, where) for text, where in found.items()]
+
+    def hold(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all that was compared so far ends alike for these sizes, by symbol."""
+        return all(evaluate(guard.text, sizes) for guard in self.guards())
 
     def fixed(self) -> dict[tuple[str, int], str]:
         """The dims whose size the trace has fixed, and the user's line that did."""

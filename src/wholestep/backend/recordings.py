@@ -27,7 +27,9 @@ from .. import _torch
 from ..errors import first_line
 from ..graph.graph import Input, Role
 from ..graph.nodes import communicates, copy_graph, is_mutating, node_at
+from ..graph.sizes_in_graph import record_of
 from ..graph.text import human
+from ..sizes import SizeGuards
 from ..tuning import TUNING
 from .cuda_recorder import Recorder, Recording
 from .protocol import Run
@@ -35,6 +37,7 @@ from .recordable import is_brought, obstacle, transport
 from .tensorize_numbers import in_single_precision
 
 WARM_CALLS, MOST_RECORDINGS = TUNING.warm_calls, TUNING.most_recordings
+_MOST_COUNTED = 4096  # sizes whose calls are counted; the count of the oldest is forgotten
 _RUN, _RECORD = 0, 1
 """What a rank would do in a call; greater numbers are those of recordings that it would replay."""
 
@@ -52,10 +55,11 @@ def alone(number: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Recordings:
-    """The recordings of one step, on this rank. `asked`: what cannot be recorded is worth a warning."""
+    """The recordings of one step, on this rank, `most` at a time. `asked`: warn of what cannot be recorded."""
 
     recorder: Recorder
     asked: bool
+    most: int = MOST_RECORDINGS
     agree: Agree = alone
     count: int = 0
     run_bytes: int = 0
@@ -73,9 +77,10 @@ class Recordings:
         in_single_precision(fit, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
         brought = [is_brought(one, example, kind) for one, example in zip(inputs, examples, strict=True)]
         written = [any(is_mutating(user) and node_at(user, 0) is node for user in node.users) for node in placeholders]
+        record = record_of(fit)
         made = Replayed(self, agree, brought, written)
         made.run = compile(fit, made.on_device(examples))
-        return made
+        return made if record is None else ReplayedBySize(made, record)
 
     def say(self, why: str) -> None:
         """A program is not recorded."""
@@ -97,7 +102,9 @@ class Recordings:
         if self.recorded:
             pool, before = human(self.recorder.reserved_bytes), human(self.run_bytes)
             number = "recorded" if self.recorded == 1 else f"{self.recorded} programs recorded"
-            parts.insert(0, f"{number}, {pool} of memory ({before} before)")
+            at = sorted(one.at for one in self.replayed if one.recording is not None and one.at)
+            where = f" at {' and at '.join(at)}" if at else ""
+            parts.insert(0, f"{number}{where}, {pool} of memory ({before} before)")
         elif any(not one.gave_up for one in self.replayed):
             parts.insert(0, f"recorded from call {WARM_CALLS + 1} on")
         return "; ".join(parts)
@@ -106,13 +113,14 @@ class Recordings:
 @dataclass(eq=False)
 class Replayed:
     """A run function that turns itself into a recording. `brought` says of each input whether a call brings it,
-    `written` whether the program changes it.
+    `written` whether the program changes it; `at` is the size of the batch, where others have recordings of their own.
     """
 
     owner: Recordings
     agree: Agree
     brought: Sequence[bool]
     written: Sequence[bool]
+    at: str = ""
     run: Run = field(init=False)
     calls: int = 0
     attempts: int = 0
@@ -168,6 +176,24 @@ class Replayed:
             given[i] = held
         return given
 
+    def run_once(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run what is not recorded, and needs no memory from call to call."""
+        device, given = self.owner.recorder.device, list(inputs)
+        for i in self._bring:
+            given[i] = cast(Tensor, given[i]).to(device, non_blocking=True)
+        self.agree(_RUN)
+        made = list(self.run(given))
+        for i in self._return:
+            if given[i] is not inputs[i]:
+                cast(Tensor, inputs[i]).copy_(given[i])
+        return made
+
+    def for_other_sizes(self, at: str) -> Replayed:
+        """The same function for a batch of other sizes, in buffers of its own, which was called often enough."""
+        other = Replayed(self.owner, self.agree, self.brought, self.written, at)
+        other.run, other.calls = self.run, WARM_CALLS - 1
+        return other
+
     def drop(self) -> None:
         """Let go of the recording, if there is one."""
         if self.recording is not None:
@@ -183,8 +209,8 @@ class Replayed:
         if self.attempts == MOST_RECORDINGS:
             often = f"other addresses again and again ({MOST_RECORDINGS} recordings so far)"
             return self._give_up(f"parameters, state or gradients have {often}: change them in place")
-        if self.recording is None and self.owner.recorded >= MOST_RECORDINGS:
-            return self._give_up(f"{MOST_RECORDINGS} kinds of call are recorded, and this is another one")
+        if self.recording is None and self.owner.recorded >= self.owner.most:
+            return self._give_up(f"{self.owner.most} kinds of call are recorded, and this is another one")
         return _RECORD
 
     def _record(self, given: list[Any], places: list[int]) -> int:
@@ -220,6 +246,38 @@ class Replayed:
         self.gave_up = True
         self.owner.say(why)
         return _RUN
+
+
+class ReplayedBySize:
+    """A run function for batches of all sizes, with a recording for each size that is called again, up to the most of
+    its owner. Calls of other sizes run it.
+    """
+
+    def __init__(self, first: Replayed, record: SizeGuards) -> None:
+        self._first, self._record = first, record
+        self._held: dict[tuple[int, ...], Replayed] = {}
+        self._calls: dict[tuple[int, ...], int] = {}
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run, record or replay what is for the sizes of this call."""
+        now = self._record.now
+        held = self._held.get(now) or self._called(now)
+        return self._first.run_once(inputs) if held is None else held(inputs)
+
+    def _called(self, now: tuple[int, ...]) -> Replayed | None:
+        """Count a call; what is recorded in the next ones, once there were as many as libraries need."""
+        calls, first = self._calls.pop(now, 0) + 1, self._first
+        first.gave_up = first.gave_up or any(held.gave_up for held in self._held.values())  # it holds for all sizes
+        if calls >= WARM_CALLS and not first.gave_up:
+            if len(self._held) < first.owner.most:
+                self._held[now] = held = first.for_other_sizes(self._record.shown_now())
+                return held
+            first.owner.say(f"max_recordings={first.owner.most} sizes of the batch are recorded; others run op by op")
+        self._calls[now] = calls
+        if len(self._calls) > _MOST_COUNTED:
+            del self._calls[next(iter(self._calls))]
+        return None
 
 
 def _agreeing(run: Run, agree: Agree) -> Run:

@@ -8,6 +8,7 @@ flash attention: they save the same tensors and are priced alike.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,20 +57,25 @@ def choice(
     operands = query, key, value
     if any(x.dim() != 4 or x.stride(-1) != 1 or not all(x.shape[1:3]) for x in operands):
         return "math"
-    widths, heads = {x.shape[-1] for x in operands}, [x.shape[1] for x in operands]
+    widths, heads = [x.shape[-1] for x in operands], [x.shape[1] for x in operands]
     of_groups = grouped and heads[1] == heads[2] and heads[0] % heads[1] == 0
-    if len({x.dtype for x in operands}) > 1 or len({x.shape[0] for x in operands}) > 1:
+    if not _all_equal([x.dtype for x in operands]) or not _all_equal([x.shape[0] for x in operands]):
         return "math"
     square = not is_causal or query.shape[-2] == key.shape[-2]
-    fits = len(widths) == 1 and max(widths) <= _FLASH_WIDTH and (len(set(heads)) == 1 or of_groups)
+    fits = _all_equal(widths) and widths[0] <= _FLASH_WIDTH and (_all_equal(heads) or of_groups)
     if _torch_allows("flash") and mask is None and query.dtype in _HALF and square and fits:
         return "flash"
     unit = 8 if query.dtype in _HALF else 4
     aligned = query.shape[-1] == key.shape[-1] and not any(width % unit for width in widths)
     known = query.dtype in {*_HALF, torch.float32}
-    if _torch_allows("mem_efficient") and known and aligned and len(set(heads)) == 1:
+    if _torch_allows("mem_efficient") and known and aligned and _all_equal(heads):
         return "efficient"
     return "math"
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    """Not by a set: sizes may be symbols."""
+    return all(value == values[0] for value in values)
 
 
 def _torch_allows(kernel: str) -> bool:

@@ -35,56 +35,66 @@ class _Recipe:
     gradient: torch.dtype
     device: str
 
-    def scale(self, matrix: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-        """Return what `matrix` is multiplied by to fill the range of `dtype`: a number, or one for each slice along
-        `dim`.
+    def cast(self, values: Tensor, dtype: torch.dtype, by_rows: bool = True) -> _Numbers:
+        """Cast a tensor, multiplied by what fills the range of `dtype`: a number, or one for each row (of the last
+        dim), or for each column (of all dims before it). Its largest value becomes at most that of the dtype, up to
+        rounding: nothing overflows.
         """
-        amax = matrix.abs().amax(dim, keepdim=True) if self.rowwise else _aten.linalg_vector_norm.default(matrix, _INF)
+        if not self.rowwise:
+            amax = _aten.linalg_vector_norm.default(values, _INF)
+        else:
+            amax = values.abs().amax(-1 if by_rows else tuple(range(values.dim() - 1)), keepdim=True)
         scale: Tensor = (torch.finfo(dtype).max / cast(Tensor, amax).double().clamp(min=_LEAST)).float()
-        return torch.exp2(torch.floor(torch.log2(scale))) if self.rowwise else scale
+        scale = torch.exp2(torch.floor(torch.log2(scale))) if self.rowwise else scale
+        factor = scale if scale.dim() else scale.reshape(1)  # a number would be multiplied in the dtype of `values`
+        return _Numbers((values * factor).to(dtype).contiguous(), scale.reciprocal())
 
     def product(self, one: _Numbers, other: _Numbers, dtype: torch.dtype, fast: bool = False) -> Tensor:
         """Multiply a row-major by a column-major matrix. On a GPU the kernel for rows returns bfloat16 only."""
         made = torch.bfloat16 if self.rowwise and self.device == "cuda" else dtype
-        scales = one.scale.reciprocal(), other.scale.reciprocal()
-        out = _aten._scaled_mm.default(one.values, other.values, *scales, None, None, made, fast or self.rowwise)
+        steps = one.step, other.step
+        out = _aten._scaled_mm.default(one.values, other.values, *steps, None, None, made, fast or self.rowwise)
         return cast(Tensor, out).to(dtype)
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A matrix in float8, and what it was multiplied by."""
+    """A tensor in float8, and the number that its 1 stands for."""
 
     values: Tensor
-    scale: Tensor
+    step: Tensor
 
-    @staticmethod
-    def of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> _Numbers:
-        """Cast a matrix. Its largest value becomes at most that of the dtype, up to rounding: nothing overflows."""
-        factor = scale if scale.dim() else scale.reshape(1)  # a number would be multiplied in the dtype of `matrix`
-        return _Numbers((matrix * factor).to(dtype).contiguous(), scale)
+    def rows(self) -> _Numbers:
+        """Return the matrix of all rows (of the last dim). Ranks cast their rows before they gather them, so what is
+        gathered has its dims yet.
+        """
+        step = self.step.reshape(-1, self.step.shape[-1]) if self.step.dim() else self.step
+        return _Numbers(self.values.reshape(-1, self.values.shape[-1]), step)
 
     def by_columns(self) -> _Numbers:
-        """Return the same in column-major memory."""
-        return _Numbers(self.values.t().contiguous().t(), self.scale)
+        """Return a matrix in column-major memory."""
+        return _Numbers(self.values.t().contiguous().t(), self.step)
 
     def transposed(self) -> _Numbers:
         """Return the transpose of a row-major matrix, column-major."""
-        return _Numbers(self.values.t(), self.scale.reshape(self.scale.shape[::-1]))
+        return _Numbers(self.values.t(), self.step.reshape(self.step.shape[::-1]))
 
 
 class _Linear(torch.autograd.Function):
-    """`rows @ weight.t()`; `given` and `scale` are the matrix `rows` in float8.
+    """`input @ weight.t()`; `given` and `step` are the input in float8.
 
     What is scaled as a whole is kept for the backward in float8; what is scaled by rows is scaled by columns there.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, given: Tensor, scale: Tensor, recipe: _Recipe) -> Tensor:
-        factor = _Numbers.of(weight, recipe.scale(weight, _E4M3, 1), _E4M3)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, given: Tensor, step: Tensor, recipe: _Recipe) -> Tensor:
+        factor = recipe.cast(weight, _E4M3)
         ctx.recipe, ctx.dtype = recipe, weight.dtype
-        ctx.save_for_backward(*((rows, weight) if recipe.rowwise else (given, scale, factor.values, factor.scale)))
-        return recipe.product(_Numbers(given, scale), factor.transposed(), rows.dtype, fast=True)
+        rows = _Numbers(given, step).rows()
+        kept = (input, weight) if recipe.rowwise else (rows.values, rows.step, factor.values, factor.step)
+        ctx.save_for_backward(*kept)
+        out = recipe.product(rows, factor.transposed(), input.dtype, fast=True)
+        return out.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -92,16 +102,14 @@ class _Linear(torch.autograd.Function):
         grad, kept = grads[0], cast(tuple[Tensor, ...], ctx.saved_tensors)
         for_input = for_weight = None
 
-        def scaled(matrix: Tensor, dtype: torch.dtype, dim: int) -> _Numbers:
-            return _Numbers.of(matrix, recipe.scale(matrix, dtype, dim), dtype)
-
-        by_rows = scaled(grad, recipe.gradient, 1)
+        by_rows = recipe.cast(grad, recipe.gradient).rows()
         if ctx.needs_input_grad[0]:
-            weight = scaled(kept[1], _E4M3, 0) if recipe.rowwise else _Numbers(*kept[2:])
-            for_input = recipe.product(by_rows, weight.by_columns(), grad.dtype)
+            weight = recipe.cast(kept[1], _E4M3, by_rows=False) if recipe.rowwise else _Numbers(*kept[2:])
+            made = recipe.product(by_rows, weight.by_columns(), grad.dtype)
+            for_input = made.reshape(*grad.shape[:-1], weight.values.shape[1])
         if ctx.needs_input_grad[1]:
-            by_tokens = scaled(grad, recipe.gradient, 0) if recipe.rowwise else by_rows
-            rows = scaled(kept[0], _E4M3, 0) if recipe.rowwise else _Numbers(*kept[:2])
+            by_tokens = recipe.cast(grad, recipe.gradient, by_rows=False).rows() if recipe.rowwise else by_rows
+            rows = recipe.cast(kept[0], _E4M3, by_rows=False).rows() if recipe.rowwise else _Numbers(*kept[:2])
             for_weight = recipe.product(by_tokens.by_columns().transposed(), rows.by_columns(), ctx.dtype)
         return for_input, for_weight, None, None, None
 
@@ -116,7 +124,7 @@ class Float8Linears:
         tables = [m.num_embeddings for _, m in walk(roots) if isinstance(m, nn.Embedding)]
         self.vocabulary = max(tables, default=0)
         self.used: set[str] = set()
-        self._last: tuple[Tensor, int, Tensor, _Numbers] | None = None
+        self._last: tuple[Tensor, int, _Numbers] | None = None
 
     def linear(
         self, original: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -129,9 +137,8 @@ class Float8Linears:
         if torch.is_autocast_enabled(kind):
             input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
             bias = None if bias is None else bias.to(input.dtype)
-        rows, given = self._rows(input)
-        out = cast(Tensor, cast(Any, _Linear).apply(rows, weight, given.values, given.scale, self.recipe))
-        out = out.reshape(*input.shape[:-1], weight.shape[0])
+        given = self._cast(input)
+        out = cast(Tensor, cast(Any, _Linear).apply(input, weight, given.values, given.step, self.recipe))
         return out if bias is None else out + bias
 
     def check_used(self) -> None:
@@ -147,15 +154,14 @@ class Float8Linears:
                     "name the layers, or leave out float8=",
                 )
 
-    def _rows(self, input: Tensor) -> tuple[Tensor, _Numbers]:
-        """Return the input as a matrix, plain and in float8. Layers that share their input share both."""
+    def _cast(self, input: Tensor) -> _Numbers:
+        """Return the input in float8. Layers that share their input share that."""
         last = self._last
         if last is None or last[0] is not input or last[1] != input._version:
-            rows = input.reshape(-1, input.shape[-1])
             with torch.no_grad():
-                given = _Numbers.of(rows, self.recipe.scale(rows, _E4M3, 1), _E4M3)
-            last = self._last = input, input._version, rows, given
-        return last[2:]
+                given = self.recipe.cast(input, _E4M3)
+            last = self._last = input, input._version, given
+        return last[2]
 
     def _chosen(self, path: str, input: Tensor, weight: Tensor) -> bool:
         if self.options.modules == "auto":

@@ -27,6 +27,12 @@ aten = torch.ops.aten
 _SAME = {op.default for op in (aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.detach_)}
 
 
+_WHOLE_VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.unsqueeze.default,
+})  # fmt: skip
+
+
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     """Return the functional graph of a trace; refuse changes of tensors that are neither state nor argument."""
     _refuse_mutated_constants(traced.module)
@@ -119,21 +125,34 @@ def _drop_no_ops(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph, inputs: list[Input]) -> None:
-    """Merge equal views and casts of a parameter (autocast adds one per use) and equal arithmetic of hypers."""
+    """Merge equal views and casts of a parameter (autocast adds one per use), equal views of a result, so that it is
+    resharded once for all that read one, and equal arithmetic of hypers.
+    """
     made: dict[tuple[object, ...], Node] = {}
     given = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     roles = {n: i.role for n, i in given if i.role in (Role.PARAM, Role.HYPER)}
     for node in list(graph.nodes):
         read = {roles.get(n) for n in node.all_input_nodes}
         views = read == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
-        if node.op == "call_function" and (views or read == {Role.HYPER}):
-            key = (node.target, repr(node.args), repr(node.kwargs))
+        known = Role.PARAM if views else Role.HYPER if read == {Role.HYPER} else None
+        if node.op == "call_function" and (known or node.target in _WHOLE_VIEWS):
+            key = (node.target, repr(node.args), repr(node.kwargs), known or _moment(node))
             if key in made:
                 node.replace_all_uses_with(made[key])
                 graph.erase_node(node)
             else:
                 made[key] = node
-                roles[node] = Role.PARAM if views else Role.HYPER
+                if known:
+                    roles[node] = known
+
+
+def _moment(node: Node) -> tuple[object, ...]:
+    """When a view is read: by the forward, the backward or what is recomputed, in which of a list of equal modules.
+    What all of those read stays a view of each, so that they are equal.
+    """
+    parts = meta.module_path(node).split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return meta.is_backward(node), meta.is_recomputed(node), *parts[: last + 1]
 
 
 def _cast_gradients_early(graph: Graph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,6 +134,13 @@ def _read(given: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         refuse(f"--hf {given}: {path} is not a JSON object")
     return cast(dict[str, Any], found)
+
+
+def with_sizes(found: Target, batch: int, seq: int) -> Target:
+    """A step that `build` made, with a batch of another size."""
+    model, optimizer, given = found.args
+    tokens = [one.new_empty((batch, seq)) for one in given["tokens"]]
+    return replace(found, args=(model, optimizer, {"tokens": tokens}))
 
 
 def tokens_of(found: Target) -> int:

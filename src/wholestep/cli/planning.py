@@ -320,11 +320,11 @@ def draw(
 
 def simulated(
     shown: Screen, asked: PlanRequest, backend: str = "eager", stack: ws.Stack | None = None,
-    profile: ws.KernelTimes | None = None,
+    profile: ws.KernelTimes | None = None, graph: ws.TrainGraph | None = None,
 ) -> tuple[ws.Timeline, Figures]:  # fmt: skip
-    """The timeline of one style, and its figures."""
+    """The timeline of one style, and its figures; of `graph`, where the step is captured already."""
     strategies, hardware = asked.strategies, asked.hardware
-    graph = captured(shown, asked)
+    graph = graph or captured(shown, asked)
     with shown.stage("plan"):
         planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
     with shown.stage("schedule"):

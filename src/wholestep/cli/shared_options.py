@@ -14,7 +14,7 @@ import typer
 from wholestep.units import parse_bytes, parse_count, parse_price
 
 from .hf import ModelSpec
-from .target import AsyncTp, Hf, Layers, Seq, Style, Target, Tp, refuse
+from .target import AsyncTp, Hf, Layers, Style, Target, Tp, refuse
 
 if TYPE_CHECKING:
     from wholestep.capture.capture_options import CaptureOptions
@@ -45,7 +45,10 @@ class SharedOptions:
     micro_batches: Annotated[
         int | None, _option("With --hf: batches in a step, whose gradients accumulate (1).", least=1)
     ] = None
-    seq: Seq = None
+    seq: Annotated[
+        str | None,
+        _option("With --hf: tokens in each (2048, or the model's limit if less); with simulate several, 2048,4096."),
+    ] = None
     dtype: Annotated[Dtype | None, _option("With --hf: of parameters and state (bfloat16).")] = None
     precision: Annotated[
         Precision | None, _option("bf16: float32 parameters compute in it; fp8: large linear layers multiply in it.")
@@ -70,8 +73,9 @@ class SharedOptions:
         int | None, _option("With MODEL: tokens in the batch that its function returns.", least=1)
     ] = None
 
-    def check(self, chooses: bool) -> None:
-        """Refuse options that would have no effect; `chooses`: a search fits plans into --memory.
+    def check(self, chooses: bool, sweeps: bool = False) -> None:
+        """Refuse options that would have no effect; `chooses`: a search fits plans into --memory, `sweeps`: the command
+        takes several sizes.
 
         Raises:
             PlanError: a size, a number or a price is malformed.
@@ -82,6 +86,8 @@ class SharedOptions:
             refuse("--batch-tokens with --hf: --batch and --seq say it")
         if self.memory is not None and not chooses and self.recompute is not Recompute.auto:
             refuse("--memory without --auto, --gpus or --recompute auto: it has no effect")
+        if not sweeps and len(self.lengths or ()) > 1:
+            refuse(f"--seq {self.seq}: a plan is for one length; `wholestep simulate` takes several")
         if self.price is not None and self.tokens is None:
             refuse("--price without --tokens: it has no effect")
         if self.memory is not None:
@@ -94,10 +100,20 @@ class SharedOptions:
         return {name: getattr(self, name) for name in names}
 
     def spec(self, batch: int | None) -> ModelSpec | None:
-        """The model of `--hf` with sequences of a rank; None without `--hf`."""
-        options = self._of_hf | {"batch": batch}
+        """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""
+        options = self._of_hf | {"batch": batch, "seq": max(self.lengths or (0,)) or None}
         given: dict[str, Any] = {name: getattr(v, "value", v) for name, v in options.items() if v is not None}
         return None if self.hf is None else ModelSpec(self.hf, **given)
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """The numbers of `--seq`; None without it."""
+        if self.seq is None:
+            return None
+        numbers = [part.strip() for part in self.seq.split(",")]
+        if not all(number.isdecimal() and int(number) > 1 for number in numbers):
+            refuse(f"--seq {self.seq}: needed a number of at least 2, or with simulate several, as 2048,4096,8192")
+        return tuple(dict.fromkeys(map(int, numbers)))
 
     def capture_options(self, target: Target, hardware: Hardware) -> CaptureOptions:
         """With the kernels of `hardware`. By `--precision`, float32 computes in bfloat16 and is reduced in float32."""

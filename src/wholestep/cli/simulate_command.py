@@ -1,8 +1,11 @@
 """`wholestep simulate`: predicts time, waits, memory, throughput and price of a step on any hardware."""
 
+from __future__ import annotations
+
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +13,10 @@ from .hf import load
 from .plan_options import batch_sizes
 from .shared_options import SharedOptions, with_shared_options
 from .target import HardwareName, check_given, check_mesh, check_outputs, hardware_of, refuse, working, write_output
+
+if TYPE_CHECKING:
+    import wholestep as ws
+    from wholestep.report.figures import Figures
 
 
 @with_shared_options
@@ -39,32 +46,44 @@ def simulate(
     import wholestep as ws
     from wholestep.backend.build import BACKENDS
 
-    from . import planning
+    from . import planning, size_sweep
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
     if backend not in BACKENDS:
         refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
-    sizes = batch_sizes(step.batch, auto=False)
+    sizes = batch_sizes(step.batch, auto=False, sweeps=True) or (1,)
+    several = len(sizes) * len(step.lengths or (0,)) > 1
+    if several and trace is not None:
+        refuse("--trace with several sizes: a trace is of one step")
     with working() as shown:
-        step.check(chooses=False)
+        step.check(chooses=False, sweeps=True)
         check_mesh(mesh)
         described = hardware_of(hardware)
-        found = load(shown, target, step.spec(None if sizes is None else sizes[0]))
+        found = load(shown, target, step.spec(None if step.batch is None else max(sizes)))
         asked = planning.request(found, mesh, described, described, step)
         software = None if stack is None else ws.Stack.named(stack)
         measured = None if profile is None else ws.KernelTimes.load(profile)
-        made, figures = planning.simulated(shown, asked, backend, software, measured)
+        simulated = partial(planning.simulated, shown, backend=backend, stack=software, profile=measured)
+        made = [] if several else [simulated(asked)]
+        rows = size_sweep.simulated(shown, asked, sizes, step.lengths, simulated) if several else []
     on = described if stack is None else f"{described}, {stack}"
-    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {on}\n{made}\n{figures}")
-    took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
-    body = {
-        "model": found.name, "mesh": mesh, "hardware": str(described), "step_us": took.step_us,
-        "exposed_us": took.exposed_us, "host_us": took.host_us, "backend": backend,
-        "stack": stack,
-        "mfu": took.mfu, "peak_bytes": made.peak.size_bytes,
-        "rest_bytes": made.peak.rest_bytes, "busy_us": busy, "figures": figures.as_json(),
-    }  # fmt: skip
+    head = f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {on}"
+    typer.echo("\n".join([head, size_sweep.show(rows)] if rows else [head, *map(str, made[0])]))
+    shared = {"model": found.name, "mesh": mesh, "hardware": str(described), "backend": backend, "stack": stack}
+    body: dict[str, Any] = shared | (_body(*made[0]) if made else {})
+    if rows:
+        body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.made, row.figures)} for row in rows]
     with working() as shown:
-        write_output(shown, trace, made.save)
+        write_output(shown, trace, lambda path: made[0][0].save(path))
         write_output(shown, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
+
+
+def _body(made: ws.Timeline, figures: Figures) -> dict[str, Any]:
+    """The numbers of one step."""
+    took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
+    return {
+        "step_us": took.step_us, "exposed_us": took.exposed_us, "host_us": took.host_us, "mfu": took.mfu,
+        "peak_bytes": made.peak.size_bytes, "rest_bytes": made.peak.rest_bytes, "busy_us": busy,
+        "figures": figures.as_json(),
+    }  # fmt: skip

@@ -9,7 +9,7 @@ from ..errors import PlanError, shown
 from ..hardware.device import Work, item_bytes
 from ..hardware.hardware import Hardware
 
-Recompute = Literal["none", "attention", "ops", "full"]
+Recompute = Literal["none", "attention", "products", "ops", "full"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,12 @@ class Stack:
         fused_optimizer: the update of all parameters is one kernel.
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced while the backward runs.
-        recompute: what the backward computes again where nobody says so.
+        recompute: what the backward computes again where nobody says so: "products" keeps results of products and
+            attention, "ops" those of every other product.
+        traced: the step is one graph, which keeps nothing that nobody reads; else selective recomputation keeps all
+            that its policy names.
+        expandable_segments: of the allocator (`cost.allocator`).
+        keeps_logits: the caller holds the logits, in float32, while the backward runs.
         source: of the figures.
 
     Example:
@@ -49,6 +54,9 @@ class Stack:
     copies: bool = False
     overlaps: bool = True
     recompute: Recompute = "none"
+    traced: bool = False
+    expandable_segments: bool = False
+    keeps_logits: bool = False
     source: str = ""
 
     @staticmethod
@@ -73,21 +81,32 @@ class Stack:
 
 
 _MEASURED = "vTrain's runs: 3.7 ms of the host for a layer of any width, recomputed"
+_TITAN = "pytorch/torchtitan: expandable segments since a5e57e4a9"
+_GRAPH = "pytorch/torchtitan experiments/graph_trainer, a364b4b4f: default memory policy, fuses flex attention alone"
+_TRAIN = "pytorch/torchtitan 83c879f18: norms of ops, foreach AdamW, logits in float32 held (until e29b6b4d4)"
 STACKS = (
-    Stack("wholestep", recorded=True),
-    Stack("wholestep-compile", compiled=True, recorded=True),
+    Stack("wholestep", recorded=True, traced=True),
+    Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
     Stack("fsdp", copies=True),
     Stack("llm-foundry-2023", flash_attention=1),
-    Stack("fsdp-compile", copies=True, compiled=True),
-    Stack("torchtitan", copies=True, recompute="ops"),
-    Stack("torchtitan-compile", copies=True, compiled=True, recompute="ops"),
-    Stack("torchtitan-cudagraph", copies=True, compiled=True, recompute="ops", recorded=True),
-    Stack("megatron", compiled=True, flash_attention=3),
-    Stack("megatron-2022", compiled=True, flash_attention=0),
-    Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False,
+    Stack("fsdp-compile", copies=True, compiled=True, traced=True),
+    Stack("torchtitan", copies=True, recompute="ops", expandable_segments=True, source=_TITAN),
+    Stack("torchtitan-compile", copies=True, compiled=True, recompute="ops", traced=True, expandable_segments=True,
+          source=_TITAN),
+    Stack("torchtitan-cudagraph", copies=True, compiled=True, recompute="ops", recorded=True, traced=True,
+          expandable_segments=True, source=_TITAN),
+    Stack("torchtitan-graph", copies=True, recompute="products", recorded=True, traced=True, expandable_segments=True,
+          source=_GRAPH),
+    Stack("torchtrain-2024", copies=True, recompute="ops", fused_norms=False, fused_optimizer=False, keeps_logits=True,
+          source=_TRAIN),
+    Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_optimizer=False, traced=True,
+          keeps_logits=True, source=_TRAIN),
+    Stack("megatron", compiled=True, flash_attention=3, traced=True),
+    Stack("megatron-2022", compiled=True, flash_attention=0, traced=True),
+    Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
           start_us=74.0, backward_start_us=8.0, source=_MEASURED),
     Stack("deepspeed", copies=True),
-    Stack("xla", compiled=True, flash_attention=3, recorded=True),
+    Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True),
 )  # fmt: skip
 """`wholestep` is what `ws.compile` runs; the first of them is priced as if nothing were said."""
 

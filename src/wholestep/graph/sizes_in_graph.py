@@ -16,6 +16,7 @@ from .. import _torch
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator
 from . import meta
 from .graph import Input, TrainGraph
+from .loop import ByPiece, with_bodies
 from .meta import TensorMeta
 from .nodes import copy_with, node_at
 
@@ -57,15 +58,30 @@ def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:
 
 def symbols_in(value: Any) -> _torch.Symbols | None:
     """Return the symbols that a number inside nested lists and dicts follows from; None if there is none."""
-    found: list[_torch.Symbols] = []
+    found = sizes_among(value)
+    return found[0].guards.symbols if found else None
+
+
+def record_of(graph: Graph) -> SizeGuards | None:
+    """Return the sizes that a bound graph, or the shape of an input of it, follows from; None if there are none."""
+    for node in graph.nodes:
+        shapes = [made.shape for made in meta.tensors(node) if made is not None] if node.op == "placeholder" else []
+        if found := sizes_among([node.args, node.kwargs, shapes]):
+            return found[0].guards
+    return None
+
+
+def sizes_among(value: Any) -> list[SizeInt | SizeFloat]:
+    """Return the numbers that follow from sizes in nested lists and dicts."""
+    found: list[SizeInt | SizeFloat] = []
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, (SizeInt, SizeFloat)):
-            found.append(leaf.guards.symbols)
+            found.append(leaf)
         return leaf
 
     map_aggregate(value, note)
-    return found[0] if found else None
+    return found
 
 
 def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
@@ -86,7 +102,8 @@ def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) 
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
-    """Fill in the sizes of a graph: arguments, and what is recorded of results. Returns what fills in one number.
+    """Fill in the sizes of a graph and of the bodies of its loops, which it alone has: arguments, and what is recorded of
+    results. Returns what fills in one number.
 
     With `record`, numbers keep their expressions.
     """
@@ -95,20 +112,24 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
     def note(leaf: Any) -> Any:
         if isinstance(leaf, (SizeInt, SizeFloat)):
             texts[leaf.text] = None
-        return leaf
+        return leaf.map(note) if isinstance(leaf, ByPiece) else leaf
 
-    for node in graph.nodes:
+    for node, _ in with_bodies(graph):
         shapes = [(made.shape, made.stride) for made in meta.tensors(node) if made is not None]
         map_aggregate(cast(Any, (node.args, node.kwargs, shapes)), note)
     values = dict(zip(texts, evaluator(list(texts), list(sizes))(*sizes.values()), strict=True))
 
     def filled(leaf: Any) -> Any:
+        if isinstance(leaf, ByPiece):
+            made = leaf.map(filled)
+            alike = record is None and all(value == made.values[0] for value in made.values)
+            return made.values[0] if alike else made
         if not isinstance(leaf, (SizeInt, SizeFloat)):
             return leaf
         value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
         return value if record is None else type(leaf)(value, leaf.text, record)
 
-    for node in graph.nodes:
+    for node, _ in with_bodies(graph):
         _replace(node, filled)
         meta.set_tensors(node, [made and _filled_in(made, filled) for made in meta.tensors(node)])
     return filled

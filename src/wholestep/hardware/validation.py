@@ -11,26 +11,26 @@ from typing import cast
 
 from ..typed_json import read
 
-_FILE = Path(__file__).parent / "validation.json"
+FILE = Path(__file__).parent / "validation.json"
 
 
 @dataclass(frozen=True)
 class Validation:
     """Published runs on one device, compared with the simulator as shipped. Of measured by predicted step times, `low`
     is the 10th percentile, `middle` the median and `high` the 90th; `mean_error` is the mean of
-    |predicted - measured| / measured.
+    |predicted - measured| / measured. `sources` are the names of those who published them.
     """
 
     device: str
     runs: int
-    sources: int
+    sources: tuple[str, ...]
     mean_error: float
     low: float
     middle: float
     high: float
 
     def __str__(self) -> str:
-        one = "1 source" if self.sources == 1 else f"{self.sources} sources"
+        one = "1 source" if len(self.sources) == 1 else f"{len(self.sources)} sources"
         return (
             f"{self.low:.2f} to {self.high:.2f} times as long were steps of {self.runs} published runs from {one}, "
             f"median {self.middle:.2f}"
@@ -48,7 +48,7 @@ def validation_of(device: str) -> Validation | None:
 
 @functools.cache
 def _table() -> Mapping[str, Validation]:
-    body: dict[str, list[object]] = json.loads(_FILE.read_text())
+    body: dict[str, list[object]] = json.loads(FILE.read_text())
     found = [cast(Validation, read(Validation, row)) for row in body["devices"]]
     return {one.device: one for one in found}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -137,12 +137,17 @@ class Emitter:
         return node
 
     def _dim_first(self, node: Node, dim: int, shape: list[int], whole: TensorMeta) -> Node:
-        """Permute `dim` to the front and make the tensor contiguous: collectives gather and scatter dim 0."""
+        """Permute `dim` to the front and make the tensor contiguous: collectives gather and scatter dim 0. Behind dims
+        of size 1 it lies in front already.
+        """
+        behind = _moves(shape, dim)
         if dim:
             order = [dim, *(d for d in range(len(shape)) if d != dim)]
-            node = self.call(aten.permute.default, (node, order), contiguous([shape[d] for d in order], whole), node)
+            turned = self.call(aten.permute.default, (node, order), contiguous([shape[d] for d in order], whole), node)
+            meta.set_strided(turned, meta.is_strided(node) or not one_tensor(node).is_contiguous)
+            node = turned
         local = one_tensor(node)
-        if dim or not local.is_contiguous:
+        if behind or not local.is_contiguous:
             node = self.call(aten.clone.default, (node,), contiguous(local.shape, whole), node)
             node.kwargs = {"memory_format": torch.contiguous_format}
             return node
@@ -204,7 +209,7 @@ class Emitter:
             back = [*range(1, step.dim + 1), 0, *range(step.dim + 1, len(local.shape))]
             made = contiguous([local.shape[d] for d in back], whole)
             node = self.call(aten.permute.default, (node, back), made, node)
-            meta.set_strided(node, True)
+            meta.set_strided(node, _moves(made.shape, step.dim))
         gathers = step.kind == "all_gather"
         outer = tuple(a for a in (before if gathers else after).dims[step.dim] if a != step.axis)
         if self._even(whole.shape[step.dim], outer, parts):
@@ -217,3 +222,8 @@ class Emitter:
             new = self._ranked(cut_to, (node, step.dim, length), made, node)
         meta.set_strided(new, bool(step.dim))
         return new
+
+
+def _moves(shape: Sequence[int], dim: int) -> bool:
+    """True where elements move if `dim` becomes the first one, or returns from there."""
+    return prod(shape[:dim]) != 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, starmap
@@ -28,7 +28,7 @@ from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
 from ..plan.plan import Plan
-from ..plan.propagation_inputs import moving
+from ..plan.propagation_inputs import incomplete_gradients, moving
 from ..reshard import reshard
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
@@ -44,7 +44,18 @@ from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-_ANY_STRIDES = frozenset({"mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "clone", "cat", "stack"})
+_ANY_STRIDES = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "amax", "amin", "linalg_vector_norm", "clone", "cat", "stack",
+    "_to_copy",
+})  # fmt: skip
+_WRITE_ROWS = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "native_layer_norm", "native_layer_norm_backward", "embedding",
+    "embedding_dense_backward",
+})  # fmt: skip
+_KEEP_ROWS = frozenset({
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "view_as_complex", "view_as_real", "_to_copy", "clone",
+    "sum", "mean", "amax", "amin", "nll_loss_forward", "nll_loss_backward",
+})  # fmt: skip
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
 
@@ -102,7 +113,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
-        self.moving = moving(self.train)
+        self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
         for given, node in self.train.placeholders():
@@ -204,6 +215,7 @@ class _Lowering:
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
         strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
         strided = strided or any(any(layout.dims[1:]) for layout in layouts)
+        strided = strided and not _is_row_major(node, _nodes(args, kwargs))
         if strided or target is aten.view_as_complex.default:  # it also refuses odd offsets into a bucket
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
@@ -277,10 +289,10 @@ class _Lowering:
         have = self._layout(node)
         if have == want:
             return at
-        if node.target is aten.t.default and gathers(have, want):
-            source = node_at(node, 0)
-            if self._layout(source) == have.transposed and node not in self.regions.on_demand:
-                return self._transposed(node, want, region)
+        if gathers(have, want) and _is_transposed(node) and node not in self.regions.on_demand:
+            turns = node.target is aten.t.default
+            if self._layout(node_at(node, 0)) == (have.transposed if turns else have):
+                return self._transposed(node, want.transposed if turns else want, want, region)
         key = (node, want, self.regions.of(node, region, gathers=gathers(have, want)))
         last = next(iter(reversed(self.graph.nodes)))
         if key not in self.moved:
@@ -292,15 +304,19 @@ class _Lowering:
                 self.regathered.add(last)
         return done
 
-    def _transposed(self, node: Node, want: Layout, region: int) -> Node:
-        """Return the transpose `node`, gathered as its operand: what else reads that needs no gather of its own."""
-        given = self._resharded(node_at(node, 0), want.transposed, region)
+    def _transposed(self, node: Node, source: Layout, want: Layout, region: int) -> Node:
+        """Return the transpose `node`, or its copy, of its operand gathered to `source`: what else reads that needs no
+        gather of its own.
+        """
+        given = self._resharded(node_at(node, 0), source, region)
         key = (node, want, self.regions.of(node, region, gathers=True))
         if key not in self.moved:
             made = meta.one_tensor(given)
             turned = replace(made, shape=made.shape[::-1], stride=made.stride[::-1])
-            new = self.emit.call(aten.t.default, (given,), turned, node)
-            meta.set_strided(new, meta.is_strided(given))
+            turned = turned if node.target is aten.t.default else contiguous(made.shape, made)
+            new = self.emit.call(cast(Any, node.target), (given,), turned, node)
+            new.kwargs = node.kwargs
+            meta.set_strided(new, node.target is aten.t.default and meta.is_strided(given))
             self.moved[key] = lambda: new
         return self.moved[key]()
 
@@ -343,7 +359,7 @@ class _Lowering:
         whole = meta.one_tensor(node)
         path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(whole) if sums and whole.shape else None
+        other = self._reduce_dtype(whole) if sums and whole.shape and self._is_gradient(node) else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
             other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
@@ -356,6 +372,10 @@ class _Lowering:
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
+
+    def _is_gradient(self, node: Node) -> bool:
+        """True for a gradient of a parameter: sums of activations are sent in the dtype of the activations."""
+        return node not in self.moving or node in self.incomplete
 
     def _reduce_dtype(self, whole: TensorMeta) -> torch.dtype | None:
         name = self.plan.options.reduce_dtype
@@ -377,6 +397,13 @@ class _Lowering:
         return replace(made, stride=stride)  # expanded dims stay expanded
 
 
+def _is_transposed(node: Node) -> bool:
+    """Return whether a node is a transpose, or a copy of one row by row."""
+    if node.target is aten.clone.default and meta.one_tensor(node).is_contiguous:
+        return _is_transposed(node_at(node, 0))
+    return node.target is aten.t.default
+
+
 def _takes_any_strides(node: Node) -> bool:
     """Return whether a node is a view, or its kernels support operands of any strides."""
     target = node.target
@@ -385,6 +412,19 @@ def _takes_any_strides(node: Node) -> bool:
     if depends_on_strides(target):
         return False
     return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
+
+
+def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
+    """Return whether a piece of the result of `node` is row-major in memory: for kernels that write rows; for views and
+    ops on elements, if all that they read is. `given`: what is read for it.
+    """
+    form, name = node.kwargs.get("memory_format"), packet_name(node.target)
+    if name in _WRITE_ROWS or form is torch.contiguous_format:
+        return True
+    if not (is_pointwise(node.target) or name in _KEEP_ROWS) or form not in (None, torch.preserve_format):
+        return False
+    wholes = [meta.tensor(n) for n in (node, *operands(node))]
+    return not any(map(meta.is_strided, given)) and all(whole is not None and whole.is_contiguous for whole in wholes)
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

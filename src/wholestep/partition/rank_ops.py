@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
@@ -29,7 +28,9 @@ def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
 def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
     """Pad `dim` with zeros to the length `chunks * chunk`; returns `x` itself if it is long enough."""
     missing = chunk * chunks - x.shape[dim]
-    return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)  # torch pads no symbol
 
 
 def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _torch
 from ..graph.op_kinds import GATHER_AND_MULTIPLY, MULTIPLY_AND_SCATTER, collective, priced_like
 
-funcol = torch.ops._c10d_functional
+funcol, _scaled_mm = torch.ops._c10d_functional, torch.ops.aten._scaled_mm.default
 
 
 @collective("all_gather")
@@ -45,4 +45,37 @@ def scatter_product(left: Tensor, right: Tensor, inner: int, parts: int, axis: s
     return funcol.wait_tensor.default(funcol.reduce_scatter_tensor.default(partial, "sum", parts, axis))
 
 
-FUSED = (multiply_gathered, scatter_product)
+@priced_like(GATHER_AND_MULTIPLY)
+def multiply_gathered_scaled(
+    shard: Tensor, factors: Sequence[Tensor], scale: Tensor, scales: Sequence[Tensor], dtype: torch.dtype, fast: bool,
+    parts: int, axis: str,
+) -> list[Tensor]:  # fmt: skip
+    """`multiply_gathered` of factors in float8, with one number for `shard` and for each factor: what its 1 stands for.
+    `dtype` is that of the products, `fast` adds up in fewer bits.
+    """
+    if _torch.has_symmetric_memory(shard.device):
+        whole, products = _torch.gather_and_multiply_scaled(shard, factors, scale, scales, dtype, fast, axis)
+        return [whole, *products]
+    sent = funcol.all_gather_into_tensor.default(shard.view(torch.uint8), parts, axis)
+    whole = funcol.wait_tensor.default(sent).view(shard.dtype)
+    rows, pairs = whole.reshape(-1, whole.shape[-1]), zip(factors, scales, strict=True)
+    made = [_scaled_mm(rows, one, scale, other, None, None, dtype, fast) for one, other in pairs]
+    return [whole, *(one.unflatten(0, whole.shape[:-1]) for one in made)]
+
+
+@priced_like(MULTIPLY_AND_SCATTER)
+def scatter_scaled_product(
+    left: Tensor, right: Tensor, scale: Tensor, other: Tensor, dtype: torch.dtype, fast: bool, inner: int, parts: int,
+    axis: str,
+) -> Tensor:  # fmt: skip
+    """`scatter_product` of factors in float8, scaled as in `multiply_gathered_scaled`."""
+    if _torch.has_symmetric_memory(left.device):
+        rows = left.reshape(inner, -1, left.shape[1])
+        made = _torch.multiply_and_scatter_scaled(rows, right, scale, other, dtype, fast, 1, axis)
+        return made.transpose(0, 1).contiguous()
+    product = _scaled_mm(left, right, scale, other, None, None, dtype, fast)
+    partial = product.view(inner, -1, right.shape[1]).transpose(0, 1).contiguous()
+    return funcol.wait_tensor.default(funcol.reduce_scatter_tensor.default(partial, "sum", parts, axis))
+
+
+FUSED = (multiply_gathered, scatter_product, multiply_gathered_scaled, scatter_scaled_product)

@@ -7,7 +7,7 @@ copied to cut them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
 from ..graph.nodes import add_call, is_wait, node_at
 from ..partition import rank_ops
-from .fused_products import multiply_gathered, scatter_product
+from .fused_products import multiply_gathered, multiply_gathered_scaled, scatter_product, scatter_scaled_product
 
 aten, funcol = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
@@ -68,11 +68,10 @@ class Writer:
         """Append the wait for a collective."""
         return self.call(funcol.wait_tensor.default, (sent,), one_tensor(sent), sent)
 
-    def multiply(self, product: Node, left: Node | None, right: Node | None, rows: int, columns: int) -> Node:
-        """Append `product` with other factors; None for its own."""
-        places, args = _FACTORS[product.target], [self.at(a) if isinstance(a, Node) else a for a in product.args]
-        for place, factor in zip(places, (left, right), strict=True):
-            args[place] = args[place] if factor is None else factor
+    def multiply(self, product: Node, rows: int, columns: int, given: Mapping[int, Node]) -> Node:
+        """Append `product` with other arguments, by position."""
+        own = enumerate(product.args)
+        args = [given[i] if i in given else self.at(a) if isinstance(a, Node) else a for i, a in own]
         made = contiguous((rows, columns), one_tensor(product))
         return self.call(product.target, tuple(args), made, product, **product.kwargs)
 
@@ -83,10 +82,24 @@ def factor(product: Node, place: int) -> Node:
 
 
 def is_product(node: Node) -> bool:
-    """True for a product of two matrices that can be cut into blocks: of 8 bits, with one scale for each factor."""
-    if node.target not in _FACTORS:
-        return False
-    return node.target is not aten._scaled_mm.default or all(one_tensor(node_at(node, i)).numel == 1 for i in (2, 3))
+    """True for a product of two matrices that can be cut into blocks."""
+    return node.target in _FACTORS
+
+
+_LEFT_SCALE, _RIGHT_SCALE = 2, 3
+"""The positions of scales among the arguments of a product in float8."""
+
+
+def scale(product: Node, place: int) -> Node | None:
+    """The scales of rows or columns of a product in float8; None if one number is for all, or for other dtypes."""
+    given = node_at(product, place) if product.target is aten._scaled_mm.default else None
+    return given if given is not None and one_tensor(given).numel > 1 else None
+
+
+def _fuses(product: Node) -> bool:
+    """True if products of its kind can be fused with a collective."""
+    has_scales = scale(product, _LEFT_SCALE) or scale(product, _RIGHT_SCALE)
+    return product.target is aten.mm.default or (product.target is aten._scaled_mm.default and not has_scales)
 
 
 @dataclass(frozen=True)
@@ -146,8 +159,10 @@ class GatheredRows:
                 made = replace(one_tensor(rows), dtype=self.dtype)
                 rows = writer.call(aten.view.dtype, (rows, self.dtype), made, self.gather)
             for product, computed in pieces.items():
-                columns = one_tensor(product).shape[1]
-                made = writer.multiply(product, rows, None, count, columns)
+                columns, given = one_tensor(product).shape[1], {_FACTORS[product.target][0]: rows}
+                if scales := scale(product, _LEFT_SCALE):
+                    given[_LEFT_SCALE] = self._scales(writer, scales, begin, end)
+                made = writer.multiply(product, count, columns, given)
                 computed.append(view(writer, made, (ranks, end - begin, inner, -1), product))
         out = {product: self._joined(writer, product, computed) for product, computed in pieces.items()}
         if self.is_read:
@@ -156,19 +171,51 @@ class GatheredRows:
             out[self.wait] = view(writer, whole, one_tensor(self.wait).shape, self.wait)
         return out
 
+    def _scales(self, writer: Writer, scales: Node, begin: int, end: int) -> Node:
+        """The scales of a block's rows, which are first by rank; those of the product are first by the inner dims."""
+        ranks, made = cast(int, self.gather.args[1]), one_tensor(scales)
+        inner, step = made.numel // (ranks * self.rows), end - begin
+        if (begin, end) == (0, self.rows) and inner == 1:
+            return writer.at(scales)
+        shaped = view(writer, writer.at(scales), (inner, ranks, self.rows), scales)
+        whole = one_tensor(shaped)
+        cut = replace(whole, shape=(inner, ranks, step))
+        piece = writer.call(aten.slice.Tensor, (shaped, 2, begin, end), cut, scales)
+        order = [1, 2, 0]
+        turned = replace(cut, shape=(ranks, step, inner), stride=_picked(cut.stride, order))
+        piece = writer.call(aten.permute.default, (piece, order), turned, scales)
+        rows = (ranks * step * inner, 1)
+        return writer.call(aten.reshape.default, (piece, list(rows)), contiguous(rows, made), scales)
+
     @property
     def can_fuse(self) -> bool:
         """True where one op can do all of it."""
-        return all(product.target is aten.mm.default for product in self.products)
+        first, *others = self.products
+        alike = all((one.target, one.args[4:], one.kwargs) == (first.target, first.args[4:], {}) for one in others)
+        scaled = first.target is aten._scaled_mm.default
+        one_scale = not scaled or len({node_at(product, _LEFT_SCALE) for product in self.products}) == 1
+        return alike and one_scale and all(map(_fuses, self.products))
 
     def _fused(self, writer: Writer) -> dict[Node, Node]:
         ranks, axis = self.gather.args[1:]
         source, whole = writer.at(node_at(self.gather, 0)), one_tensor(self.gather)
         right = [writer.at(factor(product, 1)) for product in self.products]
-        results = [whole, *(contiguous((*whole.shape[:-1], one_tensor(r).shape[1]), whole) for r in right)]
-        fused = writer.call(multiply_gathered, (source, right, ranks, axis), whole, self.gather)
-        meta.set_tensors(fused, results)
-        gathered, *made = (writer.call(_torch.GETITEM, (fused, i), one, fused) for i, one in enumerate(results))
+        shapes = [(*whole.shape[:-1], one_tensor(r).shape[1]) for r in right]
+        results = [contiguous(shape, one_tensor(product)) for shape, product in zip(shapes, self.products, strict=True)]
+        first = self.products[0]
+        target, args = multiply_gathered, (source, right)
+        if first.target is aten._scaled_mm.default:
+            piece = replace(one_tensor(source), dtype=self.dtype)
+            source = writer.call(aten.view.dtype, (source, self.dtype), piece, self.gather)
+            scales = [writer.at(node_at(product, _RIGHT_SCALE)) for product in self.products]
+            target = multiply_gathered_scaled
+            args = (source, right, writer.at(node_at(first, _LEFT_SCALE)), scales, *_options(first))
+        sent = replace(whole, dtype=self.dtype)
+        fused = writer.call(target, (*args, ranks, axis), sent, self.gather)
+        meta.set_tensors(fused, [sent, *results])
+        gathered, *made = (writer.call(_torch.GETITEM, (fused, i), m, fused) for i, m in enumerate([sent, *results]))
+        if self.is_read and sent.dtype != whole.dtype:
+            gathered = writer.call(aten.view.dtype, (gathered, whole.dtype), whole, self.gather)
         out = {self.wait: gathered} if self.is_read else {}
         for product, piece in zip(self.products, made, strict=True):
             shaped = view(writer, piece, (ranks, self.rows, prod(whole.shape[1:-1]), -1), product)
@@ -224,8 +271,12 @@ class ScatteredProducts:
             left, right = (writer.at(factor(self.products[0], place)) for place in (0, 1))
             inner = prod(made.shape[1:-1]) if self._turns else 1
             shape = made.numel // (inner * made.shape[-1]), inner, made.shape[-1]
-            args = (left, right, inner, *self.scatter.args[2:])
-            piece = writer.call(scatter_product, args, contiguous(shape, made), self.scatter)
+            product, target, args = self.products[0], scatter_product, (left, right)
+            if product.target is aten._scaled_mm.default:
+                scales = (writer.at(node_at(product, place)) for place in (_LEFT_SCALE, _RIGHT_SCALE))
+                target, args = scatter_scaled_product, (left, right, *scales, *_options(product))
+            args = (*args, inner, *self.scatter.args[2:])
+            piece = writer.call(target, args, contiguous(shape, made), self.scatter)
             return {self.wait: view(writer, piece, made.shape, self.wait)}
         sent: list[Node] = []
         for begin, end in blocks(made.shape[-1], parts):
@@ -249,17 +300,19 @@ class ScatteredProducts:
         """True where one op can do all of it."""
         turns = [cast("list[int]", node.args[1]) for node in self.tree if node.target is aten.permute.default]
         sums = any(node.target is aten.add.Tensor for node in self.tree)
-        return not sums and self.products[0].target is aten.mm.default and turns in ([], [[1, 0, 2]])
+        return not sums and _fuses(self.products[0]) and turns in ([], [[1, 0, 2]])
 
     def _cut(self, writer: Writer, node: Node, at: dict[Node, Node], begin: int, end: int) -> Node:
         """`node` for the columns from `begin` to `end`."""
         whole, width = one_tensor(node), end - begin
         if node.target in _FACTORS:
-            right = factor(node, 1)
-            given = one_tensor(right)
-            columns = replace(given, shape=(given.shape[0], width))
-            piece = writer.call(aten.slice.Tensor, (writer.at(right), 1, begin, end), columns, right)
-            return writer.multiply(node, None, piece, whole.shape[0], width)
+            parts = {_FACTORS[node.target][1]: factor(node, 1)}
+            if scales := scale(node, _RIGHT_SCALE):
+                parts[_RIGHT_SCALE] = scales
+            for place, right in parts.items():
+                columns = replace(one_tensor(right), shape=(one_tensor(right).shape[0], width))
+                parts[place] = writer.call(aten.slice.Tensor, (writer.at(right), 1, begin, end), columns, right)
+            return writer.multiply(node, whole.shape[0], width, parts)
         shape = (*whole.shape[:-1], width)
         args = tuple(at[a] if isinstance(a, Node) else a for a in node.args)
         made = contiguous(shape, whole)
@@ -272,6 +325,11 @@ class ScatteredProducts:
 
 
 Site = GatheredRows | ScatteredProducts
+
+
+def _options(product: Node) -> tuple[torch.dtype, bool]:
+    """The dtype of a product in float8, and whether it adds up in fewer bits."""
+    return one_tensor(product).dtype, len(product.args) > 7 and bool(product.args[7])
 
 
 def cat(writer: Writer, pieces: list[Node], dim: int, like: Node) -> Node:

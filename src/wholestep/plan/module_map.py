@@ -14,6 +14,8 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
+from ..graph.op_kinds import is_pointwise
+from .propagation_inputs import moving
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -58,10 +60,24 @@ class Modules:
 
     def uses(self, param: str, path: str) -> list[Node]:
         """Forward nodes of a module that read a parameter; all forward readers if the module has none. What reads its
-        cast reads the parameter (`MixedPrecision`).
+        cast reads the parameter (`MixedPrecision`), and so does what reads its elements scaled (`Float8`).
         """
+        inside = self._inside.get(path, {})
         users = [u for u in _readers(self.params[param]) if not meta.is_backward(u)]
-        return [u for u in users if u in self._inside.get(path, {})] or users
+        found = [u for u in users if u in inside]
+        for node in found:
+            found += [u for u in _readers(node) if u in inside] if self._is_scaled(node) else []
+        return found or users
+
+    @cached_property
+    def _moving(self) -> frozenset[Node]:
+        return moving(self.graph)
+
+    def _is_scaled(self, node: Node) -> bool:
+        """True if the elements of `node` are those of a tensor that it reads, changed alike in every step."""
+        made = meta.tensor(node)
+        shapes = [found.shape for given in operands(node) if (found := meta.tensor(given))]
+        return made is not None and is_pointwise(node.target) and node not in self._moving and made.shape in shapes
 
     def inside(self, path: str) -> list[Node]:
         """Forward nodes of a module and its submodules, in order."""

@@ -13,7 +13,7 @@ from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import CHEAP, PRODUCTS, VIEWS, is_pointwise
-from ..graph.ops import COMPLETE
+from ..graph.ops import COMPLETE, GRAD_READY
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout
@@ -52,6 +52,16 @@ def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
         if node.op != "call_function" or node.target in COMPLETE:
             continue
         if any(n in found for n in node.all_input_nodes) or is_random(node):
+            found.add(node)
+    return frozenset(found)
+
+
+def incomplete_gradients(graph: TrainGraph) -> frozenset[Node]:
+    """Terms of a parameter's gradient before it is complete for one backward: nothing else is computed of them."""
+    found, passing = set[Node](), {*CHEAP, torch.ops.aten.add.Tensor}
+    for node in reversed(graph.graph.nodes):
+        ends = [u.target is GRAD_READY or (u in found and u.target in passing) for u in node.users]
+        if node.op == "call_function" and ends and all(ends):
             found.add(node)
     return frozenset(found)
 

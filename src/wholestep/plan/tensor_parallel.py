@@ -26,6 +26,7 @@ from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .module_map import Modules
 from .module_styles import NAMES, ModuleStyle, Wanted, style_of
+from .narrow_casts import reads_after_casts
 from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 
@@ -168,7 +169,7 @@ class TensorParallel(_OneAxis):
         if mesh.axis_size(self.axis) == 1:
             return Pins()
         modules, results = Modules(graph), dict[str, dict[str, AxisState]]()
-        reads: dict[tuple[str, str], dict[str, AxisState]] = {}
+        asked: dict[Node, dict[Node, AxisState]] = {}
         named, moves = self._named(modules), moving(graph)
         head = self._head(modules, named)
         for path, style in named.items():
@@ -177,8 +178,8 @@ class TensorParallel(_OneAxis):
                 results[node.name] = {self.axis: state}
             given = modules.inputs(path, moves)
             for node, state in _paired(list(given), style.reads):
-                reads |= {(reader.name, node.name): {self.axis: state} for reader in given[node]}
-        return Pins(results, reads)
+                asked[node] = asked.get(node, {}) | dict.fromkeys(given[node], state)
+        return Pins(results, reads_after_casts(asked, self.axis))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Check that the axis divides attention heads evenly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..backend.pipeline import pipeline
@@ -68,6 +68,14 @@ class Costs:
             line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
             {kind: round(size) for kind, size in held.items() if size > 0},
         )  # fmt: skip
+
+    def grown(self, few: Costs, more: Costs) -> Costs:
+        """This plus the difference of `more` to `few`: what a larger step costs besides, known from smaller ones."""
+        names = ("peak_bytes", "sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
+        added = {name: getattr(self, name) + getattr(more, name) - getattr(few, name) for name in names}
+        kinds = {**self.held, **more.held}
+        held = {kind: self.held.get(kind, 0) + more.held.get(kind, 0) - few.held.get(kind, 0) for kind in kinds}
+        return replace(self, **added, held={kind: size for kind, size in held.items() if size > 0})
 
 
 def costs(local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None) -> Costs:

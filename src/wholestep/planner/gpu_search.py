@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ..errors import BudgetError, PlanError, WholestepError
 from ..graph.gc_control import existing_objects_frozen
@@ -113,13 +114,17 @@ class GpuSearch:
                 f"{sequences} sequences on {ranks} GPUs: no mesh has a number of data-parallel ranks that divides them",
                 "a batch that some number of ranks divides", "give another --global-batch, or other --gpus",
             )  # fmt: skip
-        best, alike = list[Setup](), Counter[tuple[object, ...]]()
-        for setup in sorted(fit, key=lambda one: one.estimate_s):
+        best, alike, put_off = list[Setup](), Counter[tuple[object, ...]](), list[Setup]()
+        ordered = sorted(fit, key=lambda one: one.estimate_s)
+        for again, setup in chain(((False, one) for one in ordered), ((True, one) for one in put_off)):
             fastest = min((one.costs.step_s for one in best if one.costs), default=float("inf"))
             late = len(best) >= TUNING.setups_shown and setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
             late = late or len(best) >= TUNING.most_setups
             group = self.estimate.split(setup.mesh), setup.batch
-            if late or alike[group] >= TUNING.setups_alike:
+            if not (late or again) and alike[group] >= TUNING.setups_alike:
+                put_off.append(setup)  # of a kind that is shown already: if others do not fill the page
+                continue
+            if late or (again and len(best) >= TUNING.setups_shown):
                 lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
                 continue
             found = self._simulated(setup, fastest if len(best) >= TUNING.setups_shown else float("inf"))
@@ -155,6 +160,12 @@ class GpuSearch:
             return
         if rest > self.memory_bytes:
             yield replace(first, why=f"keeps {human(rest)} between steps, {human(rest - self.memory_bytes)} too much")
+            return
+        if key.regathers is False:  # between forward and backward all parameters are whole
+            rest += self.param_bytes // self.estimate.split(mesh)
+        if rest > self.memory_bytes:
+            text = f"holds {human(rest)} with its parameters gathered"
+            yield replace(first, why=f"{text}, {human(rest - self.memory_bytes)} too much")
             return
         sizes = [size for size in (1 << power for power in range(each.bit_length())) if each % size == 0]
         for size in sizes:
@@ -213,22 +224,25 @@ class GpuSearch:
         return replace(setup, recompute=self.kinds[-1], costs=None, why=text)
 
     def _costs(self, setup: Setup, made: dict[int, MadeStep], fastest_s: float) -> Costs | float:
-        """Costs with one micro-batch, or of all from those with one and with two; or a bound above `fastest_s`."""
+        """Costs with one micro-batch, or of all, from those with one and what a second adds; or a bound above
+        `fastest_s`. What it adds is known from the fewest layers.
+        """
 
         def of(count: int) -> Costs:
             key = setup.mesh, setup.template.name, setup.batch, count, setup.recompute
             if key not in self.simulated:
                 if count not in made:
-                    made[count] = self.steps.made(setup.mesh, setup.strategies, setup.batch, count)
+                    make = self.steps.fewest if count else self.steps.made
+                    made[count] = make(setup.mesh, setup.strategies, setup.batch, count or 1)
                 self.simulated[key] = made[count].costs(passes_of(setup.recompute, self.hardware), self.hardware)
             return self.simulated[key]
 
-        one = of(1)
+        one = of(0)
         if setup.micro_batches == 1 or one.peak_bytes > self.memory_bytes:
             return one
         more_us = self.estimate.batch_us(setup.mesh, setup.batch)
         least_s = one.step_s + (setup.micro_batches - 1) * more_us / 1e6
-        return least_s if least_s > fastest_s else repeated(one, of(2), setup.micro_batches)
+        return least_s if least_s > fastest_s else repeated(one, one.grown(of(1), of(2)), setup.micro_batches)
 
     def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         over = [setup for setup in lost if setup.why.endswith("too much")]

@@ -85,11 +85,13 @@ class ShortSteps:
             self.several[key] = self.capture(batch, micro_batches, layers)
         return self.several[key]
 
-    def fewest(self, mesh: Mesh, strategies: Strategies, batch: int) -> MadeStep:
-        """Plan and program with the fewest layers, of one micro-batch: what has no buckets is exact already."""
+    def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> MadeStep:
+        """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
+        adds to another, where buckets are the same.
+        """
         step = self.step(batch)
         pair = FEWEST if isinstance(step, FoldedStep) else None
-        return self._of(step, pair, mesh, strategies, batch, 1)
+        return self._of(step, pair, mesh, strategies, batch, micro_batches)
 
     def made(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int) -> MadeStep:
         """Plan and program for a strategy.

@@ -23,9 +23,9 @@ def find_rule(node: Node) -> BoundRule | None:
         return known[1]
     call, built_in = Call.of(node), _torch.is_op(node.target) and node.target.namespace in _KNOWN
     fallback = None if built_in or _torch.is_getitem(node.target) else discover
-    key = registry.key_of(call)
+    cache, key = registry.place_in(bound, call)
     try:
-        found = bound[key] if key in bound else bound.setdefault(key, registry.bind_rule(call, fallback))
+        found = cache[key] if key in cache else cache.setdefault(key, registry.bind_rule(call, fallback))
     except TypeError:  # an argument that cannot be hashed
         found = registry.bind_rule(call, fallback)
     meta.set_known_rule(node, (now, found))

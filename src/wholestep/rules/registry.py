@@ -12,6 +12,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import RuleError, shown
 from ..graph.meta import TensorMeta
+from ..sizes import SizeFloat, SizeGuards, SizeInt
 from ..typed_values import check_arguments
 from .apply import apply, choose
 from .call import Call
@@ -210,15 +211,28 @@ bound: dict[Any, BoundRule | None] = {}
 """The rules that `find_rule` bound, by op and arguments. A new rule replaces the dict; nodes cache rules with it."""
 
 
-def key_of(call: Call) -> tuple[Any, ...]:
-    """A key that distinguishes numbers of different types (dim 1 and True); hashable if all arguments are."""
-    return call.target, _frozen(call.args), _frozen(tuple(call.kwargs.items())), call.outputs
+def place_in(cache: dict[Any, Any], call: Call) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+    """Where the result for a call is kept: a cache, and a key that distinguishes numbers of different types (dim 1 and
+    True); hashable if all arguments are. Calls with symbolic sizes have a cache of their own (`SizeGuards.own`), and
+    keys in which expressions stand for them, so that numbers which are equal in one batch alone are told apart.
+    """
+    records: list[SizeGuards] = []
+    parts = call.args, tuple(call.kwargs.items()), call.outputs
+    key = call.target, *(_frozen(part, records) for part in parts)
+    return records[0].own(cache) if records else cache, key
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, records: list[SizeGuards]) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in cast(Sequence[Any], value))
-    return value if isinstance(value, TensorMeta) else (type(value), value)
+        return tuple(_frozen(v, records) for v in cast(Sequence[Any], value))
+    if isinstance(value, (SizeInt, SizeFloat)):
+        records.append(value.guards)
+        return type(value), value.text
+    if not isinstance(value, TensorMeta):
+        return type(value), value
+    if any(type(n) is not int for n in (*value.shape, *value.stride)):
+        return _frozen(value.shape, records), _frozen(value.stride, records), value.dtype, value.device
+    return value
 
 
 def is_random(node: Node) -> bool:

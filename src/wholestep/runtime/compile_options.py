@@ -23,6 +23,7 @@ from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh, refuse_time
 from ..passes.schedule import Schedule
+from ..plan.pad_to import PadTo
 from ..plan.plan import Plan
 from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
@@ -52,6 +53,9 @@ class CompileOptions:
             `"auto"` records on a GPU where the ranks are on one node and the step can be recorded: the first two calls
             run op by op, the third is recorded, later ones replay. `step.cuda_graph` says what was recorded, or why
             not. True warns of what cannot be recorded; False records nothing.
+        max_recordings: number of CUDA graphs to hold, one for each kind of call or size of the batch. They share the
+            memory of a step; each adds a copy of the batch and the device's list of its launches, some MiB for
+            thousands of kernels. Sizes are recorded in the order in which they are called again; others run op by op.
         model: modules that are not arguments of the step; modules in its closure are found without this.
         optimizer: optimizers that are not arguments of the step.
         module_overrides: submodules to replace during the trace, by path (globs allowed).
@@ -92,6 +96,8 @@ class CompileOptions:
         dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same
             program ([page](sizes.md)). True: the sizes that have changed. `{"tokens": (0, 1)}`: these dims of an
             argument, or of each tensor in it, from the first call. False: none, each size is captured.
+        pad_to: dims of the batch that are padded to one of a few lengths, with what, where that is proved to change no
+            number ([page](sizes.md#padding)); several lengths have a `PadTo` each.
         hardware: prices plans and schedules. By default, layouts are priced on one host, so that every start compiles
             the same program, and the schedule on the measured hardware.
         device: where the step runs; by default where the model is (cpu for a model on `meta`).
@@ -107,6 +113,7 @@ class CompileOptions:
     mesh: Mesh | str | None = None
     backend: Backend | str = "eager"
     cuda_graphs: bool | Literal["auto"] = "auto"
+    max_recordings: int = 8
     model: nn.Module | Sequence[nn.Module] | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     module_overrides: Mapping[str, nn.Module] | None = None
@@ -126,6 +133,7 @@ class CompileOptions:
     check_every: int = 1000
     max_programs: int = 32
     dynamic: bool | Mapping[str, Sequence[int]] = True
+    pad_to: PadTo | Sequence[PadTo] = ()
     hardware: Hardware | None = None
     device: str | None = None
     cache: str | os.PathLike[str] | None = None
@@ -143,8 +151,16 @@ class CompileOptions:
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+        if self.max_recordings < 1:
+            found, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
+            raise PlanError(found, needed, "correct it, or give cuda_graphs=False")
         if self.max_programs < 1:
             raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
+
+    @property
+    def paddings(self) -> tuple[PadTo, ...]:
+        """`pad_to`, one for each length."""
+        return (self.pad_to,) if isinstance(self.pad_to, PadTo) else tuple(self.pad_to)
 
     @property
     def timeout_s(self) -> float | None:

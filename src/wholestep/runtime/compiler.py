@@ -35,16 +35,18 @@ from .choose_strategy import choose_strategy, open_parts, same_numbers, with_har
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
+from .pad_batches import prove
 from .placement import placed
 from .progress import Stages
+from .size_check import Dims
 from .step_inputs import StepInputs
 from .symbolic_sizes import (
+    PlannedFor,
     SymbolicSizes,
     captured_for,
     hints_of,
     other_sizes,
     refuse_other_graph,
-    refuse_other_program,
     sizes_at,
     with_row_major,
 )
@@ -128,8 +130,10 @@ class Compiler:
         """
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
+        dims: Dims = {}
         try:
-            made = self._with_symbols(inputs, held, like, dump)
+            dims = self.sizes.chosen(inputs)
+            made, planned = self._with_symbols(dims, inputs, held, like, dump)
             if made is None:
                 captured = self._capture_call(inputs, held or (), dump)
                 made = self._plan_and_partition(captured, dump, first=held is None)
@@ -147,39 +151,73 @@ class Compiler:
         self.finalizer.label = self._consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
-        made = self.finalizer.finish(made, keeps if self._choice else self.options.may_regather, watch)
+        finish = partial(self.finalizer.finish, may_regather=keeps if self._choice else self.options.may_regather)
+        before, made = made, finish(made, watch=watch)
+        if planned and not self._same_after_passes(
+            dims, planned, made, lambda local: finish(replace(before, local=local))
+        ):
+            return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)
         return made
 
     def _with_symbols(
-        self, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture], dump: Dump
-    ) -> RankProgram | None:
-        """The program for a call and for other sizes of its batch; None where it has to be captured for its own."""
-        dims = self.sizes.chosen(inputs)
+        self, dims: Dims, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture], dump: Dump
+    ) -> tuple[RankProgram | None, list[PlannedFor]]:
+        """The program for a call and for other sizes of its batch, and what is planned for some of these; None where it
+        has to be captured for its own.
+        """
         if not dims:
-            return None
+            return None, []
         try:
             captured = captured_for(inputs, dims, like)
             if captured is None:
                 captured = self._capture_call(inputs, held or (), dump, dims)
                 if not self.sizes.left(captured):
-                    return None
+                    return None, []
                 self._refuse_other_graph(captured, inputs, held or (), like, dump)
             made = self._plan_and_partition(captured, dump, held is None)
-            sizes = other_sizes(captured)
-            fixed = instantiated(captured.graph, sizes)
-            refuse_other_program(
-                made.local, sizes, lowered(fixed, self._plan(replace(captured, graph=fixed))), self.world
-            )
+            planned = self._planned_for_others(captured)
+            for one in planned:
+                one.refuse_other(made.local, self.world)
         except (RankFailedError, RankMismatchError):  # is about other ranks, whatever the sizes
             raise
         except Exception as error:
             self.sizes.failed(dims, error)
-            return None
+            return None, []
+        if self.options.given.paddings:
+            prove(self.options.given.paddings, captured, planned[0].sizes)
         self.sizes.captures += 1
-        return made
+        return made, planned
+
+    def _planned_for_others(self, captured: Capture) -> list[PlannedFor]:
+        """What is planned for some of the sizes that a capture with symbols is for."""
+        found: list[PlannedFor] = []
+        for far in (False, True)[: 1 if self.options.given.passes is None else 2]:  # of passes= nothing is known
+            sizes = other_sizes(captured, far)
+            fixed = instantiated(captured.graph, sizes)
+            found.append(PlannedFor(sizes, lowered(fixed, self._plan(replace(captured, graph=fixed)))))
+        return found
+
+    def _same_after_passes(
+        self, dims: Dims, planned: list[PlannedFor], made: RankProgram, finish: Callable[[LocalGraph], RankProgram]
+    ) -> bool:
+        """Whether a program with symbols is, after its passes, at other sizes what they make of what is planned there;
+        else its sizes are captured one by one.
+        """
+        try:
+            assert made.capture.symbols is not None, "captured with symbols"
+            if not all(made.capture.symbols.hold(one.sizes) for one in planned):  # passes have compared more sizes
+                planned = self._planned_for_others(made.capture)
+            for one in planned:
+                one.refuse_other_after(lambda local: finish(local).local, made.local, self.world)
+        except (RankFailedError, RankMismatchError):
+            raise
+        except Exception as error:  # a pass may raise for other sizes
+            self.sizes.failed(dims, error)
+            return False
+        return True
 
     def _refuse_other_graph(
         self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump

@@ -62,7 +62,7 @@ class Finalizer:
         self.tuned = {key: sizes for key, sizes in self.tuned.items() if knows(key)}
         self._recalled = {key: None for key in self._recalled if knows(key)}
 
-    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None) -> RankProgram:
+    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None = None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = made.compared, self.options.memory_bytes
         if budget is None:

@@ -142,7 +142,8 @@ class Installer:
                 self.not_recorded = "ranks are on several nodes"
                 return
             agree = memory.extremes
-        self.recordings = Recordings(cuda_recorder(world.device if kind == "cuda" else "cuda:0"), asked, agree)
+        recorder = cuda_recorder(world.device if kind == "cuda" else "cuda:0")
+        self.recordings = Recordings(recorder, asked, given.max_recordings, agree)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""

@@ -42,6 +42,7 @@ class SizeCheck:
         ]
         self.batch_sizes = inputs.sizes
         self._proved: dict[Any, tuple[int, ...]] = {}
+        self._last: Any = None
         self._terms: list[SizeGuard] = []
 
     def prove(self) -> None:
@@ -52,6 +53,8 @@ class SizeCheck:
     def check(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> str:
         """Why the program is not right for these sizes; empty where it is, and then it runs with them."""
         key = (sizes, *[leaves[i].shape for i in self._leaves])
+        if key == self._last:
+            return ""
         now = self._proved.get(key)
         if now is None:
             for i, dim, size in self._own:
@@ -68,13 +71,18 @@ class SizeCheck:
             if len(self._proved) >= _MOST_PROVED:
                 self._proved.clear()
             self._proved[key] = now
-        self.record.now, self.batch_sizes = now, sizes
+        self.record.now, self.batch_sizes, self._last = now, sizes, key
         return ""
 
     def broken(self, now: Sequence[int]) -> SizeGuard | None:
         """The first guard that does not hold for the sizes of all symbols."""
         held = self._holds(*now)
         return next((term for term, holds in zip(self._terms, held, strict=True) if not holds), None)
+
+    def broken_at(self, lengths: Mapping[tuple[str, int], int]) -> SizeGuard | None:
+        """The first guard that does not hold where these dims have other lengths than in the call that was checked."""
+        pairs = zip(self.record.dims.values(), self.record.now, strict=True)
+        return self.broken([lengths.get(place, size) for place, size in pairs])
 
     def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Mapping[str, tuple[int, ...]]:
         sharder: BatchSharder | None = self._sharder

@@ -37,6 +37,7 @@ from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
+from .pad_batches import padded, prove
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
@@ -91,8 +92,12 @@ class CompiledStep:
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
-            sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
-            program = self._program(call, args, kwargs, sizes)
+            padding = self._padding(call, args, kwargs) if self.options.given.paddings else None
+            if padding is None:
+                sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
+                program = self._program(call, args, kwargs, sizes)
+            else:
+                (call, args, kwargs), program = padding
             flush_pending(but=program.run)
             if self._clock is not None:
                 self._clock.reset(program.world.device)
@@ -275,6 +280,31 @@ class CompiledStep:
             self._sharder = (call.structure, sharder)
         sharder = self._sharder[1]
         return None if sharder is None else sharder.sizes(call.leaves)
+
+    def _padding(
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[StepCall, tuple[Any, ...], dict[str, Any]], Program] | None:
+        """A call whose batch was padded, and its program; None where the batch runs as it is."""
+        given = self.options.given.paddings
+        world = self.world or self._start(self._inputs(args, kwargs, None)).world
+        if self._shares_batches and world.mesh.size > 1:
+            found = "pad_to: ranks compute one thing together, whose parts may have other lengths"
+            raise PlanError(found, 'semantics="per_rank", and batches that are not cut', "leave out pad_to")
+        made = padded(given, call, leaf_names(self.fn, args, kwargs))
+        if made is None:
+            return None
+        program = self._program(made.call, made.args, made.kwargs, None)
+        check = program.guards.sizes
+        if check is None or not set(made.lengths) <= set(check.record.dims.values()):
+            prove(given, program.capture, {})  # raises: a length is no symbol of this program
+        assert check is not None, "a program with symbols"
+        broken = check.broken_at(made.lengths)
+        if broken is None:
+            return (made.call, made.args, made.kwargs), program
+        why = f"not padded: without padding, sizes break the guard {check.record.shown(broken.text)}"
+        if why not in self.misses:
+            self._note_miss(Miss(why))
+        return None
 
     def _sizes_known_to_ranks(self) -> KnownSizes:
         assert self._compiler is not None, "joined"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .. import _torch
-from ..backend.eager import Eager
-from ..backend.rank_binding import bound_arguments
+from ..backend.build import BACKENDS
+from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
 from ..capture.fake_inputs import dynamic_dims
@@ -17,11 +17,10 @@ from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.loop import loop_of
+from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
-from ..graph.nodes import copy_with
 from ..graph.sizes_in_graph import at_sizes, instantiated
-from ..sizes import evaluate, evaluator
+from ..sizes import evaluator
 from ..tuning import TUNING
 from .compile_options import StepOptions
 from .size_check import Dims
@@ -59,22 +58,21 @@ class SymbolicSizes:
         given = self.options.given
         if given.dynamic is False:
             return "dynamic=False"
-        if type(self.options.backend) is not Eager:
-            return f"backend {self.options.backend.name!r} compiles for each size"
+        if type(self.options.backend) not in BACKENDS.values():
+            return f"backend {self.options.backend.name!r} may read sizes"
         if self.options.memory_bytes is not None:
             return "a budget of memory is met for each size"
-        if given.passes is not None:
-            return "passes= may read sizes"
         if given.tune != "off":
             return "schedules that take turns may compare other sizes than the guards of the first"
-        if given.cuda_graphs is True or (given.cuda_graphs == "auto" and not self.world.device.startswith("cpu")):
-            return "a CUDA graph is recorded for each size"
         return "a schedule across steps carries tensors from call to call" if given.across_steps else ""
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
         """The dims to capture as symbols for a call."""
         shapes = batch_shapes(inputs)
         self._check_names(shapes)
+        if self.options.given.paddings and self.why_not:
+            needed = "sizes that are symbols"
+            raise PlanError(f"pad_to: {self.why_not}", needed, "leave out pad_to, or what stands against symbols")
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
         found: dict[str, tuple[int, ...]] = {}
@@ -101,15 +99,16 @@ class SymbolicSizes:
 
     def _asked(self, name: str) -> Collection[int]:
         dynamic = self.options.given.dynamic
+        padded = {one.dims[name] for one in self.options.given.paddings if name in one.dims}
         if isinstance(dynamic, bool):
-            return self.varying.get(name, ())
-        return next(
-            (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}."))), ()
-        )
+            return padded | self.varying.get(name, set())
+        named = (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}.")))
+        return padded | set(next(named, ()))
 
     def left(self, captured: Capture) -> bool:
         """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
         assert captured.symbols is not None, "captured with symbols"
+        captured.symbols.record.say = self.log
         fixed = captured.symbols.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
@@ -143,7 +142,7 @@ def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
             if any(int(given.meta.shape[dim]) != int(shapes[given.name][dim]) for dim in fixed):
                 return None
     sizes = {symbol: int(shapes[name][dim]) for symbol, (name, dim) in places.items()}
-    return sizes if all(evaluate(guard.text, sizes) for guard in captured.symbols.guards()) else None
+    return sizes if captured.symbols.hold(sizes) else None
 
 
 def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Capture | None:
@@ -165,17 +164,24 @@ def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Cap
     return None
 
 
-def other_sizes(captured: Capture) -> dict[str, int]:
-    """Sizes for which the program that was just made is right too, and none is what it was made for."""
+def other_sizes(captured: Capture, far: bool = False) -> dict[str, int]:
+    """Sizes for which the program that was just made is right too, near those of the capture or `far` from them: none
+    is what it was made for, where that may be.
+    """
     assert captured.symbols is not None, "captured with symbols"
     hints, terms = captured.symbols.record.hints, [guard.text for guard in captured.symbols.guards()]
     fixed, places = captured.symbols.fixed(), captured.symbols.record.dims
     holds = evaluator(terms, list(hints))
-    changes = [(1, more) for more in range(1, _MOST_TRIED)] + [(times, 0) for times in (2, 3, 4)]
-    for times, more in changes + [(1, -less) for less in range(1, _MOST_TRIED)]:
-        sizes = {symbol: n if places[symbol] in fixed else times * n + more for symbol, n in hints.items()}
-        if min(sizes.values()) > 1 and all(holds(*sizes.values())):
-            return sizes
+    free = [symbol for symbol in hints if places[symbol] not in fixed]
+    near, multiples = [(1, more) for more in range(1, _MOST_TRIED)], [(times, 0) for times in (2, 3, 4)]
+    changes = multiples[::-1] + near[::-1] if far else near + multiples
+    changes += [(1, -less) for less in range(1, _MOST_TRIED)]
+    alike = dict.fromkeys(hints[symbol] for symbol in free)  # rows may be bound where lengths are not
+    for moved in (free, *([s for s in free if hints[s] == size] for size in alike)):
+        for times, more in changes:
+            sizes = {**hints, **{symbol: times * hints[symbol] + more for symbol in moved}}
+            if min(sizes.values()) > 1 and all(holds(*sizes.values())):
+                return sizes
     raise SizesFixedError("what was compared of sizes leaves no others near these")
 
 
@@ -214,22 +220,36 @@ def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
     return ""
 
 
-def refuse_other_program(made: LocalGraph, sizes: Mapping[str, int], fixed: LocalGraph, world: World) -> None:
-    """Raise SizesFixedError unless a program with symbols is, at these sizes, the program partitioned for them, and
-    none of its passes tries sizes out.
-    """
-    if made.async_axes:
-        raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
-    if any(loop_of(node) for node in made.graph.nodes):
-        raise SizesFixedError("the number of micro-batches follows from the size of the batch")
-    if _bound_lines(made, sizes, world.coordinate) != _bound_lines(fixed, sizes, world.coordinate):
-        raise SizesFixedError("with symbols for sizes, another program is planned")
+@dataclass(frozen=True)
+class PlannedFor:
+    """The program that is planned for a batch of known sizes, by symbol: what one with symbols has to be there."""
+
+    sizes: Mapping[str, int]
+    local: LocalGraph
+
+    def refuse_other(self, made: LocalGraph, world: World) -> None:
+        """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
+        if made.async_axes:
+            raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+        if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
+            raise SizesFixedError("with symbols for sizes, another program is planned")
+
+    def refuse_other_after(self, finish: Callable[[LocalGraph], LocalGraph], made: LocalGraph, world: World) -> None:
+        """Raise SizesFixedError unless the same holds after the passes that `finish` applies, which made `made` of the
+        program with symbols. They order ops by prices: an order is not compared.
+        """
+        mine = _bound_lines(made, self.sizes, world.coordinate)
+        if sorted(mine) != sorted(_bound_lines(finish(self.local), self.sizes, world.coordinate)):
+            raise SizesFixedError("with symbols for sizes, passes make another program")
 
 
 def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
-    """The calls of this rank with their results, at these sizes."""
-    graph, _ = copy_with(local.graph)
-    for node in graph.nodes:
-        _torch.set_operands(node, *bound_arguments(node, coordinate))
+    """The calls of this rank with their results, at these sizes; those of loops after them."""
+    graph = bound_calls(local.graph, coordinate)
     at_sizes(graph, sizes)
-    return [f"{node.format_node()} {meta.tensors(node)}" for node in graph.nodes]
+    return [_line(node) for node, _ in with_bodies(graph)]
+
+
+def _line(node: Node) -> str:
+    loop = loop_of(node)
+    return f"{node.format_node()} {meta.tensors(node)} {loop.pieces if loop else ''}"

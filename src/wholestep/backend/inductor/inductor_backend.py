@@ -9,22 +9,26 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from ... import _torch
 from ...errors import BackendError, first_line, shown
+from ...graph import meta
 from ...graph.graph import Input
 from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
+from ...graph.sizes_in_graph import record_of, sizes_among
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
 from ...passes.bucket import outline
 from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
+from ...sizes import SizeFloat, SizeGuards, SizeInt
 from ..eager import eager
 from ..protocol import NodeClock, Run
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
 from .regions import CompiledRegions, in_regions
+from .sized_regions import symbolic_fake
 
 Scope = Literal["region", "whole"]
 _IN_PYTHON = (drawn, *FUSED, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
@@ -72,10 +76,12 @@ class Inductor:
         as_tensors(graph, written_out=True)
         without_aliases(graph, self._apart)
         try:
-            values = _fakes(graph, example_inputs)
+            record = record_of(graph)
+            values = _fakes(graph, example_inputs, record)
             _insert_shapes(graph, values)
             with _torch.kernels_built_together():
-                compiled = in_regions(graph, self._apart, values, CompiledRegions(_compile), self.scope == "region")
+                regions = CompiledRegions(_compile, record)
+                compiled = in_regions(graph, self._apart, values, regions, self.scope == "region")
             return eager(compiled, clock)
         except BackendError:
             raise
@@ -88,6 +94,8 @@ class Inductor:
             return True
         if any(given.target is _IN_PYTHON[-1] for given in operands(node)):
             return True  # a number that is in the graph of Inductor is a constant
+        if any(isinstance(size, SizeFloat) for size in sizes_among([node.args, node.kwargs])):
+            return True  # a float is no input of Inductor's
         return self.scope == "region" and (communicates(node) or is_wait(node))
 
 
@@ -108,17 +116,27 @@ def _compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return _torch.inductor_compile(module, inputs, {**_OPTIONS, "reorder_for_peak_memory": random < 2})
 
 
-def _fakes(graph: Graph, inputs: Sequence[Any]) -> dict[Node, Any]:
-    """What each node makes, without its values."""
+def _fakes(graph: Graph, inputs: Sequence[Any], record: SizeGuards | None) -> dict[Node, Any]:
+    """What each node makes, without its values; with symbols for sizes, in an environment of their own."""
     values: dict[Node, Any] = {}
     given = iter(inputs)
-    with _torch.fake_mode() as mode:
+    symbols = None if record is None else record.symbols.apart(dict(zip(record.dims, record.now, strict=True)))
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return values[leaf]
+        return symbols.symbolic(leaf) if symbols is not None and isinstance(leaf, SizeInt) else leaf
+
+    with _torch.fake_mode() if symbols is None else symbols.mode as mode:
         for node in graph.nodes:
             if node.op == "placeholder":
-                value = next(given)
-                values[node] = mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
+                value, made = next(given), meta.tensor(node)
+                if symbols is not None and made is not None and sizes_among([made.shape, made.stride]):
+                    values[node] = symbolic_fake(made, symbols)
+                else:
+                    values[node] = mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
             elif node.op == "call_function":
-                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)  # pyright: ignore
+                args, kwargs = map_aggregate((node.args, node.kwargs), value_of)  # pyright: ignore
                 function = function_of(node)
                 if function is drawn:
                     _, function, *args = cast(Sequence[Any], args)

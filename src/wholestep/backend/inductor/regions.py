@@ -19,21 +19,28 @@ from torch.fx import Graph, GraphModule, Node
 from ... import _torch
 from ...errors import BackendError, first_line
 from ...graph import meta
+from ...graph.meta import meta_of
 from ...graph.nodes import operands
 from ...graph.op_kinds import FREE, arithmetic
+from ...graph.sizes_in_graph import sizes_among
+from ...sizes import SizeFloat, SizeGuards, SizeInt, text_of
 from ...tuning import TUNING
 from .affinity import Group, among_their_like, fused, tensors_of
 from .aliases import viewed
 from .periods import Repeat, find_repeats
+from .sized_regions import SizedRegion, with_symbols
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 @dataclass
 class CompiledRegions:
-    """Compiled regions by what they compute. `calls` counts the regions of the graph, `compiled` the distinct ones."""
+    """Compiled regions by what they compute. `calls` counts the regions of the graph, `compiled` the distinct ones.
+    `record` has the sizes that the graph follows from.
+    """
 
     compile: Compile
+    record: SizeGuards | None = None
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict[Hashable, Callable[..., Any]])
     calls: int = 0
 
@@ -42,8 +49,22 @@ class CompiledRegions:
         self.calls += 1
         key = _key(module.graph, inputs)
         if key not in self.compiled:
-            self.compiled[key] = self.compile(module, inputs)
+            self.compiled[key] = self._compiled(module, inputs)
         return self.compiled[key]
+
+    def sizes(self) -> list[SizeInt]:
+        """The sizes of the symbols, in order."""
+        assert self.record is not None, "a graph with sizes"
+        pairs = zip(self.record.dims, self.record.now, strict=True)
+        return [SizeInt(now, symbol, self.record) for symbol, now in pairs]
+
+    def _compiled(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        metas = [meta_of(value) for value in inputs if isinstance(value, torch.Tensor)]
+        sized = sizes_among([(one.shape, one.stride) for one in metas])
+        if self.record is None or not (sized or any(sizes_among([n.args, n.kwargs]) for n in module.graph.nodes)):
+            return self.compile(module, inputs)
+        name = next(node.name for node in module.graph.nodes if node.op == "call_function")
+        return SizedRegion(with_symbols(module, self.record), metas, self.record, self.compile, name)
 
 
 def in_regions(
@@ -75,7 +96,8 @@ def in_regions(
         except Exception as error:
             found = f"Inductor cannot compile %{part.nodes[0].name} to %{part.nodes[-1].name}: {first_line(error)}"
             raise BackendError(found, next_step='use backend="eager"') from error
-        call = whole.create_node("call_function", run, tuple(known(node) for node in part.taken), name="region")
+        given = (*(known(node) for node in part.taken), *(regions.sizes() if isinstance(run, SizedRegion) else ()))
+        call = whole.create_node("call_function", run, given, name="region")
         for i, node in enumerate(made):
             seen[node] = whole.call_function(operator.getitem, (call, i))
             meta.copy_origin(node, seen[node])
@@ -169,8 +191,8 @@ def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: 
 
 def _label(group: Group, values: dict[Node, Any]) -> Hashable:
     node = group[0]
-    touched = [one for given in (*operands(node), node) for one in tensors_of(values[given])]
-    shapes = tuple((tuple(one.shape), one.dtype) for one in touched)
+    touched = [meta_of(one) for given in (*operands(node), node) for one in tensors_of(values[given])]
+    shapes = tuple((tuple(map(text_of, one.shape)), one.dtype) for one in touched)
     return node.target, _plain(node.args, {}), _plain(node.kwargs, {}), shapes
 
 
@@ -186,6 +208,8 @@ def _plain(value: Any, numbers: dict[Node, int]) -> Hashable:
     if isinstance(value, slice):
         ends = cast("slice[Any, Any, Any]", value)
         return "slice", *(_plain(item, numbers) for item in (ends.start, ends.stop, ends.step))
+    if isinstance(value, (SizeInt, SizeFloat)):
+        return type(value).__name__, value.text
     simple = value is None or isinstance(value, (bool, int, float, complex, str))
     return (type(value).__name__, repr(value)) if simple else cast(Hashable, value)
 
@@ -200,10 +224,9 @@ def _key(graph: Graph, inputs: Sequence[Any]) -> Hashable:
     given: list[Hashable] = []
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            storage = storages.setdefault(_torch.storage_key(value), len(storages))
-            given.append(
-                (tuple(value.shape), value.stride(), value.dtype, value.device, storage, value.storage_offset())
-            )
+            storage, made = storages.setdefault(_torch.storage_key(value), len(storages)), meta_of(value)
+            shape, stride = tuple(map(text_of, made.shape)), tuple(map(text_of, made.stride))
+            given.append((shape, stride, value.dtype, value.device, storage, value.storage_offset()))
         else:
             given.append(_plain(value, {}))
     return calls, tuple(given)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import _torch
 from ...graph.meta import TensorMeta
 from ..call import Call
-from ..registry import key_of
+from ..registry import place_in
 from ..rule import BoundRule, Group, PassThrough
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
@@ -36,10 +36,10 @@ def discover(call: Call) -> BoundRule | None:
         if is_impure or target.namespace in ("aten", "prims"):
             return None
     try:
-        key = key_of(call)
-        if key not in _known:
-            _known[key] = _search(call)
-        return _known[key]
+        cache, key = place_in(_known, call)
+        if key not in cache:
+            cache[key] = _search(call)
+        return cache[key]
     except Exception:  # an unknown op may raise anything
         return None
 

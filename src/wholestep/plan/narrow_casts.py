@@ -1,0 +1,74 @@
+"""Casts of activations to fewer bytes: a gather that a style asks for sends what is cast, not what it is cast from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.fx import Node
+
+from ..graph import meta
+from ..graph.nodes import operands
+from ..graph.op_kinds import is_pointwise, packet_name
+from ..layout import AxisState
+
+Reads = dict[tuple[str, str], dict[str, AxisState]]
+
+
+def reads_after_casts(asked: Mapping[Node, Mapping[Node, AxisState]], axis: str) -> Reads:
+    """States along `axis` by the names of a reader and of what it reads, from those that modules ask for: by value, and
+    by reader of it.
+
+    Where all readers of a value only cast it, or compute the scale for that, it is the cast that is laid out so: ranks
+    cast their pieces. Where another one reads the value itself, that is sent once, and its casts in the backward are
+    cast from what was sent.
+    """
+    found: Reads = {}
+    for value, readers in asked.items():
+        states = set(readers.values())
+        ways = list(_ways_to_casts(value, value)) if len(states) == 1 else []
+        on_the_way = {node for way in ways for node in way} | set(_scales(value, ways))
+        ends = [way[-1] for way in ways]
+        sent = [one for one in ends if not meta.is_backward(one)]
+        fewer = sum(meta.one_tensor(one).dtype.itemsize for one in ends) <= meta.one_tensor(value).dtype.itemsize
+        pins = [(reader, value, state) for reader, state in readers.items()]
+        if len(sent) == 1 and fewer and on_the_way.issuperset(readers):
+            pins = [(u, sent[0], state) for state in states for u in sent[0].users if not meta.is_backward(u)]
+        elif sent:
+            pins += [(u, value, s) for s in states for u in value.users if u in on_the_way and meta.is_backward(u)]
+        for reader, read, state in pins:
+            found.setdefault((reader.name, read.name), {})[axis] = state
+    return found
+
+
+def _ways_to_casts(node: Node, source: Node, *before: Node) -> Iterator[tuple[Node, ...]]:
+    """The nodes from `source` to each of its casts to fewer bytes: of its elements, or of these times a scale."""
+    whole = meta.one_tensor(source)
+    for user in node.users:
+        made = meta.tensor(user) if user.op == "call_function" else None
+        if made is None or made.shape != whole.shape or not _keeps_elements(user, node):
+            continue
+        if made.dtype.itemsize < whole.dtype.itemsize:
+            yield (*before, user)
+        else:
+            yield from _ways_to_casts(user, source, *before, user)
+
+
+def _keeps_elements(user: Node, node: Node) -> bool:
+    """True for a cast of `node`, and for its product with what has fewer elements."""
+    others = [meta.tensor(n) for n in operands(user) if n is not node]
+    small = all(m is not None and m.numel < meta.one_tensor(node).numel for m in others)
+    return packet_name(user.target) in ("_to_copy", "clone") or (packet_name(user.target) == "mul" and small)
+
+
+def _scales(source: Node, ways: list[tuple[Node, ...]]) -> Iterator[Node]:
+    """What the factors in `ways` are computed of, back to `source`."""
+    on_the_way, size = {node for way in ways for node in way}, meta.one_tensor(source).numel
+    todo, seen = list(on_the_way), {source, *on_the_way}
+    while todo:
+        for given in operands(todo.pop()):
+            made = meta.tensor(given)
+            if given in seen or made is None or (made.numel >= size and not is_pointwise(given.target)):
+                continue
+            seen.add(given)
+            todo.append(given)
+            yield given

@@ -1,0 +1,91 @@
+"""Pads the batch of a call to one of a few lengths, where that is proved to change nothing (`compile(pad_to=...)`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..capture.call_structure import StepCall, put_together
+from ..capture.capture import Capture
+from ..errors import PlanError
+from ..plan.pad_to import PadTo
+from ..plan.padding_proof import PaddingError, prove_padding
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A padded call. `lengths` are those of the batch before, by name and dim."""
+
+    call: StepCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    lengths: dict[tuple[str, int], int]
+
+
+def padded(given: Sequence[PadTo], call: StepCall, names: Sequence[str]) -> Padding | None:
+    """A call with its batch padded; None if a length of it is longer than all that it could be padded to.
+
+    Raises PlanError: a tensor that is named is not there, or tensors of one length have several.
+    """
+    at, leaves = {name: i for i, name in enumerate(names)}, list(call.leaves)
+    lengths: dict[tuple[str, int], int] = {}
+    for one in given:
+        found = {name: _length(name, dim, leaves, at) for name, dim in one.dims.items()}
+        if len(set(found.values())) > 1:
+            sizes = ", ".join(f"{n} of {name}" for name, n in found.items())
+            raise PlanError(f"pad_to: lengths {sizes}", "one length", "give each length a PadTo of its own")
+        length = next(iter(found.values()))
+        if length > max(one.lengths):
+            return None
+        for name, dim in one.dims.items():
+            lengths[name, dim] = length
+            leaves[at[name]] = _longer(leaves[at[name]], dim, one.length(length), one.fill.get(name, 0))
+    args, kwargs = put_together(call.structure, leaves)
+    return Padding(StepCall(call.structure, tuple(leaves)), args, kwargs, lengths)
+
+
+def _length(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> int:
+    value = leaves[at[name]] if name in at else None
+    if not isinstance(value, torch.Tensor) or value.dim() <= dim:
+        known = ", ".join(n for n, i in at.items() if isinstance(leaves[i], torch.Tensor)) or "none"
+        raise PlanError(f"pad_to: dim {dim} of {name!r}", f"a dim of a tensor of the batch: {known}", "correct it")
+    return value.shape[dim]
+
+
+def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tensor:
+    if value.shape[dim] == length:
+        return value
+    if value.requires_grad:
+        found = "pad_to: a tensor of the batch that asks for a gradient"
+        raise PlanError(found, "tensors without gradients", "leave out pad_to, or detach it")
+    made = value.new_full((*value.shape[:dim], length, *value.shape[dim + 1 :]), fill)
+    made.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return made
+
+
+def prove(given: Sequence[PadTo], captured: Capture, others: dict[str, int]) -> None:
+    """Raise PaddingError unless a captured step computes on a padded batch what it computes on the batch. `others` are
+    sizes beside those of the capture for which it holds.
+    """
+    symbols = captured.symbols
+    places = {} if symbols is None else {place: symbol for symbol, place in symbols.record.dims.items()}
+    fixed = {} if symbols is None else symbols.fixed()
+    for one in given:
+        wrong = [place for place in one.dims.items() if place not in places or place in fixed]
+        if wrong or symbols is None:
+            name, dim = wrong[0] if wrong else next(iter(one.dims.items()))
+            where = fixed.get((name, dim), "")
+            raise PaddingError(
+                f"pad_to: dim {dim} of {name} is fixed by the step",
+                "a step that is the same for all lengths",
+                "leave out pad_to: each size then has a program",
+                where,
+            )
+    if captured.values is not None or symbols is None:
+        raise PaddingError("pad_to: the step reads values of the batch", "a step that computes with tensors alone")
+    for one in given:
+        own = [places[place] for place in one.dims.items()]
+        prove_padding(captured.graph, one.dims, one.fill, own, [symbols.record.hints, others])

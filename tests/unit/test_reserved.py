@@ -1,0 +1,127 @@
+"""What torch's allocator reserves: blocks by its published sizes, and a program that repeats its allocations."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import wholestep as ws
+from wholestep.cost.allocator import Allocator, Block
+from wholestep.cost.reserved import reserved
+from wholestep.graph import meta
+from wholestep.graph.graph import Role
+
+MIB = 1 << 20
+PAGES = ws.Stack.named("torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments"),
+    [
+        ([1], 2), ([MIB, MIB], 2), ([MIB, MIB, 512], 4), ([MIB + 1], 20), ([9 * MIB, 9 * MIB], 20),
+        ([11 * MIB, 9 * MIB], 32), ([21 * MIB - 5], 22), ([512, 3 * MIB], 22),
+    ],
+)  # fmt: skip
+def test_sizes_of_segments(sizes: list[int], segments: int) -> None:
+    """As `CUDACachingAllocator` documents them: segments of 2 and 20 MiB, and steps of 2 MiB for what is larger."""
+    allocator = Allocator()
+    for size in sizes:
+        allocator.take(size)
+    assert allocator.reserved_bytes == segments * MIB
+
+
+def test_a_large_block_is_split_and_joined() -> None:
+    allocator = Allocator()
+    allocator.give(allocator.take(64 * MIB))
+    parts = [allocator.take(16 * MIB) for _ in range(4)]
+    assert allocator.reserved_bytes == 64 * MIB
+    allocator.give(parts[1])
+    allocator.give(parts[2])
+    allocator.take(32 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB, "two neighbours are one block again"
+    allocator.give(parts[0])
+    allocator.give(parts[3])
+    allocator.take(32 * MIB)
+    assert allocator.reserved_bytes == 96 * MIB, "two pieces apart are not"
+
+
+def test_streams_do_not_share() -> None:
+    allocator = Allocator()
+    allocator.give(allocator.take(32 * MIB, "gather"))
+    allocator.take(32 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB
+
+
+def test_a_range_grows_at_its_end() -> None:
+    """Segments of their own leave 30 MiB that fit nothing larger; a range takes 40 more where 50 are asked for."""
+    found: list[int] = []
+    for grows in (False, True):
+        allocator = Allocator(grows)
+        allocator.take(20 * MIB)
+        allocator.give(allocator.take(30 * MIB))
+        allocator.take(50 * MIB)
+        found.append(allocator.reserved_bytes // MIB)
+    assert found == [100, 80]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_blocks_never_overlap(grows: bool) -> None:
+    draw, allocator = random.Random(3), Allocator(grows)
+    held: list[tuple[Block, int]] = []
+    for _ in range(2000):
+        if held and draw.random() < 0.5:
+            allocator.give(held.pop(draw.randrange(len(held)))[0])
+        else:
+            size = draw.choice([300, 5000, MIB // 2, 3 * MIB, 17 * MIB, 40 * MIB]) + draw.randrange(1000)
+            held.append((allocator.take(size), size))
+        for pool in allocator.pools.values():
+            owned = [b for b, _ in held if allocator.owners[id(b)] is pool]
+            taken = sorted((b.at, b.at + b.size) for b in owned)
+            assert all(one[1] <= other[0] for one, other in pairwise(taken))
+            assert sum(end - start for start, end in taken) <= pool.reserved
+        assert all(size <= block.size for block, size in held)
+    before = allocator.reserved_bytes
+    for block, _ in held:
+        allocator.give(block)
+    for _, size in held:
+        allocator.take(size)
+    assert allocator.reserved_bytes <= before + 60 * MIB * (not grows) + 20 * MIB
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture(scope="module")
+def local() -> ws.LocalGraph:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)]
+        model, x = nn.Sequential(*layers), torch.empty(4096, 1024)
+    graph = ws.capture(train_step, model, AdamW(model.parameters()), x)
+    made = ws.partition(graph, ws.plan(graph, "dp=4", ws.DataParallel("fully_shard")))
+    return ws.run_passes(made, ws.pipeline(ws.Hardware.preset("dgx-h100")))
+
+
+def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -> None:
+    """Tensors are those of `peak_memory`, which counts them in another way."""
+    plain = reserved(local, ws.Stack.named("wholestep"))
+    assert plain.allocated_bytes == ws.peak_memory(local).size_bytes
+    assert plain.allocated_bytes < plain.reserved_bytes < 1.5 * plain.allocated_bytes
+    assert reserved(local, PAGES).reserved_bytes < plain.reserved_bytes + 2 * plain.allocated_bytes
+
+
+def test_what_a_stack_holds_is_reserved(local: ws.LocalGraph) -> None:
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    product = next(node for node in calls if node.target is torch.ops.aten.addmm.default)
+    longer = reserved(local, PAGES, until={product: calls[-1]})
+    assert longer.reserved_bytes >= reserved(local, PAGES).reserved_bytes
+    params = sum(meta.size_bytes(node) for given, node in local.placeholders() if given.role is Role.PARAM)
+    more = reserved(local, PAGES, accumulates=True).allocated_bytes - reserved(local, PAGES).allocated_bytes
+    assert more == params
