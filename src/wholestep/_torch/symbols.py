@@ -20,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-SYMBOLIC_FUNCTIONS = {"min": torch.sym_min, "max": torch.sym_max}
+SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
 _PAD = torch.ops.aten.constant_pad_nd.default
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture

@@ -58,6 +58,9 @@ def _length(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> i
 def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tensor:
     if value.shape[dim] == length:
         return value
+    if value.requires_grad:
+        found = "pad_to: a tensor of the batch that asks for a gradient"
+        raise PlanError(found, "tensors without gradients", "leave out pad_to, or detach it")
     made = value.new_full((*value.shape[:dim], length, *value.shape[dim + 1 :]), fill)
     made.narrow(dim, 0, value.shape[dim]).copy_(value)
     return made
