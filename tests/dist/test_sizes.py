@@ -91,14 +91,14 @@ def test_regions_that_inductor_compiles_are_those_of_all_sizes(style: str, seman
     check(style, semantics, 12, "inductor")
 
 
-def _ragged(rank: int, world: int) -> list[int]:
+def _ragged(rank: int, world: int) -> list[tuple[int, int]]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step: Any = ws.compile(_square, parallel=ws.DataParallel("zero2"), dynamic={"x": (0,)})
-    counts: list[int] = []
+    counts: list[tuple[int, int]] = []
     for rows in (8, 8, 3 + rank, 8, 5):
         step(model, optimizer, torch.randn(rows, 6))
-        counts.append(step.captures)
+        counts.append((step.captures, len(step.programs)))
     return counts
 
 
@@ -114,7 +114,7 @@ def _square(
     return loss.detach()
 
 
-def test_a_ragged_last_batch_is_no_capture() -> None:
+def test_a_ragged_last_batch_is_no_capture_and_no_plan() -> None:
     for counts in run_ranks(_ragged, 2):
         assert len(set(counts)) == 1
 

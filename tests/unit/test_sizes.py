@@ -449,3 +449,19 @@ def test_attention_as_on_a_gpu_is_captured_for_all_sizes() -> None:
         made = at(4, 16, dynamic=True)
         for rows, length in ((2, 32), (5, 8)):
             assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length, False).graph)
+
+
+# -- micro-batches -------------------------------------------------------------------------
+def test_micro_batches_take_all_sizes() -> None:
+    micro = [ws.DataParallel("replicate"), ws.MicroBatches(3)]
+    step = follow(small_gpt(), words((6, 8), (9, 5), (15, 9), (12, 31)), parallel=micro)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_pieces_that_differ_in_size_share_a_program() -> None:
+    """Of 7 and 11 rows in threes the last piece is shorter. Another number of pieces is planned again, not captured."""
+    calls = [(torch.randn(rows, 4, dtype=torch.float64),) for rows in (5, 7, 11, 9, 8, 4)]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    step = follow(model, calls, summed, parallel=[ws.DataParallel("replicate"), ws.MicroBatches(3)])
+    assert step.captures == 2, step.misses
+    assert len(step.programs) == 4, step.misses  # 5 rows; three pieces; three even ones; two pieces

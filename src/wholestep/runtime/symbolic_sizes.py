@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from .. import _torch
 from ..backend.build import BACKENDS
-from ..backend.rank_binding import bound_arguments
+from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
 from ..capture.fake_inputs import dynamic_dims
@@ -17,9 +17,8 @@ from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.loop import loop_of
+from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
-from ..graph.nodes import copy_with
 from ..graph.sizes_in_graph import at_sizes, instantiated
 from ..sizes import evaluator
 from ..tuning import TUNING
@@ -232,8 +231,6 @@ class PlannedFor:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
         if made.async_axes:
             raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
-        if any(loop_of(node) for node in made.graph.nodes):
-            raise SizesFixedError("the number of micro-batches follows from the size of the batch")
         if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
@@ -247,9 +244,12 @@ class PlannedFor:
 
 
 def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
-    """The calls of this rank with their results, at these sizes."""
-    graph, _ = copy_with(local.graph)
-    for node in graph.nodes:
-        _torch.set_operands(node, *bound_arguments(node, coordinate))
+    """The calls of this rank with their results, at these sizes; those of loops after them."""
+    graph = bound_calls(local.graph, coordinate)
     at_sizes(graph, sizes)
-    return [f"{node.format_node()} {meta.tensors(node)}" for node in graph.nodes]
+    return [_line(node) for node, _ in with_bodies(graph)]
+
+
+def _line(node: Node) -> str:
+    loop = loop_of(node)
+    return f"{node.format_node()} {meta.tensors(node)} {loop.pieces if loop else ''}"
