@@ -48,7 +48,8 @@ def _trains(
     model, other = build(config, 0), build(config, 0)
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
     parallel = ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics))
-    step = ws.compile(train, parallel=parallel, backend=backend)
+    mesh = "replicate=2,shard=2" if style == "hybrid" else None
+    step = ws.compile(train, parallel=parallel, backend=backend, mesh=mesh)
     worst = 0.0
     for call in range(calls):
         given = [sizes(r, calls, semantics)[call] for r in range(world)]
@@ -81,6 +82,15 @@ def test_ranks_with_other_sizes_share_one_program(style: str, semantics: str) ->
 @pytest.mark.parametrize("style", STYLES)
 def test_fifty_sizes_in_every_style(style: str, semantics: str) -> None:
     check(style, semantics, 50)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+def test_sizes_on_a_mesh_of_two_axes(semantics: str) -> None:
+    for worst, captures, misses in run_ranks(_trains, 4, "hybrid", semantics, 12, timeout=590):
+        assert worst < 1e-9, misses
+        assert captures <= 3, misses  # the second batch of a rank may have a size of the first
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
