@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,14 +15,16 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import ByPiece, loop_of
 from ..graph.nodes import copy_graph, is_collective, node_at
+from ..graph.stage_part import StagePart, part_of
 from ..layout import resolve
 from ..mesh import TIME
 from ..partition.rank_ops import RANK_DEPENDENT
+from ..partition.stage_program import POINT_TO_POINT
 from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
-from ..sizes import SizeInt
+from ..sizes import SizeFloat, SizeInt
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
 from .start_coalesced import COALESCED
 
@@ -35,6 +39,17 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
     if meta.is_ranked(node):
         return resolve(args, coordinate), {k: resolve(v, coordinate) for k, v in node.kwargs.items()}
     return args, node.kwargs
+
+
+def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:
+    """A copy of the graph with the arguments of one rank, collectives as they are; in a loop, those of its pieces."""
+    graph = copy_graph(graph)
+    for node in graph.nodes:
+        if loop := loop_of(node):
+            node.target = loop.with_body(bound_calls(loop.body, coordinate, loop.pieces))
+        else:
+            _torch.set_operands(node, *_arguments(node, coordinate, pieces))
+    return graph
 
 
 def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False) -> Graph:
@@ -68,6 +83,8 @@ def _bind(
         if loop := loop_of(node):
             node.target = loop.with_body(copy_graph(loop.body))
             _bind(node.target.body, coordinate, groups, exchange, loop.pieces)
+        elif part := part_of(node):
+            node.target = _bound_part(part, coordinate, groups, exchange)
         elif is_collective(node):
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
@@ -79,13 +96,37 @@ def _bind(
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 to_exchange(graph, node)
-        elif node.target in FUSED:
-            node.args = (*node.args[:-1], groups[str(node.args[-1])])
-        elif pieces == 1:
-            node.args, node.kwargs = bound_arguments(node, coordinate)
+        elif node.target in FUSED or node.target in POINT_TO_POINT:
+            args = bound_arguments(node, coordinate)[0]
+            node.args = (*args[:-1], groups[str(args[-1])])
         else:
-            each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
-            node.args, node.kwargs = cast("tuple[Any, Any]", _by_piece(each))
+            node.args, node.kwargs = _arguments(node, coordinate, pieces)
+
+
+def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[Any, Any]:
+    """Arguments of `node` on the rank at `coordinate`, for all pieces."""
+    if pieces == 1:
+        return bound_arguments(node, coordinate)
+    each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
+    return cast("tuple[Any, Any]", _by_piece(each))
+
+
+def _bound_part(part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool) -> StagePart:
+    """The part of a stage on one rank: its blocks, and the shape of each message for each piece."""
+    bodies = [copy_graph(block.body) for block in part.blocks]
+    for body in bodies:
+        _bind(body, coordinate, groups, exchange, part.pieces)
+    return replace(with_shapes(part.with_bodies(bodies), coordinate), axis=groups[part.axis])
+
+
+def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:
+    """`part` with the shape of each message for each piece, on the rank at `coordinate`."""
+    places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
+    messages = {
+        name: replace(message, shape=tuple(resolve(message.shape, place) for place in places))
+        for name, message in part.messages.items()
+    }
+    return replace(part, messages=messages)
 
 
 def _by_piece(values: Sequence[Any]) -> Any:
@@ -95,7 +136,14 @@ def _by_piece(values: Sequence[Any]) -> Any:
         return type(cast(Any, first))(_by_piece(each) for each in zip(*values, strict=True))
     if isinstance(first, dict):
         return {key: _by_piece([value[key] for value in values]) for key in cast("dict[str, Any]", first)}
-    return first if all(value is first or value == first for value in values) else ByPiece(tuple(values))
+    return first if all(map(partial(_same, first), values)) else ByPiece(tuple(values))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for arguments that are equal, in batches of all sizes."""
+    if isinstance(one, (SizeInt, SizeFloat)) and isinstance(other, (SizeInt, SizeFloat)):
+        return one.text == other.text
+    return one is other or one == other
 
 
 def _is_fresh(node: Node) -> bool:
