@@ -62,6 +62,18 @@ def test_an_error_bar_is_of_the_very_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert "not validated" in str(Figures(COSTS, ws.Hardware.preset("h200"), 8))
 
 
+def test_the_bars_of_the_package_are_printed() -> None:
+    """What `benchmarks.accuracy --validation` wrote is read as it stands in the file."""
+    body = json.loads(validation.FILE.read_text())
+    assert "benchmarks.accuracy --runs" in body["made_by"]
+    shipped = {row["device"]: row for row in body["devices"]}
+    for name in ("dgx-a100", "h100-96gb-500w"):
+        hardware = ws.Hardware.preset(name)
+        row = shipped[hardware.device.name]
+        said = f"{row['low']:.2f} to {row['high']:.2f} times as long were steps of {row['runs']} published runs"
+        assert said in str(Figures(COSTS, hardware, 8))
+
+
 def test_the_table_of_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Validation("B", 40, ("a", "b", "c"), 0.12, 0.91, 1.02, 1.2), Validation("A", 4, ("a",), 0.1, 0.9, 1.0, 1.1)]
     validation.write(tmp_path / "table.json", "a command", rows)
