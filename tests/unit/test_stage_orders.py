@@ -213,3 +213,19 @@ def test_a_hang_is_told_by_stage_and_message() -> None:
         check_orders(hang, messages)
     with pytest.raises(GraphError, match=r"stage 1 never receives a\[0\]"):
         check_orders([[Action("send", "a"), Action("complete")], []], messages)
+
+
+@pytest.mark.parametrize("order", NAMED)
+def test_orders_of_blocks_that_are_no_chain_end(order: str) -> None:
+    """A first stage whose value the last one reads late, and which has a block more for it."""
+    costs = {
+        "a": BlockCost(0, 1, 0, sends=(("x", 1, 0.0),), holds_bytes=1),
+        "b": BlockCost(1, 1, 1, needs=("x",), sends=(("y", 0, 0.0),), holds_bytes=1),
+        "c": BlockCost(0, 1, 2, needs=("y",), after=("a",), sends=(("z", 1, 0.0),)),
+        "d": BlockCost(1, 1, 3, True, needs=("z",), after=("b",), sends=(("g", 0, 0.0),)),
+        "e": BlockCost(0, 1, 4, True, needs=("g",), after=("c",)),
+    }
+    found = NAMED[order](costs, 4, 2)
+    blocks, messages = with_blocks(costs)
+    check_orders(actions_of(found.orders, blocks, messages), messages)
+    assert sorted(task for tasks in found.orders for task in tasks) == [(n, i) for n in sorted(costs) for i in range(4)]

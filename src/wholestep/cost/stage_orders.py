@@ -237,9 +237,10 @@ def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
     groups: list scheduling with as many pieces in flight.
     """
     chunks, orders = _chunks(blocks, stages), list[tuple[Task, ...]]()
+    count = max(1, round(len(blocks) / (2 * stages)))
+    listed = list_schedule(blocks, pieces, stages, [stages * count] * stages)
     if chunks is None or pieces % stages:
-        count = max(1, round(len(blocks) / (2 * stages)))
-        return list_schedule(blocks, pieces, stages, [stages * max(count, 1)] * stages)
+        return listed
     for stage, (forward, backward) in enumerate(chunks):
         ahead = min((stages - stage - 1) * 2 + (len(forward) - 1) * stages, pieces * len(forward))
         groups = [range(first, first + stages) for first in range(0, pieces, stages)]
@@ -250,7 +251,17 @@ def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
             tasks += [up, down]
         tasks += downs[len(ups) - ahead :]
         orders.append(tuple(dict.fromkeys(tasks)))  # the last chunk is forward and backward at once
-    return simulate_orders(blocks, pieces, tuple(orders))
+    return _if_it_ends(blocks, pieces, orders) or listed
+
+
+def _if_it_ends(blocks: Mapping[str, BlockCost], pieces: int, orders: Sequence[tuple[Task, ...]]) -> OrderResult | None:
+    """An order that was written for chains of stages. None where blocks wait for each other otherwise, as those that
+    several stages read.
+    """
+    try:
+        return simulate_orders(blocks, pieces, tuple(orders))
+    except GraphError:
+        return None
 
 
 def _chunks(blocks: Mapping[str, BlockCost], stages: int) -> list[tuple[list[str], list[str]]] | None:
@@ -288,7 +299,8 @@ def zero_bubble(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
             tasks += [(name, piece - stage) for name in late if piece >= stage]
         tasks += [(name, piece) for piece in range(max(0, pieces - stage), pieces) for name in late]
         orders.append(tuple(tasks))
-    return min(simulate_orders(blocks, pieces, tuple(orders)), listed, key=lambda found: found.us)
+    made = _if_it_ends(blocks, pieces, orders)
+    return listed if made is None else min(made, listed, key=lambda found: found.us)
 
 
 NAMED: dict[str, Callable[[Mapping[str, BlockCost], int, int], OrderResult]] = {

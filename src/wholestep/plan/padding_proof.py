@@ -227,6 +227,8 @@ class _Proof:
         known = _short_cut(node, constants)
         if known is not None or None in constants.values():
             return known
+        if sizes_among([node.args, node.kwargs]):  # another constant for another size
+            return None
         if _keeps(node.target) and node.target is not aten._to_copy.default:
             return next(iter(constants.values()))
 
@@ -663,7 +665,7 @@ def _attention(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
                 "is_causal=True, or a mask that is False (or -inf) at padded keys: attn_mask=mask[:, None, None, :]",
             )
         rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
-        if mask is not None and rows and mask.tails[rows] == mask.tails[rows | {last}] == -math.inf:
+        if mask is not None and rows and mask.tails[rows] == mask.tails.get(rows | {last}) == -math.inf:
             proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
     grad = given.get("grad_out", given.get("grad_out_"))
     if grad is None:
