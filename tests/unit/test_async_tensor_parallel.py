@@ -17,6 +17,7 @@ from wholestep.cost.fused import fused_us, is_fused
 from wholestep.graph.op_kinds import collective_kind
 from wholestep.passes import async_tensor_parallel
 from wholestep.passes.async_tensor_parallel import AsyncTensorParallel, Cut
+from wholestep.passes.fused_products import FUSED
 from wholestep.passes.product_blocks import FUSED_PARTS, blocks
 from wholestep.runtime.consistency import program_lines
 
@@ -87,7 +88,7 @@ def test_fused_products_send_what_their_collectives_sent(monkeypatch: pytest.Mon
     local = normed("fast")
     fused = AsyncTensorParallel(SLOW)(local)
     kinds = [collective_kind(node.target) for node in fused.graph.nodes if is_fused(node)]
-    assert set(kinds) == {"all_gather", "reduce_scatter"}
+    assert set(kinds) == {"all_gather", "reduce_scatter"} == {collective_kind(function) for function in FUSED}
     assert fused.collectives() == local.collectives()
     plan = ws.plan(ws.capture(mean_square, torch.nn.Linear(2, 2), SGD([torch.zeros(1)]), torch.randn(2, 2)), "tp=2")
     lines = [line for line in program_lines(fused, plan) if line.startswith("collective ")]

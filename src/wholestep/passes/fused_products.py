@@ -45,6 +45,7 @@ def scatter_product(left: Tensor, right: Tensor, inner: int, parts: int, axis: s
     return funcol.wait_tensor.default(funcol.reduce_scatter_tensor.default(partial, "sum", parts, axis))
 
 
+@collective("all_gather")
 @priced_like(GATHER_AND_MULTIPLY)
 def multiply_gathered_scaled(
     shard: Tensor, factors: Sequence[Tensor], scale: Tensor, scales: Sequence[Tensor], dtype: torch.dtype, fast: bool,
@@ -63,6 +64,7 @@ def multiply_gathered_scaled(
     return [whole, *(one.unflatten(0, whole.shape[:-1]) for one in made)]
 
 
+@collective("reduce_scatter")
 @priced_like(MULTIPLY_AND_SCATTER)
 def scatter_scaled_product(
     left: Tensor, right: Tensor, scale: Tensor, other: Tensor, dtype: torch.dtype, fast: bool, inner: int, parts: int,
