@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Te
     return made
 
 
-def prove(given: Sequence[PadTo], captured: Capture, others: dict[str, int]) -> None:
+def prove(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) -> None:
     """Raise PaddingError unless a captured step computes on a padded batch what it computes on the batch. `others` are
     sizes beside those of the capture for which it holds.
     """

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .. import _torch
 from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
