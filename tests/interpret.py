@@ -31,7 +31,7 @@ def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Value]:
     for node in train.graph.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = _as_traced(node, function_of(node)(*args, **kwargs))
+            env[node] = as_traced(node, function_of(node)(*args, **kwargs))
     return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
 
 
@@ -64,9 +64,9 @@ def _run_nodes(
             continue
         for rank, env in enumerate(envs):
             args, kwargs = map_arg(bind(node, {**mesh.coordinate(rank), **piece}), env.__getitem__)
-            if draws := _is_random(node):
+            if draws := is_random(node):
                 torch.set_rng_state(streams[rank])
-            env[node] = args[0] if is_wait(node) else _as_traced(node, function_of(node)(*args, **kwargs))
+            env[node] = args[0] if is_wait(node) else as_traced(node, function_of(node)(*args, **kwargs))
             if draws:
                 streams[rank] = torch.get_rng_state()
 
@@ -87,13 +87,13 @@ def _run_loop(
         env[node] = total
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
     """Return whether a node calls a random op, or a function with a random op as an argument."""
     called = (target for target in (node.target, *node.args) if _torch.is_op(target))
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in called)
 
 
-def _as_traced(node: Node, made: Value) -> Value:
+def as_traced(node: Node, made: Value) -> Value:
     """Return a node's result with the strides of the trace, which later nodes assume."""
     stride = None if is_mutating(node) else meta.traced_stride(node)
     return made if stride is None else meta.with_stride(made, stride)
@@ -105,14 +105,14 @@ def _run_collective(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> No
     source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
         given = [envs[rank][source] for rank in group]
-        computed = _apart(given, kind, node.args) if isinstance(given[0], list) else _COMPUTE[kind](given, node.args)
+        computed = _apart(given, kind, node.args) if isinstance(given[0], list) else COMPUTE[kind](given, node.args)
         for rank, made in zip(group, computed, strict=True):
             envs[rank][node] = envs[rank][into].copy_(made) if isinstance(into, Node) else made
 
 
 def _apart(given: list[list[Tensor]], kind: Collective, args: Any) -> list[Tensor]:
     """Each tensor by itself; a rank's results in one row, with values that nobody may read between them."""
-    each = [_COMPUTE[kind](list(pieces), args) for pieces in zip(*given, strict=True)]
+    each = [COMPUTE[kind](list(pieces), args) for pieces in zip(*given, strict=True)]
     rows: list[Tensor] = []
     for results in zip(*each, strict=True):
         starts = starts_in_row([one.numel() for one in results], results[0].itemsize)
@@ -139,7 +139,7 @@ def _all_to_all(given: list[Tensor], args: Any) -> list[Tensor]:
     return [torch.cat(received) for received in sent]
 
 
-_COMPUTE: dict[Collective, Callable[[list[Tensor], Any], list[Tensor]]] = {
+COMPUTE: dict[Collective, Callable[[list[Tensor], Any], list[Tensor]]] = {
     "all_reduce": lambda given, args: [_reduce(given, args[1]) for _ in given],
     "all_gather": lambda given, args: [torch.cat(given) for _ in given],
     "reduce_scatter": lambda given, args: [x.clone() for x in _reduce(given, args[1]).chunk(len(given))],

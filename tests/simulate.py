@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.interpret import run_all
+from tests.interpret_stages import run_stages
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture import Capture
 from wholestep.capture import state as held_state
@@ -32,17 +33,22 @@ def index_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tup
 def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """Each rank's own piece of a tensor; row by row in memory where it is not all of it."""
     order = torch.contiguous_format if layout.is_sharded else torch.preserve_format
-    return [whole[index_of(whole.shape, layout, mesh, r)].clone(memory_format=order) for r in range(mesh.size)]
+    here = [layout.is_held_at(mesh.coordinate(rank)) for rank in range(mesh.size)]
+    at = [index_of(whole.shape, layout, mesh, rank) for rank in range(mesh.size)]
+    return [(whole[at[r]] if here[r] else whole.new_empty(0)).clone(memory_format=order) for r in range(mesh.size)]
 
 
 def join(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Tensor:
     """The tensor of global `shape` whose pieces these are; ranks that hold the same part must hold the same bits."""
     whole = torch.zeros(tuple(shape), dtype=pieces[0].dtype)
-    for rank, piece in enumerate(pieces):
+    here = [rank for rank in range(mesh.size) if layout.is_held_at(mesh.coordinate(rank))]
+    assert all(pieces[rank].numel() == 0 for rank in range(mesh.size) if rank not in here), "others hold nothing"
+    whole = whole.to(pieces[here[0]].dtype)
+    for rank, piece in ((rank, pieces[rank]) for rank in here):
         at = index_of(shape, layout, mesh, rank)
         assert piece.shape == whole[at].shape, f"rank {rank} holds {list(piece.shape)}, planned {list(whole[at].shape)}"
         whole[at] = piece
-    for rank, piece in enumerate(pieces):
+    for rank, piece in ((rank, pieces[rank]) for rank in here):
         assert _same(whole[index_of(shape, layout, mesh, rank)], piece), f"rank {rank} holds other values"
     return whole
 
@@ -69,6 +75,7 @@ class Simulation:
     local: LocalGraph
     pieces: dict[str, list[Tensor]] = field(default_factory=dict)
     carried: list[list[Tensor]] = field(default_factory=list)
+    room: int = 0
 
     def start(self) -> None:
         """Take parameters, buffers and optimizer state (as the first step would create it) from the captured step."""
@@ -112,6 +119,8 @@ class Simulation:
     def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
         if any(i.role is Role.CARRY for i in local.inputs):
             given = [[*row, *carried] for row, carried in zip(given, self.carried, strict=True)]
+        if local.stage_axis:
+            return self._run_stages(local, given)
         made = run_all(local, given, bound_arguments)
         for position, i in enumerate(local.inputs):
             if i.name in self.pieces:
@@ -124,6 +133,24 @@ class Simulation:
         self.carried = [[x for x, kind in zip(row, kinds, strict=True) if kind == "carry"] for row in made]
         self.carried = self.carried if "carry" in kinds else []
         return [[x for x, kind in zip(row, kinds, strict=True) if kind == "result"] for row in made]
+
+    def _run_stages(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
+        """Each rank runs and updates what its stage has."""
+        out: list[list[Any]] = []
+        ran = run_stages(local, given, self.room)
+        for position, i in enumerate(local.inputs):
+            if i.name in self.pieces:
+                self.pieces[i.name] = [row[position] for row in given]
+        for rank, (program, made) in enumerate(ran):
+            row: list[Any] = []
+            for output, value in zip(program.outputs, made, strict=True):
+                if output.kind == "update":
+                    held = self.pieces.setdefault(output.target, [torch.empty(0)] * len(ran))
+                    held[rank] = value.clone()
+                else:
+                    row.append(value)
+            out.append(row)
+        return out
 
     def _number(self, hyper: held_state.Hyper) -> float:
         group = list(self.capture.state.optimizers.values())[hyper.optimizer].param_groups[hyper.group]

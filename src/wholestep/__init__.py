@@ -39,12 +39,14 @@ from .hardware.hardware import Hardware
 from .layout import Layout
 from .mesh import Axis, Mesh
 from .partition.lower import partition
+from .partition.stage_program import stage_program
 from .passes.base import run_passes
 from .passes.recompute import Recompute
 from .passes.schedule import Schedule
 from .plan.data_parallel import DataParallel
 from .plan.micro_batches import MicroBatches
 from .plan.pad_to import PadTo
+from .plan.pipelines import Pipeline
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .planner.auto import Auto
@@ -90,6 +92,7 @@ __all__ = [
     "NonFiniteError",
     "PadTo",
     "PeakMemory",
+    "Pipeline",
     "Plan",
     "PlanError",
     "RankFailedError",
@@ -123,6 +126,7 @@ __all__ = [
     "run_passes",
     "save",
     "simulate",
+    "stage_program",
     "timeline",
     "whole",
 ]

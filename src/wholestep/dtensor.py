@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from . import _torch
 from .errors import LayoutError
@@ -18,11 +19,36 @@ from .layout import Layout
 from .mesh import Mesh
 
 
+class Owned(Placement):
+    """Only ranks at one coordinate of an axis have the tensor; the local tensors of others are empty. DTensor knows no
+    such placement: it copies such tensors, and refuses to move them. `wholestep.whole` makes them whole on all ranks.
+    """
+
+    def __init__(self, coordinate: int) -> None:
+        super().__init__()  # of a class in C++, which has to be told
+        self.coordinate = coordinate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owned) and other.coordinate == self.coordinate
+
+    def __hash__(self) -> int:
+        return hash(("Owned", self.coordinate))
+
+    def __repr__(self) -> str:
+        return f"Owned({self.coordinate})"
+
+    def __str__(self) -> str:
+        return f"O({self.coordinate})"
+
+
 def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
     """Return a placement for each mesh axis. Axes that shard one dim out of mesh order become strided shards."""
     out: list[Any] = []
     for axis in mesh.names:
         state = layout.state(axis)
+        if state.kind == "O":
+            out.append(Owned(state.at))
+            continue
         if state.kind != "S":
             out.append(Replicate())
             continue
@@ -58,10 +84,13 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
     dims: list[tuple[str, ...]] = [()] * ndim
     factors: dict[str, int] = {}
     partial: list[tuple[str, str]] = []
+    owned: list[tuple[str, int]] = []
     for axis, placement in zip(mesh.axes, placed, strict=True):
         found = _torch.shard_of(placement)
         if isinstance(placement, Partial):
             partial += [(axis.name, placement.reduce_op)] if axis.size > 1 else []
+        elif isinstance(placement, Owned):
+            owned.append((axis.name, placement.coordinate))
         elif found is None and not isinstance(placement, Replicate):
             raise LayoutError(f"{placement!r} for axis {axis.name!r}", "Shard(dim), Replicate() or Partial(op)")
         elif found is not None and axis.size > 1:
@@ -78,7 +107,7 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
                 "redistribute it, to Shard() or Replicate() on each axis",
             )
         dims[dim] = orders[0]
-    return Layout(tuple(dims), tuple(sorted(partial)))
+    return Layout(tuple(dims), tuple(sorted(partial)), owned=tuple(sorted(owned)))
 
 
 def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, shape: Sequence[int]) -> DTensor:

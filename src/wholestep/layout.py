@@ -21,25 +21,34 @@ PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
 class AxisState:
     """State of a tensor along one mesh axis.
 
-    `R` replicated; `S` sharded along `dim`; `P` partial, to be reduced by `op`; `V` varying, without a global value.
+    `R` replicated; `S` sharded along `dim`; `P` partial, to be reduced by `op`; `V` varying, without a global value;
+    `O` owned: only the ranks at coordinate `at` have it.
     """
 
-    kind: Literal["R", "S", "P", "V"]
+    kind: Literal["R", "S", "P", "V", "O"]
     dim: int = -1
     op: str = ""
+    at: int = -1
 
     def __str__(self) -> str:
-        return {"S": f"S({self.dim})", "P": f"P({self.op})"}.get(self.kind, self.kind)
+        return {"S": f"S({self.dim})", "P": f"P({self.op})", "O": f"O({self.at})"}.get(self.kind, self.kind)
 
 
 REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 
+def owned_by(coordinate: int) -> AxisState:
+    """The state of a value that only the ranks at one coordinate of an axis have."""
+    return AxisState("O", at=coordinate)
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Axes that shard each tensor dim (outermost first), axes with partial values, and axes along which it varies.
+    """Axes that shard each tensor dim (outermost first), axes with partial values, axes along which it varies, and axes
+    of which one coordinate owns it.
 
-    Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial` and `varies`.
+    Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial`, `varies` and
+    `owned`.
 
     Example:
         >>> Layout((("tp", "dp"), ()), partial=(), varies=()).show((4096, 512))
@@ -49,6 +58,7 @@ class Layout:
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
     varies: tuple[str, ...] = ()
+    owned: tuple[tuple[str, int], ...] = ()
 
     def state(self, axis: str) -> AxisState:
         """Return the state of the tensor along `axis`."""
@@ -58,6 +68,9 @@ class Layout:
         for name, op in self.partial:
             if name == axis:
                 return AxisState("P", op=op)
+        for name, coordinate in self.owned:
+            if name == axis:
+                return owned_by(coordinate)
         return VARIES if axis in self.varies else REPLICATED
 
     def put(self, axis: str, state: AxisState) -> Layout:
@@ -67,7 +80,8 @@ class Layout:
     @property
     def axes(self) -> frozenset[str]:
         """Axes along which the tensor is not replicated."""
-        return frozenset((*(a for axes in self.dims for a in axes), *(a for a, _ in self.partial), *self.varies))
+        several = (*(a for axes in self.dims for a in axes), *(a for a, _ in self.partial), *self.varies)
+        return frozenset((*several, *(a for a, _ in self.owned)))
 
     @property
     def is_replicated(self) -> bool:
@@ -83,6 +97,10 @@ class Layout:
         """Return the axes that shard a dim, by dim, outermost first."""
         return tuple(a for axes in self.dims for a in axes)
 
+    def is_held_at(self, coordinate: Mapping[str, int]) -> bool:
+        """True if the rank at `coordinate` has a part of the tensor; false if another coordinate owns it."""
+        return all(coordinate[axis] == owner for axis, owner in self.owned)
+
     @property
     def transposed(self) -> Layout:
         """This layout with the dims in reverse order."""
@@ -93,7 +111,7 @@ class Layout:
         return replace(self, partial=())
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the local shape at `coordinate` of a tensor of global `shape`."""
+        """Return the local shape at `coordinate` of a tensor of global `shape`, if it is there (`is_held_at`)."""
         out: list[int] = []
         for size, axes in zip(shape, self.dims, strict=True):
             for axis in axes:
@@ -108,7 +126,7 @@ class Layout:
                 f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}",
                 "one entry per tensor dim",
             )
-        used = [*self.shard_axes(), *(a for a, _ in self.partial), *self.varies]
+        used = [*self.shard_axes(), *(a for a, _ in self.partial), *self.varies, *(a for a, _ in self.owned)]
         for axis in used:
             mesh.axis_size(axis)
             if used.count(axis) > 1:
@@ -116,6 +134,10 @@ class Layout:
         for _, op in self.partial:
             if op not in PARTIAL_OPS:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
+        for axis, owner in self.owned:
+            if not 0 <= owner < mesh.axis_size(axis):
+                found = f"{name}: coordinate {owner} of axis {axis!r} owns it"
+                raise LayoutError(found, f"a coordinate from 0 to {mesh.axis_size(axis) - 1}")
 
     def check_given(self, shape: Sequence[int], mesh: Mesh, name: str) -> None:
         """`check` of a layout that is not known to be well-typed."""
@@ -123,11 +145,12 @@ class Layout:
         self.check(shape, mesh, name)
 
     def show(self, shape: Sequence[int | str]) -> str:
-        """Format as `33@dp 50 +tp(sum) ~x`: dims with their axes, partial sums, varying axes."""
+        """Format as `33@dp 50 +tp(sum) ~x pp:1`: dims with their axes, partial sums, varying axes, owners."""
         parts = [f"{n}@{','.join(axes)}" if axes else str(n) for n, axes in zip(shape, self.dims, strict=True)]
         parts = parts or ["()"]
         parts += [f"+{a}({op})" for a, op in self.partial]
         parts += [f"~{a}" for a in self.varies]
+        parts += [f"{a}:{owner}" for a, owner in self.owned]
         return " ".join(parts)
 
     def __str__(self) -> str:
@@ -142,13 +165,16 @@ def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
     dims = tuple(tuple(a for a in axes if a != axis) for axes in layout.dims)
     partial = tuple(p for p in layout.partial if p[0] != axis)
     varies = tuple(a for a in layout.varies if a != axis)
+    owned = tuple(o for o in layout.owned if o[0] != axis)
     if state.kind == "S":
         dims = tuple((*axes, axis) if d == state.dim else axes for d, axes in enumerate(dims))
     elif state.kind == "P":
         partial = tuple(sorted((*partial, (axis, state.op))))
     elif state.kind == "V":
         varies = tuple(sorted((*varies, axis)))
-    return Layout(dims, partial, varies)
+    elif state.kind == "O":
+        owned = tuple(sorted((*owned, (axis, state.at))))
+    return Layout(dims, partial, varies, owned)
 
 
 def replicated(ndim: int) -> Layout:
@@ -169,7 +195,9 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
-    """Return the piece of a whole tensor at `coordinate`, as a view."""
+    """Return the piece of a whole tensor at `coordinate`, as a view; an empty tensor if another coordinate owns it."""
+    if not layout.is_held_at(coordinate):
+        return whole.new_empty(0)
     piece = whole
     for dim, axes in enumerate(layout.dims):
         for axis in axes:

@@ -14,8 +14,9 @@ _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
 _MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
 TIME = "time"
 """The axis that ranks do not share but go through, piece after piece. `MicroBatches` adds it to the mesh of a plan."""
+STAGES = "pp"
+"""A name that stands for stages of a pipeline: other strategies do not take an axis called so."""
 _RESERVED = {
-    "pp": ("pipeline parallelism is not offered", "split layers along tp, or shard parameters along dp"),
     "cp": (
         "context parallelism is not offered",
         "split layers and the tokens between them along tp, or batches along dp",
@@ -47,7 +48,7 @@ class Mesh:
         {'dp': 2, 'tp': 1}
 
     Raises:
-        MeshError: the text is not `name=size,...`, a name repeats or is reserved (pp, cp, ep), or a size is not
+        MeshError: the text is not `name=size,...`, a name repeats or is reserved (cp, ep), or a size is not
             positive.
     """
 
@@ -77,7 +78,7 @@ class Mesh:
         reserved = next((axis.name for axis in axes if axis.name in _RESERVED), None)
         if reserved:
             found, next_step = _RESERVED[reserved]
-            needed = "axes of data parallelism (dp, or any other name) and of tensor parallelism (tp)"
+            needed = "axes of data parallelism (dp, or any other name), of tensor parallelism (tp) and of stages (pp)"
             raise MeshError(f"mesh {shown(spec)} has an axis {reserved!r}: {found}", needed, next_step)
         object.__setattr__(self, "axes", axes)
 

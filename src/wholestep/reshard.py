@@ -22,10 +22,10 @@ class Step:
     """One step along one axis.
 
     `dim` is the tensor dim that it shards or gathers, `op` the reduction, `to` the dim that an all-to-all shards while
-    it gathers `dim`.
+    it gathers `dim`. Of a value with an owner, `dim` is the owner's coordinate, and `to` that of the next one.
     """
 
-    kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | slice | mask | vary
+    kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | send | broadcast, or local, as below
     axis: str
     dim: int = -1
     op: str = ""
@@ -34,7 +34,7 @@ class Step:
     @property
     def communicates(self) -> bool:
         """False for local steps."""
-        return self.kind not in ("slice", "mask", "vary")
+        return self.kind not in ("slice", "mask", "vary", "own", "share")
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,20 @@ def _moves(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -
             yield from _reductions(layout, target, axis, have)
             if (dim := _dim_to_share(layout, target, axis, shape, mesh)) is not None:
                 yield Step("reduce_scatter", axis, dim, have.op), layout.put(axis, AxisState("S", dim))
+        elif have.kind == "O":
+            yield from _from_owner(layout, axis, have, want)
         elif have.kind == "R":
             yield from _cuts(layout, target, axis, want)
+
+
+def _from_owner(layout: Layout, axis: str, have: AxisState, want: AxisState) -> Iterator[tuple[Step, Layout]]:
+    """To another owner, to all, or as the one share of a sum that is not zero."""
+    if want.kind == "O":
+        yield Step("send", axis, have.at, to=want.at), layout.put(axis, want)
+    elif want.kind == "P" and want.op in ("sum", "norm1", "norm2"):
+        yield Step("share", axis, have.at, want.op), layout.put(axis, want)
+    else:
+        yield Step("broadcast", axis, have.at), layout.put(axis, REPLICATED)
 
 
 def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> Iterator[tuple[Step, Layout]]:
@@ -124,6 +136,8 @@ def _cuts(layout: Layout, target: Layout, axis: str, want: AxisState) -> Iterato
         yield Step("mask", axis, op=want.op), layout.put(axis, want)
     elif want.kind == "V":
         yield Step("vary", axis), layout.put(axis, want)
+    elif want.kind == "O":
+        yield Step("own", axis, want.at), layout.put(axis, want)
 
 
 def _fits(layout: Layout, target: Layout, axis: str, dim: int) -> bool:

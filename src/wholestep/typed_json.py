@@ -7,7 +7,7 @@ error has the path to the value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -80,6 +80,8 @@ def read(kind: Any, value: Any, at: str = "", own: Readers = _NO_READERS) -> Any
         if not isinstance(value, str) or value not in args:
             raise wrong(at, value, f"one of {', '.join(map(repr, args))}")
         return value
+    if origin is Sequence:
+        return read(tuple[args[0], ...], value, at, own)
     if origin is tuple:
         inner = [args[0]] * len(as_list(value, at)) if args[-1] is ... else list(args)
         if len(as_list(value, at)) != len(inner):
@@ -195,7 +197,7 @@ def _has_form(kind: Any, value: Any, own: Readers) -> bool:
     origin = get_origin(kind)
     if origin is Literal:
         return value in get_args(kind) if isinstance(value, str) else False
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return isinstance(value, (list, tuple))
     if origin is Mapping or is_dataclass(kind):  # pairs in a list stand in no union
         return isinstance(value, Mapping)
@@ -212,7 +214,7 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(one) for one in get_args(kind))
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
-    return _NEEDED.get(kind, "a list" if get_origin(kind) is tuple else "an object")
+    return _NEEDED.get(kind, "a list" if get_origin(kind) in (tuple, Sequence) else "an object")
 
 
 @cache

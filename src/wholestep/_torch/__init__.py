@@ -46,7 +46,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   cleans up. ProcessGroup.shutdown (2.4) is replaced by one that lets go of recordings first; a hook.
 - _C._storage_Use_Count (2.0): whether a storage has other users; a public count.
 - _C._distributed_c10d._resolve_process_group, _register_work (2.3): an all-to-all into existing memory, with the wait
-  of a functional collective, and several in one launch with one wait; out variants of the functional ones.
+  of a functional collective, several in one launch with one wait, and sends in a group by name; functional forms.
 - distributed.checkpoint.filesystem._StorageInfo (2.0): an index by which torch reads the tensors of a checkpoint; a
   public writer that takes where they are.
 - distributed.tensor.debug._comm_mode.NATIVE_TO_PY_MAPPING (2.5): CommDebugMode counts all_gather_into_tensor_out and

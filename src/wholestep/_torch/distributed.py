@@ -45,6 +45,18 @@ def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.
     return out
 
 
+def start_send(value: torch.Tensor, target: int, tag: int, group: str) -> Any:
+    """Start to send `value` to the rank `target` of a group; the result has a `wait`, until which `value` is read."""
+    c10d = cast(Any, torch._C)._distributed_c10d
+    return c10d._resolve_process_group(group).send([value], target, tag)
+
+
+def start_receive(out: torch.Tensor, source: int, tag: int, group: str) -> Any:
+    """Start to receive from the rank `source` of a group into `out`, which may be read after the result's `wait`."""
+    c10d = cast(Any, torch._C)._distributed_c10d
+    return c10d._resolve_process_group(group).recv([out], source, tag)
+
+
 def start_coalesced_gather(
     pieces: Sequence[torch.Tensor], received: Sequence[torch.Tensor], row: torch.Tensor, group: str
 ) -> torch.Tensor:

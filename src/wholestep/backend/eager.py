@@ -19,6 +19,7 @@ from ..graph import meta
 from ..graph.graph import Input
 from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
+from ..graph.stage_part import StagePart, part_of
 from ..sizes import SizeFloat, SizeGuards, SizeInt
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
@@ -108,7 +109,7 @@ class _Eager:
     def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
         self._graph, self._clock = graph, clock
         self._wrong: dict[str, tuple[int, ...]] = {}
-        self._loops: dict[Node, RunLoop] = {}
+        self._loops: dict[Node, RunLoop | RunStage] = {}
         self._sizes, self._texts = _sizes_in(graph)
         self._check_run = self._run = self._compile(first=True)
         self._checked = set[tuple[int, ...]]()
@@ -182,12 +183,21 @@ class _Eager:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
-            target = self._loops.setdefault(node, RunLoop(loop)) if (loop := loop_of(node)) else function_of(node)
+            target = self._bodies(node) or function_of(node)
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         call = f"{self._constant(mend[0], 'f')}({call}, {self._value(mend[1])})" if mend else call
         return f"{node.name} = {call}" if node.users else call
+
+    def _bodies(self, node: Node) -> RunLoop | RunStage | None:
+        """What runs the bodies of a node for pieces, compiled once; None for other nodes."""
+        if node not in self._loops:
+            if loop := loop_of(node):
+                self._loops[node] = RunLoop(loop)
+            elif part := part_of(node):
+                self._loops[node] = RunStage(part)
+        return self._loops.get(node)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -225,6 +235,77 @@ class RunLoop:
         for piece in range(self._pieces):
             totals = self._body([*given, *totals], piece)
         return totals
+
+
+Start = Callable[[torch.Tensor, int, int, str], Any]
+"""Starts to send a tensor, or to receive into one: the other rank, a tag, the group. The result has a `wait`."""
+_TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
+
+
+class RunStage:
+    """The part of a stage as a function: its blocks are compiled once, and run for every piece in the order of its
+    actions.
+    """
+
+    def __init__(
+        self,
+        part: StagePart,
+        send: Start = _torch.start_send,
+        receive: Start = _torch.start_receive,
+        compile: Callable[[Graph], Callable[[Sequence[Any], int], list[Any]]] = lambda body: _Eager(body, None),
+    ) -> None:
+        self._part, self._send, self._receive = part, send, receive
+        self._blocks = {block.name: (block, compile(block.body)) for block in part.blocks}
+        self._so_far = {end: before for before, end in part.totals}
+        self._starts = dict(part.totals)
+        self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
+        self._readers: dict[str, int] = {}
+        sent = [m.value for m in part.messages.values() if m.source == part.stage]
+        for name in [*sent, *(name for block in part.blocks for name in block.takes)]:
+            self._readers[name] = self._readers.get(name, 0) + 1
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """What the pieces accumulate."""
+        part = self._part
+        fixed = dict(zip(part.operands, operands, strict=True))
+        totals: dict[str, Any] = dict.fromkeys(self._starts)
+        values: list[dict[str, Any]] = [{} for _ in range(part.pieces)]
+        left: list[dict[str, int]] = [dict(self._readers) for _ in range(part.pieces)]
+        coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        going: list[tuple[Any, torch.Tensor]] = []
+
+        def take(name: str, piece: int) -> Any:
+            if name in fixed or name in totals:
+                return fixed[name] if name in fixed else totals[name]
+            left[piece][name] -= 1
+            return values[piece][name] if left[piece][name] else values[piece].pop(name)
+
+        for action in part.actions:
+            name, piece = action.name, action.piece
+            if action.kind == "run":
+                block, run = self._blocks[name]
+                made = run([take(one, piece) for one in block.takes], piece)
+                for given, value in zip(block.gives, made, strict=True):
+                    if given in self._so_far:
+                        totals[self._so_far[given]] = value
+                    if self._readers.get(given):
+                        values[piece][given] = value
+            elif action.kind == "send":
+                message = part.messages[name]
+                value = take(message.value, piece)
+                going = [one for one in going if not one[0].is_completed()]
+                going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
+            elif action.kind == "post":
+                message = part.messages[name]
+                out = torch.empty(message.shape[piece], dtype=message.dtype, device=part.device)
+                coming[name, piece] = self._receive(out, message.source, self._tags[name] + piece, part.axis), out
+            elif action.kind == "wait":
+                begun, values[piece][name] = coming.pop((name, piece))
+                begun.wait()
+            else:
+                for begun, _ in going:
+                    begun.wait()
+        return [totals[before] for before, _ in part.totals]
 
 
 def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import ByPiece, loop_of
 from ..graph.nodes import copy_graph, is_collective, node_at
+from ..graph.stage_part import StagePart, part_of
 from ..layout import resolve
 from ..mesh import TIME
 from ..partition.rank_ops import RANK_DEPENDENT
+from ..partition.stage_program import POINT_TO_POINT
 from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
@@ -80,6 +83,8 @@ def _bind(
         if loop := loop_of(node):
             node.target = loop.with_body(copy_graph(loop.body))
             _bind(node.target.body, coordinate, groups, exchange, loop.pieces)
+        elif part := part_of(node):
+            node.target = _bound_part(part, coordinate, groups, exchange)
         elif is_collective(node):
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
@@ -91,8 +96,9 @@ def _bind(
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 to_exchange(graph, node)
-        elif node.target in FUSED:
-            node.args = (*node.args[:-1], groups[str(node.args[-1])])
+        elif node.target in FUSED or node.target in POINT_TO_POINT:
+            args = bound_arguments(node, coordinate)[0]
+            node.args = (*args[:-1], groups[str(args[-1])])
         else:
             node.args, node.kwargs = _arguments(node, coordinate, pieces)
 
@@ -103,6 +109,24 @@ def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[
         return bound_arguments(node, coordinate)
     each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
     return cast("tuple[Any, Any]", _by_piece(each))
+
+
+def _bound_part(part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool) -> StagePart:
+    """The part of a stage on one rank: its blocks, and the shape of each message for each piece."""
+    bodies = [copy_graph(block.body) for block in part.blocks]
+    for body in bodies:
+        _bind(body, coordinate, groups, exchange, part.pieces)
+    return replace(with_shapes(part.with_bodies(bodies), coordinate), axis=groups[part.axis])
+
+
+def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:
+    """`part` with the shape of each message for each piece, on the rank at `coordinate`."""
+    places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
+    messages = {
+        name: replace(message, shape=tuple(resolve(message.shape, place) for place in places))
+        for name, message in part.messages.items()
+    }
+    return replace(part, messages=messages)
 
 
 def _by_piece(values: Sequence[Any]) -> Any:

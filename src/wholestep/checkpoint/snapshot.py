@@ -255,7 +255,7 @@ def _fits(live: Any, saved: CheckpointTensor) -> bool:
 def _new(saved: CheckpointTensor, optimizer: Optimizer, param: torch.Tensor) -> torch.Tensor:
     """State that does not exist yet is cut as its parameter is, or whole; counts stay on the CPU, as in torch.optim."""
     dtype = getattr(torch, saved.dtype)
-    cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+    cut = isinstance(param, DTensor) and not all(placement.is_replicate() for placement in param.placements)
     if cut and saved.shape == tuple(param.shape):
         return torch.empty_like(param.detach(), dtype=dtype)
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import loop_of
 from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
-from ..graph.storage import Storage, storage_bytes, storages
+from ..graph.storage import PIECES, Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
 from ..typed_values import check_arguments
 
@@ -90,7 +92,7 @@ class PeakMemory:
         left = len(self.live) - _SHOWN
         rows = [f"  {one}" for one in self.live[:_SHOWN]]
         rows += [f"  ... and {left} smaller"] if left > 0 else []
-        return "\n".join([f"peak {human(self.size_bytes)} at %{self.at}{where}: {kinds}", *rows])
+        return "\n".join([f"peak {human(self.size_bytes)} at %{self.at}{where}{kinds and ': '}{kinds}", *rows])
 
 
 def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
@@ -130,6 +132,8 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
         >>> print(wholestep.peak_memory(step.local_graph))
     """
     check_arguments("peak_memory", local=(local, LocalGraph))
+    if local.stage_axis and local.stage is None:
+        return _of_stages(local)
     held, calls = storages(local.graph), _calls(local.graph)
     sizes = curve(held, len(calls))
     rest = sum(s.size_bytes for s in held if s.first < 0)
@@ -142,8 +146,31 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     return PeakMemory(sizes[at], rest, calls[at].name, meta.module_path(calls[at]), tuple(rows))
 
 
+def _of_stages(local: LocalGraph) -> PeakMemory:
+    """Of the stage that holds most: what rests on it, and in a loop its gradients and values of pieces. `peak_memory`
+    of the program of a stage has its tensors.
+    """
+    first, most = local.mesh.coordinate(0), PeakMemory(0, 0, "", "", ())
+    for stage in range(local.mesh.axis_size(local.stage_axis)):
+        rest = sum(
+            prod(layout.local_shape(i.meta.shape, local.mesh, first)) * i.meta.dtype.itemsize
+            for i, layout in zip(local.inputs, local.layouts, strict=True)
+            if layout.is_held_at({**first, local.stage_axis: stage})
+        )
+        for node in local.graph.nodes:
+            loop = loop_of(node)
+            part = loop.stages.parts[stage] if loop and loop.stages else None
+            own = [user for user in node.users if meta.stage(user) in (None, stage)] if part else []
+            size = rest + (part.peak_bytes if part else 0) + sum(map(meta.size_bytes, own))
+            if size > most.size_bytes:
+                most = PeakMemory(size, rest, node.name, "", ())
+    return most
+
+
 def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
+    if storage.index == PIECES:
+        return LiveTensor(node.name, "activation", (), "values of pieces", storage.size_bytes)
     made = meta.tensors(node)[storage.index]
     assert made is not None, "a storage belongs to a tensor"
     name, kind = roles.get(node) or (node.name, _kind(storage))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import Loop, loop_of, with_bodies
@@ -21,6 +22,7 @@ from .fused import fused_us, is_fused
 from .kernel_times import KernelTimes
 from .kernels import op_times, starts
 from .stack import Stack
+from .stage_simulation import StageClocks
 
 
 @dataclass
@@ -155,9 +157,10 @@ class Clock:
 class SimulationResult:
     """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives.
 
-    `step_us` is the device's, or where a `Stack` starts ops one by one, that of both. `host_us` is what the host of a
-    GPU needs to start the step op by op: a step that is not recorded as a CUDA graph takes at least that. It is 0 where
-    the host computes.
+    Of a pipeline, `step_us` is until the last stage ends, and `exposed_us` how long a stage does nothing, on average.
+    Else `step_us` is that of the device, or where a `Stack` starts ops one by one, that of both. `host_us` is what the
+    host of a GPU needs to start the step op by op: a step that is not recorded as a CUDA graph takes at least that. It
+    is 0 where the host computes.
 
     `mfu` is the model FLOPs utilization: the operations of a rank's products, convolutions and attention (two for each
     multiplication and addition; recomputed ones left out), over the step's time and the hardware's peak for their
@@ -194,9 +197,28 @@ def simulate(
         "simulate", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
         stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
     )  # fmt: skip
+    if local.stage_axis:
+        clocks = stage_clocks(local, hardware, compiled, stack, profile)
+        once, again = (us / len(clocks.now) / clocks.step_us for us in peak_us(local.graph, hardware))
+        return SimulationResult(clocks.step_us, clocks.idle_us, once, 0.0, once + again)
     clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)
+
+
+def stage_clocks(
+    local: LocalGraph, hardware: Hardware, compiled: bool, stack: Stack | None, profile: KernelTimes | None
+) -> StageClocks:
+    """The clocks of all stages of a pipeline at the end of a step. Raises PlanError for the program of one stage, which
+    depends on the others, and for kernels that blocks are not priced with.
+    """
+    if local.stage is not None:
+        needed = "the program of all stages, as partition returns it"
+        raise PlanError(f"stage {local.stage} alone has no time: it waits for the others", needed, "simulate that")
+    if compiled or stack is not None or profile is not None:
+        found = "compiled=, stack= or profile= with a pipeline"
+        raise PlanError(found, "blocks priced op by op by the hardware", "leave it out")
+    return StageClocks(local, hardware).run()
 
 
 def priced(

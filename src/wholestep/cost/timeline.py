@@ -20,10 +20,11 @@ from ..hardware.hardware import Hardware
 from ..typed_values import check_arguments
 from .kernel_times import KernelTimes
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
+from .simulation import SimulationResult, kind_of, priced, result_of, simulate, steady_start, whole_bytes
 from .stack import Stack
+from .stage_simulation import StageClocks
 
-COMPUTE, WAIT = "compute", "wait"
+COMPUTE, WAIT, STAGE = "compute", "wait", "stage "
 _SHOWN = 8
 
 
@@ -77,8 +78,10 @@ class Timeline:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """`compute`, `wait`, and the axes with collectives."""
+        """`compute`, `wait`, and the axes with collectives; of a pipeline its stages."""
         axes = dict.fromkeys(span.stream for span in self.spans)
+        if stages := [one for one in axes if one.startswith(STAGE)]:
+            return tuple(sorted(stages))
         return (COMPUTE, WAIT, *(one for one in axes if one not in (COMPUTE, WAIT)))
 
     def save(self, path: str | Path, *others: Timeline) -> None:
@@ -91,6 +94,11 @@ class Timeline:
 
     def __str__(self) -> str:
         step = self.simulated.step_us
+        if self.streams[0].startswith(STAGE):
+            busy = ((one, self.busy_us(one)) for one in self.streams)
+            rows = [f"{one}: busy {seconds(us / 1e6)} ({us / step:.0%})" for one, us in busy]
+            idle = f"a stage does nothing for {self.simulated.exposed_us / step:.0%} of it"
+            return "\n".join([f"step {seconds(step / 1e6)}: {idle}", *rows, str(self.peak)])
         rows = [
             f"step {seconds(step / 1e6)}: compute {seconds(self.busy_us(COMPUTE) / 1e6)}, waiting for collectives "
             f"{seconds(self.simulated.exposed_us / 1e6)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
@@ -121,7 +129,7 @@ def timeline(
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
     `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
     `stack`: the kernels are those of other software; `profile`: measured ones count. Memory is that of the program op
-    by op.
+    by op. The program of all stages of a pipeline has a stream for each stage, with its blocks for each piece.
 
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
@@ -130,6 +138,8 @@ def timeline(
         "timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
         stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
     )  # fmt: skip
+    if local.stage_axis:
+        return _of_stages(local, hardware, simulate(local, hardware, compiled, stack=stack, profile=profile))
     clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     found: list[Span] = []
     ends: list[float] = []
@@ -144,6 +154,20 @@ def timeline(
     memory = tuple(zip(ends, bytes_held(local), strict=True))
     ordered = tuple(sorted(found, key=lambda span: span.start_us))
     return Timeline(ordered, result_of(local, clock), memory, peak_memory(local))
+
+
+def _of_stages(local: LocalGraph, hardware: Hardware, simulated: SimulationResult) -> Timeline:
+    """All stages of a pipeline, one stream each; what is empty between spans are their bubbles."""
+    spans = [
+        Span(
+            span.name if span.piece is None else f"{span.name} of piece {span.piece}",
+            op_name(span.node) if span.piece is None else span.name,
+            f"{STAGE}{span.stage}", span.start_us, span.us,
+            phase(span.node) if span.piece is None else span.name.split()[0], meta.module_path(span.node),
+        )
+        for span in StageClocks(local, hardware).run().spans
+    ]  # fmt: skip
+    return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)), simulated, (), peak_memory(local))
 
 
 def _span(node: Node, stream: str, start_us: float, end_us: float) -> Span:
@@ -162,7 +186,7 @@ def op_name(node: Node) -> str:
 
 def title(stream: str) -> str:
     """The name of a stream for people."""
-    return stream if stream in (COMPUTE, WAIT) else f"axis {stream}"
+    return stream if stream in (COMPUTE, WAIT) or stream.startswith(STAGE) else f"axis {stream}"
 
 
 def phase(node: Node) -> str:

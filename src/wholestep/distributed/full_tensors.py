@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, dtensor
 from ..collectives.mesh_position import MeshPosition, place
-from ..layout import Layout, cut
+from ..layout import REPLICATED, Layout, cut
 from ..tuning import TUNING
 from .activity import ACTIVITY
 
@@ -64,6 +64,7 @@ def _gathered(pieces: Sequence[DTensor], at_home: bool) -> dict[int, Tensor]:
         for tensor in few:
             layout = dtensor.layout_from(tensor.placements, tensor.dim(), places[tensor.device_mesh].mesh)
             piece = _torch.local_tensor(tensor).to(tensor.device_mesh.device_type)
+            piece, layout = _from_owner(piece, layout, tuple(tensor.shape), places[tensor.device_mesh])
             parts.append(_Part(piece, layout, tuple(tensor.shape)))
         while any(part.next() for part in parts):
             buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[tuple[_Part, int]]](list)
@@ -74,6 +75,16 @@ def _gathered(pieces: Sequence[DTensor], at_home: bool) -> dict[int, Tensor]:
                 _join(bucket, axis, places[devices])
         out |= {id(tensor): _own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)}
     return out
+
+
+def _from_owner(piece: Tensor, layout: Layout, shape: tuple[int, ...], here: MeshPosition) -> tuple[Tensor, Layout]:
+    """What an owner has, on all ranks."""
+    for axis, owner in layout.owned:
+        if not layout.is_held_at(here.coordinate):
+            piece = piece.new_empty(layout.local_shape(shape, here.mesh, here.coordinate))
+        sent = funcol.broadcast(piece.contiguous(), owner, here.groups[axis].group_name)
+        piece, layout = funcol.wait_tensor(sent), layout.put(axis, REPLICATED)
+    return piece, layout
 
 
 def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:

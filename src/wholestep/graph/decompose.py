@@ -19,7 +19,7 @@ from ..tuning import TUNING
 from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
-from .nodes import copy_node, node_at, operands
+from .nodes import copy_node, drop_dead, node_at, operands
 from .sizes_in_graph import symbols_in, with_plain_sizes, without_size_nodes
 from .verify import check_train_graph
 
@@ -65,7 +65,7 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
         else:
             at[node] = copy_node(node, new, at.__getitem__)
     if merged:
-        new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(new)
     known = {n.name for n in new.nodes}
     losses = tuple(name if name in known else _last(new, name) for name in graph.losses)
     made = replace(graph, graph=new, losses=tuple(filter(None, losses)))

@@ -120,7 +120,9 @@ class LocalGraph:
     It is the same for all ranks: rank-dependent ops name a mesh axis, for which `backend.rank_binding` inserts the
     coordinate. `passes` names the applied passes. `async_axes` are those of `TensorParallel(async_tp=...)`, each with
     its value. With `across`, a call completes the previous step: this program runs in all calls except the first;
-    `across` has the program of the first call, and the one that completes the last step.
+    `across` has the program of the first call, and the one that completes the last step. With `stage_axis`, it is the
+    program of all stages of a pipeline, which does not run (`partition.stage_program` has that of one), or that of
+    `stage`: coordinates of the axis run different nodes.
     Invariants (`verify.check_local_graph`): those of a TrainGraph, except that nodes may mutate; every collective is
     waited for or carried to the next call; no dead node.
 
@@ -140,6 +142,8 @@ class LocalGraph:
     sizes: BucketSizes | None = None
     async_axes: tuple[tuple[str, str], ...] = ()
     across: tuple[LocalGraph, LocalGraph] | None = None
+    stage_axis: str = ""
+    stage: int | None = None
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .nodes import function_of
+from .stage_part import StageParts, part_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,10 +19,12 @@ class Loop:
     The node's operands are those of the whole rank. Placeholders of the body are these, then one for each accumulator,
     which is None for the first piece; the body returns the accumulators. Before binding, the coordinate of a piece is
     the axis `time`, as that of a rank is another axis; then arguments that differ between pieces are a `ByPiece`.
+    `stages`: how the stages of a pipeline share the body.
     """
 
     body: Graph
     pieces: int
+    stages: StageParts | None = None
     __name__ = "loop"
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -70,8 +73,17 @@ def loop_of(node: Node) -> Loop | None:
 
 
 def with_bodies(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """Each node of a graph and of the bodies of its loops, with the number of times that it runs."""
+    """Each node of a graph and of the bodies that it runs for pieces, with the number of times that it runs."""
     for node in graph.nodes:
         yield node, 1
-        if loop := loop_of(node):
-            yield from ((inner, loop.pieces) for inner in loop.body.nodes)
+        pieces, bodies = bodies_of(node)
+        for body in bodies:
+            yield from ((inner, pieces) for inner in body.nodes)
+
+
+def bodies_of(node: Node) -> tuple[int, list[Graph]]:
+    """The bodies that `node` runs, and how often each: of a loop, or the blocks of a stage."""
+    if loop := loop_of(node):
+        return loop.pieces, [loop.body]
+    part = part_of(node)
+    return (part.pieces, [block.body for block in part.blocks]) if part else (1, [])

@@ -300,6 +300,20 @@ set_recomputed, is_recomputed = _flag("wholestep_again")
 """Whether a node recomputes the value of another node."""
 
 
+set_kept, is_kept = _flag("wholestep_kept")
+"""Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
+
+
+def set_stage(node: Node, coordinate: int | None) -> None:
+    """Record which coordinate of the axis of stages runs the node of a local graph; None for all."""
+    node.meta["wholestep_stage"] = coordinate
+
+
+def stage(node: Node) -> int | None:
+    """Return the coordinate of the axis of stages that runs the node; None for all."""
+    return node.meta.get("wholestep_stage")
+
+
 def copy_origin(source: Node, target: Node) -> None:
     """Copy source line, module and autograd phase from `source` to `target`."""
     if "custom" in source.meta:

@@ -86,6 +86,11 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
     return new
 
 
+def drop_dead(graph: Graph) -> None:
+    """Erase calls that nothing reads, except those that are kept without readers (`meta.set_kept`)."""
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or meta.is_kept(n))
+
+
 def redirect(moved: Mapping[Node, Node]) -> None:
     """Replace all uses of each key of `moved` by its value, transitively. `Node.replace_all_uses_with` visits all
     operands of a reader per replacement: quadratic for the thousands of an output or a foreach optimizer.

@@ -102,8 +102,8 @@ def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) 
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
-    """Fill in the sizes of a graph and of the bodies of its loops, which it alone has: arguments, and what is recorded of
-    results. Returns what fills in one number.
+    """Fill in the sizes of a graph and of the bodies of its loops, which it alone has: arguments, and what is recorded
+    of results. Returns what fills in one number.
 
     With `record`, numbers keep their expressions.
     """

@@ -17,10 +17,13 @@ from . import meta
 from .loop import loop_of
 from .meta import TensorMeta
 from .nodes import is_collective, is_wait, operands
+from .stage_part import part_of
 
 aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "all", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
+PIECES = -1
+"""The `index` of a storage that stands for all that a stage holds of pieces at once."""
 
 UNMARKED_VIEWS = frozenset(
     {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
@@ -164,6 +167,8 @@ class _Work:
                 storage.members.append(node)
         if loop := loop_of(node):
             self.found += [replace(one, first=self.at, last=self.at) for one in most_at_once(loop.body)]
+        if part := part_of(node):
+            self.found.append(Storage(node, PIECES, part.peak_bytes, self.at, self.at))
 
     def _hold(self, nodes: Sequence[Node]) -> None:
         for node in nodes:

@@ -18,6 +18,7 @@ from . import meta
 from .loop import loop_of, with_bodies
 from .nodes import communicates, node_at, operands
 from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
+from .stage_part import StageParts, part_of
 
 if TYPE_CHECKING:
     from .graph import LocalGraph, TrainGraph
@@ -84,7 +85,8 @@ def show_local_graph(local: LocalGraph) -> str:
     """Format the program of one rank; shapes are the first rank's."""
     placed = zip(local.inputs, local.layouts, strict=True)
     types = [f"{short_dtype(i.meta.dtype)}[{layout.show(i.meta.shape)}]" for i, layout in placed]
-    return _shown(local, f"local_graph  mesh {local.mesh}", types)
+    stage = f", stage {local.stage} of {local.stage_axis}" if local.stage is not None else ""
+    return _shown(local, f"local_graph  mesh {local.mesh}{stage}", types)
 
 
 def _shown(graph: TrainGraph | LocalGraph, head: str, types: Sequence[str]) -> str:
@@ -117,7 +119,27 @@ def _body(graph: Graph) -> list[str]:
             ends = ", ".join(f"%{one.name}" for one in operands(next(iter(reversed(loop.body.nodes)))))
             lines.append(f"    for each of {loop.pieces} pieces:")
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
+            lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []
+        if part := part_of(node):
+            for block in part.blocks:
+                lines.append(f"    {block.name}: from {_names(block.takes)}")
+                lines += [f"    {line}" for line in (*_body(block.body), f"  leaves {_names(block.gives)}")]
+            lines.append(f"    order: {'; '.join(map(str, part.actions))}")
     return lines
+
+
+def _orders(stages: StageParts) -> list[str]:
+    """The blocks of each stage in their order."""
+    lines = [f"  order {stages.order}:"]
+    for part in stages.parts:
+        short = {block.name: block.name.partition(", ")[2] for block in part.blocks}
+        runs = [f"{short[one.name]}[{one.piece}]" for one in part.actions if one.kind == "run"]
+        lines.append(f"    stage {part.stage}: {'; '.join(runs)}")
+    return lines
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"%{name}" for name in names) or "nothing"
 
 
 def show_call(node: Node) -> str:

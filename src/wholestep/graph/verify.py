@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ..errors import GraphError
 from . import meta
 from .graph import Input, LocalGraph, Output, TrainGraph
-from .loop import loop_of
+from .loop import bodies_of
 from .nodes import is_collective, is_mutating, is_wait, operands
 
 _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
@@ -40,9 +40,10 @@ def check_local_graph(local: LocalGraph) -> None:
     for given, layout in zip(local.inputs, local.layouts, strict=True):
         layout.check(given.meta.shape, local.mesh, given.name)
     _check_calls(local.graph, {node for out, node in local.results() if out.kind == "carry"})
-    for loop in filter(None, map(loop_of, local.graph.nodes)):
-        _check_order(loop.body)
-        _check_calls(loop.body, set())
+    for node in local.graph.nodes:
+        for body in bodies_of(node)[1]:
+            _check_order(body)
+            _check_calls(body, set())
 
 
 def _check_calls(graph: Graph, carried: Collection[Node]) -> None:
@@ -50,7 +51,7 @@ def _check_calls(graph: Graph, carried: Collection[Node]) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if not node.users and not is_mutating(operands(node)[0] if is_wait(node) else node):
+        if not node.users and not meta.is_kept(node) and not is_mutating(operands(node)[0] if is_wait(node) else node):
             found = f"%{node.name} ({node.target}) is dead"
             raise GraphError(found, "no node without a user", "remove it in the pass that left it")
         for user in node.users if is_collective(node) else ():

@@ -17,7 +17,7 @@ from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
-_LOCAL = ("slice", "mask", "vary")
+_LOCAL = ("slice", "mask", "vary", "own", "share")
 _LEAST_BUCKET, _LARGEST_BUCKET = 256 << 10, 64 << 20
 
 

@@ -16,11 +16,12 @@ from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
 from ..graph.nodes import add_call
 from ..graph.op_kinds import FLOAT8
+from ..graph.stage_part import transfer
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
 from . import rank_ops
-from .rank_ops import cut_to, only_first, pad_to, take_chunk
+from .rank_ops import cut_to, only_first, pad_to, share, take_chunk
 
 funcol = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -81,12 +82,16 @@ class Emitter:
     def _local(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
         step, _, after = move
         made = self._made(after, whole)
-        if step.kind == "vary" or (step.kind == "mask" and step.op in ("avg", "max", "min")):
+        if step.kind in ("vary", "own") or (step.kind == "mask" and step.op in ("avg", "max", "min")):
             return node
         if step.kind == "slice":
             made = replace(made, stride=one_tensor(node).stride)
             new = self.call(take_chunk, (node, step.dim, self.mesh.axis_size(step.axis), step.axis), made, node)
             meta.set_strided(new, meta.is_strided(node) or step.dim > 0)
+            return new
+        if step.kind == "share":
+            new = self.call(share, (node, step.dim, step.axis), made, node)
+            meta.set_stage(new, None)
             return new
         if step.kind == "mask" and step.op in ("sum", "norm1", "norm2"):
             return self.call(only_first, (node, step.axis), made, node)
@@ -102,6 +107,8 @@ class Emitter:
             op = "sum" if step.op.startswith("norm") else step.op
             node = self._contiguous(node)
             return self.call(funcol.all_reduce.default, (node, op, step.axis), contiguous(local.shape, local), node)
+        if step.kind in ("send", "broadcast"):
+            return self._from_owner(move, self._contiguous(node), whole)
         if step.kind == "all_to_all":
             return self._exchange(move, node, whole)
         long, short = (after, before) if step.kind == "all_gather" else (before, after)
@@ -122,6 +129,21 @@ class Emitter:
         moved[0] = length // parts
         args = (node, step.op, parts, step.axis)
         return self.call(funcol.reduce_scatter_tensor.default, args, contiguous(moved, whole), node)
+
+    def _from_owner(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+        step, before, _ = move
+        local, sends = one_tensor(node), step.kind == "send"
+        if sends:
+            shape = [extent(n, axes, self.mesh) for n, axes in zip(whole.shape, before.dims, strict=True)]
+            new = self._ranked(
+                transfer, (node, step.dim, step.to, shape, step.axis), contiguous(local.shape, local), node
+            )
+        else:
+            args = (node, step.dim, step.axis)
+            new = self.call(funcol.broadcast.default, args, contiguous(local.shape, local), node)
+        meta.set_stage(new, step.to if sends else None)
+        meta.set_strided(new, False)
+        return new
 
     def _on_first_rank(self, length: int | Extent) -> int:
         return length.at(self.mesh.coordinate(0)) if isinstance(length, Extent) else length
@@ -197,10 +219,12 @@ class Emitter:
     def _end(self, move: tuple[Step, Layout, Layout], begun: Node, whole: TensorMeta) -> Node:
         step, before, after = move
         local = one_tensor(begun)
+        if step.kind == "send":
+            return begun
         node = self.call(funcol.wait_tensor.default, (begun,), local, begun)
         if step.kind == "all_reduce" and step.op.startswith("norm"):
             return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), local, node)
-        if step.kind == "all_reduce":
+        if step.kind in ("all_reduce", "broadcast"):
             return node
         if step.kind == "all_to_all":
             return self._exchanged(move, node, whole)

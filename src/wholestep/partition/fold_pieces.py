@@ -22,7 +22,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import Loop, loop_of
 from ..graph.meta import TensorMeta, contiguous
-from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, copy_node, drop_dead, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import CHEAP, collective_kind, is_pointwise
 from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
@@ -98,7 +98,7 @@ class _Fold:
                 _Body(self, stage).write([n for n in self.nodes if self._in_loop(n) and self.stage[n] == stage])
         output = next(iter(reversed(self.local.graph.nodes)))
         self.new.output(map_arg(output.args[0], self.at.__getitem__))
-        _drop_dead(self.new)
+        drop_dead(self.new)
         return replace(self.local, graph=self.new, mesh=mesh, layouts=layouts)
 
     def _read(self, node: Node) -> Node:
@@ -219,7 +219,7 @@ class _Body:
             if node in self.fold.keeps:
                 self._keep(node)
         self.graph.output(tuple(total for _, total, _ in self.totals))
-        _drop_dead(self.graph)
+        drop_dead(self.graph)
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
             first.prepend(placeholder)
@@ -227,6 +227,7 @@ class _Body:
         target = Loop(self.graph, self.fold.pieces)
         loop = add_call(self.fold.new, target, tuple(self.given), made[0], self.totals[0][1], f"loop_{self.stage}")
         meta.set_tensors(loop, made)
+        meta.set_stage(loop, None)
         for number, (_, total, source) in enumerate(self.totals):
             item = self.fold.new.create_node("call_function", _torch.GETITEM, (loop, number), name=total.name)
             meta.copy(source, item)
@@ -333,10 +334,6 @@ def _is_fresh(node: Node) -> bool:
         return shared_operand(node) is None
     source = node_at(node, 0)
     return _torch.is_op(source.target) and shared_operand(source, meta.picked(node).start) is None
-
-
-def _drop_dead(graph: Graph) -> None:
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 
 def _has_time(value: Any) -> bool:

@@ -18,7 +18,7 @@ from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous
-from ..graph.nodes import add_node, node_at, operands
+from ..graph.nodes import add_node, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.verify import check_local_graph
@@ -41,6 +41,7 @@ from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
 from .slice_early import slice_early
+from .stage_program import with_stages
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -89,6 +90,8 @@ def _written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
+    if plan.owners:
+        local = with_stages(local, plan)
     check_local_graph(local)
     return local
 
@@ -123,17 +126,18 @@ class _Lowering:
                 self._emit(node, 0)
         made = [self._result(output.kind, output.target, node) for output, node in self.train.results()]
         self.graph.output(tuple(made))
-        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(self.graph)
         rest = tuple(self.plan.storage[i.name] for i in self.train.inputs)
         return LocalGraph(
             self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
-            offload=self.train.offload, async_axes=self.plan.async_axes,
+            offload=self.train.offload, async_axes=self.plan.async_axes, stage_axis=self.plan.stage_axis,
         )  # fmt: skip
 
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
         meta.set_tensors(new, (self._local_meta(meta.tensor(node), layout),))
+        meta.set_stage(new, _owner(layout))
         self.at[node, 0], self.layouts[node] = new, (layout,)
         whole = meta.tensor(node)
         if given.role is Role.BATCH and layout.is_sharded and whole is not None:
@@ -167,7 +171,7 @@ class _Lowering:
         if _torch.is_getitem(node.target):
             new = self._getitem(node, region)
         elif node.target in COMPLETE:
-            new = self._local_node(node_at(node, 0), region)
+            new = self._resharded(node_at(node, 0), decision.operands[0], region)
         else:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
@@ -236,6 +240,7 @@ class _Lowering:
     def _with_outputs(self, new: Node, node: Node) -> Node:
         """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
+        meta.set_stage(new, _owner(layouts[0]) if layouts else None)
         meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
         return new
 
@@ -395,6 +400,11 @@ class _Lowering:
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
         stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
         return replace(made, stride=stride)  # expanded dims stay expanded
+
+
+def _owner(layout: Layout) -> int | None:
+    """The coordinate that owns a tensor; a mesh has one axis of stages."""
+    return layout.owned[0][1] if layout.owned else None
 
 
 def _is_transposed(node: Node) -> bool:

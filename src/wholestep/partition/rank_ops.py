@@ -52,6 +52,11 @@ def only_first(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else x.new_zeros(x.shape)
 
 
+def share(x: Tensor, owner: int, coordinate: int) -> Tensor:
+    """Return `x` on the owner's rank of the axis and zeros on others: an owned value as a partial sum."""
+    return x if coordinate == owner else x.new_zeros(x.shape)
+
+
 @shares("if alike")
 def contiguous(x: Tensor) -> Tensor:
     """Return `x` if it is contiguous, else a contiguous copy."""
@@ -95,5 +100,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
-RANK_DEPENDENT = (take_chunk, only_first, put_piece, kept_piece)
-MAY_ALIAS = (take_chunk, pad_to, only_first, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)
+RANK_DEPENDENT = (take_chunk, only_first, share, put_piece, kept_piece)
+MAY_ALIAS = (take_chunk, pad_to, only_first, share, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)

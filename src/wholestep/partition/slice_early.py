@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.nodes import add_call, copy_node, operands
+from ..graph.nodes import add_call, copy_node, drop_dead, operands
 from ..layout import Extent, has_extent
 from ..mesh import TIME
 from .rank_ops import take_chunk
@@ -31,7 +31,7 @@ def slice_early(graph: Graph) -> None:
     while moved:
         slices = [node for node in graph.nodes if node.target is take_chunk and node.args[-1] == TIME]
         moved = sum(map(_moves, slices)) > 0  # all of them
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(graph)
 
 
 def _moves(cut: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from ..cost.simulation import Clock, run_all
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import copy_node, node_at, operands, redirect
+from ..graph.nodes import copy_node, drop_dead, node_at, operands, redirect
 from ..graph.storage import shared_operand
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -76,7 +76,7 @@ class AsyncTensorParallel(InPlace):
                 replaced |= _write(cut.site, parts[cut.name], local.graph, place)
         redirect(replaced)
         _sort(local.graph, place)
-        local.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(local.graph)
         return local
 
     def _proposed(self, local: LocalGraph, modes: Mapping[str, str]) -> list[Cut]:

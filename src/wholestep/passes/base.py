@@ -12,8 +12,10 @@ from torch.fx import Node
 from ..errors import GraphError, WholestepError
 from ..graph.gc_control import collector_paused
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import copy_graph
+from ..graph.nodes import copy_graph, is_collective
+from ..graph.stage_part import part_of
 from ..graph.verify import check_local_graph
+from ..partition.stage_program import POINT_TO_POINT
 from ..rules.registry import is_random
 from ..typed_values import check_arguments
 
@@ -59,10 +61,13 @@ def run_passes(
         GraphError: a pass is out of order, or left a malformed graph; names the pass.
     """
     check_arguments("run_passes", local=(local, LocalGraph), passes=(passes, Sequence[Pass]))
+    if local.stage_axis and local.stage is None:
+        found = "passes on the program of all stages, which does not run"
+        raise GraphError(found, "the program of one stage", "give wholestep.stage_program(local, coordinate)")
     for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
         name = getattr(one, "__name__", type(one).__name__)
         check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
-        given, ends = local, local.across
+        given, ends, exchanged = local, local.across, _exchanged(local)
         local = one.change(local) if owned and isinstance(one, InPlace) else one(local)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
@@ -70,6 +75,10 @@ def run_passes(
                 "a LocalGraph",
                 "return the graph you were given or a changed copy",
             )
+        if _exchanged(local) != exchanged:
+            found = f"pass {name} changed what stages of a pipeline exchange, or its order"
+            needed = "the order of other stages: it was proven to end"
+            raise GraphError(found, needed, "leave the pass out: pipeline(schedule=None) has none that does")
         if ends is not None and not getattr(one, "orders", False):
             local = replace(local, across=(one(ends[0]), one(ends[1])))
         if isinstance(one, InPlace) or _program_of(local) != _program_of(given):
@@ -79,6 +88,16 @@ def run_passes(
         if watch is not None:
             watch(name, local)
     return local
+
+
+def _exchanged(local: LocalGraph) -> list[str]:
+    """What a stage of a pipeline exchanges with others, in order."""
+    if local.stage is None:
+        return []
+    return [
+        node.name for node in local.graph.nodes
+        if node.target in POINT_TO_POINT or part_of(node) or (is_collective(node) and node.args[-1] == local.stage_axis)
+    ]  # fmt: skip
 
 
 def _program_of(local: LocalGraph) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
-from ..graph.loop import loop_of
+from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS
 from ..partition.rank_ops import MAY_ALIAS
@@ -284,7 +284,7 @@ def _index(getitem: Node) -> int:
 def aliased(node: Node) -> Node | None:
     """The operand whose storage `node` may share."""
     given = operands(node)
-    if node.op != "call_function" or not given or loop_of(node):
+    if node.op != "call_function" or not given or bodies_of(node)[1]:
         return None
     if node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node):
         return given[0]

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from ..errors import GraphError
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import copy_with, operands
+from ..graph.nodes import copy_with, drop_dead, operands
 from .saved_tensors import SavedTensors
 
 
@@ -38,7 +38,7 @@ def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
     calls = [n for n in graph.nodes if n.op == "call_function"]
     for at, segment in sorted(readers):
         work.rewrite(calls[at], segment)
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    drop_dead(graph)
     return replace(saved.local, graph=graph)
 
 

@@ -145,6 +145,9 @@ class _Check:
         for axis in self.axes:
             takes = [layout.state(axis) for layout in decision.operands]
             gives = {i: decision.outputs[i].state(axis) for i in made}
+            if any(state.kind == "O" for state in (*takes, *gives.values())):
+                self._check_owner(node, axis, takes, set(gives.values()))
+                continue
             if all(state == REPLICATED for state in (*takes, *gives.values())):
                 continue
             if VARIES in takes or VARIES in gives.values():
@@ -161,6 +164,15 @@ class _Check:
         rule = find_rule(node) if cuts else None
         for group in rule.groups if rule else ():
             self._check_cuts(node, group, rule.by_shape if rule else frozenset(), decision)
+
+    def _check_owner(self, node: Node, axis: str, takes: Sequence[AxisState], gives: set[AxisState]) -> None:
+        """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""
+        rule = find_rule(node)
+        by_shape = rule.by_shape if rule else frozenset[int]()
+        read = {state for i, state in enumerate(takes) if i not in by_shape} - {REPLICATED}
+        if not (read <= gives and len(gives) == 1) and not (not read and gives <= {REPLICATED}):
+            needed = "operands and results of one owner"
+            raise self._refused(node, f"has {_several(takes)} -> {_several(tuple(gives))} along {axis}", needed)
 
     def _check_cuts(self, node: Node, group: Group, by_shape: frozenset[int], decision: Decision) -> None:
         """Each factor is cut by the same axes in the same order wherever it stands, into parts that it allows."""

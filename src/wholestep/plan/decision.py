@@ -41,6 +41,7 @@ class Options:
     are re-gathered (0: all, None: none). `regathered` names further ones. `reduce_dtype` is the dtype of gradient
     reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
     piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
+    `order`: of the blocks of stages, as `Pipeline.schedule`.
     """
 
     keep_gathered_bytes: int | None = None
@@ -48,6 +49,7 @@ class Options:
     broadcast_buffers: bool = False
     regathered: tuple[str, ...] = ()
     reduces_each_piece: bool = False
+    order: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..graph.meta import TensorMeta
-from ..graph.nodes import copy_graph, node_at
+from ..graph.nodes import copy_graph, drop_dead, node_at
 from ..graph.op_kinds import packet_name
 from ..rules.registry import is_random
 
@@ -47,7 +47,7 @@ def for_pieces(graph: TrainGraph) -> TrainGraph:
             _split_dropout(node)
         elif node.target in _NLL:
             _count_targets(node)
-    new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    drop_dead(new)
     return replace(graph, graph=new)
 
 

@@ -28,6 +28,7 @@ from .for_pieces import for_pieces
 from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
+from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
 
@@ -48,6 +49,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
     hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
+    strategies = strategies.staged(graph, mesh, hardware)
+    owners = strategies.pipeline.owners(mesh) if strategies.pipeline else {}
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
@@ -55,7 +58,8 @@ def make_plan(
     resting, rest = _placed(graph, mesh, strategies, placed)
     grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
     op = "avg" if options.reduce == "mean" else "sum"
-    planned = for_pieces(graph) if mesh.pieces > 1 else graph
+    planned = for_pieces(graph) if mesh.pieces > 1 or owners else graph
+    planned = with_lists_by_owner(planned, owners) if owners else planned
     start = PropagationInputs(
         planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
@@ -65,7 +69,8 @@ def make_plan(
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     each = mesh.pieces > 1 and options.kind.shards_gradients
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each)
+    order = strategies.pipeline.schedule if strategies.pipeline else ""
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, grad_targets)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
@@ -73,7 +78,7 @@ def make_plan(
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
-        async_axes=strategies.async_axes(mesh),
+        async_axes=strategies.async_axes(mesh), owners=owners,
     )  # fmt: skip
     made.check(graph)
     return made
@@ -84,9 +89,11 @@ def stored_bytes(
 ) -> int:
     """Bytes that the first rank would store between calls, without making a plan. Raises as `make_plan` does."""
     parallel.axes(mesh)
+    parallel = parallel.staged(graph, mesh, one_host())
     _, rest = _placed(graph, mesh, parallel, placed)
     first = mesh.coordinate(0)
     stored = [i for i in graph.inputs if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)]
+    stored = [i for i in stored if rest[i.name].is_held_at(first)]
     return sum(prod(rest[i.name].local_shape(i.meta.shape, mesh, first)) * i.meta.dtype.itemsize for i in stored)
 
 
@@ -172,8 +179,9 @@ def _created(graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str,
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
     """`layout` without axes of size 1."""
     return Layout(
-        tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies
-    )
+        tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies,
+        layout.owned,
+    )  # fmt: skip
 
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:

@@ -26,10 +26,11 @@ from .plan_diff import Difference, diff
 from .plan_file import decode, encode
 from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
+from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 
 FORMAT = "wholestep.plan"
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Plan:
         offload: of the captured graph.
         hardware: prices layouts and resharding.
         async_axes: the axes of `TensorParallel(async_tp=...)`, each with its value.
+        owners: with `Pipeline`, the coordinate of its axis that owns each parameter.
 
     Invariants (`check`): one layout per input, which fits its shape and the mesh; a decision for every call.
 
@@ -81,6 +83,7 @@ class Plan:
     offload: bool = False
     hardware: Hardware = field(default_factory=one_host)
     async_axes: tuple[tuple[str, str], ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def explain(self, name: str) -> str:
         """The storage layout of an input and its reason, its readers and their costs; or the same for an operation.
@@ -92,8 +95,11 @@ class Plan:
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops in `decomposed` decomposed, and random numbers that pieces share drawn at once."""
-        graph = for_pieces(graph) if self.mesh.pieces > 1 else graph
+        """`graph` with the ops in `decomposed` decomposed, random numbers that pieces share drawn at once, and the
+        updates of each stage by themselves.
+        """
+        graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
+        graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
         return expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
 
     def check(self, graph: TrainGraph) -> None:
@@ -123,16 +129,27 @@ class Plan:
             )
         return graph
 
+    @property
+    def stage_axis(self) -> str:
+        """The axis whose coordinates own parameters; empty without a pipeline."""
+        owned = (axis for layout in self.storage.values() for axis, _ in layout.owned)
+        return next(owned, "") if self.owners else ""
+
     def stored_bytes(self, role: str | None = None) -> int:
-        """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all."""
+        """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all; of a
+        pipeline the rank of the stage that holds most.
+        """
         stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
         if role is not None and (not isinstance(role, str) or role not in stored):  # pyright: ignore
             raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
         roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
-        return sum(self.input_bytes(given) for given in self.inputs if given.role in roles)
+        axis, held = self.stage_axis, [i for i in self.inputs if i.role in roles]
+        first = self.mesh.coordinate(0)
+        places = [{**first, axis: at} for at in range(self.mesh.axis_size(axis))] if axis else [first]
+        return max(sum(self.input_bytes(i) for i in held if self.storage[i.name].is_held_at(place)) for place in places)
 
     def input_bytes(self, given: Input) -> int:
-        """Bytes of one input on the first rank, as it is stored."""
+        """Bytes of one input, as it is stored, on the first rank that has it."""
         shape = self.storage[given.name].local_shape(given.meta.shape, self.mesh, self.mesh.coordinate(0))
         return prod(shape) * given.meta.dtype.itemsize
 

@@ -23,12 +23,14 @@ from ..typed_json import read as typed
 from .data_parallel import DataParallel, PerParameterStorage
 from .decision import Decision
 from .micro_batches import MicroBatches
+from .pipelines import Pipeline
 from .strategies import Strategies
 from .strategy import Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
 
 _STRATEGIES = {
-    kind.__name__: kind for kind in (DataParallel, MicroBatches, PerParameterStorage, TensorParallel, SolvedLayouts)
+    kind.__name__: kind
+    for kind in (DataParallel, MicroBatches, PerParameterStorage, Pipeline, TensorParallel, SolvedLayouts)
 }
 _AGAIN = "write the plan again"
 
@@ -38,7 +40,7 @@ def encode(plan: object) -> dict[str, Any]:
     """A plan as JSON values, with a table of its distinct layouts, which are named by number."""
     table: dict[Layout, int] = {}
     made = _encoded(vars(plan), table)
-    return {**made, "layouts": [[x.dims, x.partial, x.varies] for x in table]}
+    return {**made, "layouts": [[x.dims, x.partial, x.varies, x.owned] for x in table]}
 
 
 def _encoded(given: Any, table: dict[Layout, int]) -> Any:
@@ -67,7 +69,7 @@ def _encoded(given: Any, table: dict[Layout, int]) -> Any:
 
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
-    data, made = dict[str, Any](objective=None, strategies=None, async_axes=[]) | {**data}, dict[str, Any]()
+    data, made = dict[str, Any](objective=None, strategies=None, async_axes=[], owners={}) | {**data}, dict[str, Any]()
     readers = _READERS
     for name, kind in {"layouts": tuple[Layout, ...], **kinds}.items():
         if name not in data:

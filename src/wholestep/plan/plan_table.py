@@ -19,6 +19,7 @@ _SHOWN = 20  # rows of the table in a notebook
 def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
     lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *(f"  {row}" for row in table(_rows(plan), left=(0, 1, 3)))]
+    lines += [f"  {line}" for line in _stages(plan)]
     whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
     params, state = plan.stored_bytes("param"), plan.stored_bytes("state")
     lines.append(
@@ -54,6 +55,30 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         state = human(sum(plan.input_bytes(s) for s in states[p.name]))
         rows.append((p.name, plan.storage[p.name].show(p.meta.shape), human(plan.input_bytes(p)), layout, state))
     return rows
+
+
+def _stages(plan: Plan) -> list[str]:
+    """A line for each stage of a pipeline: where it is, what it has and stores."""
+    pipeline = plan.strategies.pipeline if plan.strategies is not None else None
+    if pipeline is None or not plan.owners:
+        return []
+    held, lines = {i.name: i for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)}, list[str]()
+    ranks = plan.mesh.axis_size(pipeline.axis)
+    for stage, names in enumerate(pipeline.stages or ()):
+        size = sum(plan.input_bytes(i) for i in held.values() if (i.owner or i.name) in names)
+        parts = of_stage(names, [i.name for i in plan.inputs if i.role is Role.PARAM])
+        lines.append(f"stage {stage} on {pipeline.axis}:{stage % ranks}: {parts}; {human(size)}")
+    return lines
+
+
+def of_stage(names: Sequence[str], of_all: Sequence[str]) -> str:
+    """The parameters of a stage in few words: the shortest paths that no parameter of another stage shares."""
+    mine, out = set(names), dict[str, None]()
+    for name in names:
+        parts = name.split(".")
+        heads = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        out[next(h for h in heads if all(o in mine for o in of_all if o == h or o.startswith(h + ".")))] = None
+    return ", ".join(out) or "no parameters"
 
 
 def plan_line(plan: Plan) -> str:

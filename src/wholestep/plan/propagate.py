@@ -98,7 +98,12 @@ class _Propagation:
         """Turn a gradient that varies between ranks into a partial value, to be averaged or summed."""
         param = str(node.args[1])
         self.targets[node] = (self.situation.grad_targets[param],)
-        layout = partial = self.layouts[node_at(node, 0)][0]
+        have = layout = self.layouts[node_at(node, 0)][0]
+        for axis, at in self.situation.pins.owners.get(node.name, {}).items():
+            layout = layout.put(axis, at)
+        if layout != have and layout.state(TIME).kind == "P":
+            layout = layout.put(TIME, REPLICATED)
+        partial = layout
         for axis in self._active():
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
@@ -125,6 +130,14 @@ class _Propagation:
         pinned = self.situation.pins.op_strategies.get(node.name, {})
         for axis in in_order(list(self._active()), have, [n in self.batch_dependent for n in given]):
             states = [layout.state(axis) for layout in have]
+            owner = self._owner(node, axis)
+            if owner is not None or any(state.kind == "O" for state in states):
+                takes, gives, said = self._at_owner(node, axis, states, owner)
+                why = "stage"
+                because.append(f"{axis}: {said}")
+                wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
+                outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
+                continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
             if all(s == REPLICATED for s in states) and not varies and axis not in pinned:
                 continue
@@ -142,6 +155,10 @@ class _Propagation:
                 why = "drawn at once"
                 wanted = wanted if random else [w.put(axis, s) for w, s in zip(wanted, states, strict=True)]
                 because.append(f"{axis}: random numbers of all pieces, as on one device")
+                continue
+            if axis == TIME and self._moves_a_sum(node, have):
+                why = "sent once"
+                because.append(f"{axis}: what another stage sums over pieces is sent when it is complete")
                 continue
             if node in self.rounding:
                 why = "rounds coarsely"
@@ -161,6 +178,36 @@ class _Propagation:
         moved = moves(given, have, wanted, self.situation.mesh, self.situation.hardware) if have != wanted else ()
         reads = tuple(n.name for n in given)
         return Decision(tuple(wanted), tuple(outputs), why, None, tuple(because), reads, tuple(moved))
+
+    def _owner(self, node: Node, axis: str) -> AxisState | None:
+        return self.situation.pins.owners.get(node.name, {}).get(axis)
+
+    def _at_owner(
+        self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
+    ) -> tuple[list[AxisState], AxisState, str]:
+        """States along an axis of stages: a stage sends for what others own. Numbers of several stages meet on all
+        ranks as a sum to which each rank adds its own.
+        """
+        rule = find_rule(node)
+        by_shape = rule.by_shape if rule else frozenset[int]()
+        if owner is not None:
+            takes = [s if i in by_shape or s == REPLICATED else owner for i, s in enumerate(states)]
+            return takes, owner, f"runs at {owner.at}, with what it reads"
+        for group in rule.groups if rule else ():
+            for number, passing in enumerate(group.partial):
+                if passing.operands >= {i for i, s in enumerate(states) if s.kind == "O"} and "sum" in passing.ops:
+                    made = through(group, number, "sum")
+                    takes = [made.takes.get(i, REPLICATED) for i in range(len(states))]
+                    return takes, next(iter(made.gives.values())), "a sum of what each stage has"
+        takes = [s if i in by_shape else REPLICATED for i, s in enumerate(states)]
+        return takes, REPLICATED, "runs everywhere"
+
+    def _moves_a_sum(self, node: Node, have: Sequence[Layout]) -> bool:
+        """True if an operand is a sum over pieces that another stage has."""
+        return any(
+            layout.state(TIME).kind == "P" and any((at := self._owner(node, a)) and at.at != o for a, o in layout.owned)
+            for layout in have
+        )
 
     def _if_decomposed(
         self, node: Node, given: Sequence[Node], have: Sequence[Layout], wanted: Sequence[Layout], gives: list[Layout]

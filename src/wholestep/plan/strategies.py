@@ -9,10 +9,12 @@ from typing import TypeVar, cast
 
 from ..errors import PlanError, shown
 from ..graph.graph import Role, TrainGraph
-from ..mesh import TIME, Mesh, refuse_time, with_pieces
+from ..hardware.hardware import Hardware
+from ..mesh import STAGES, TIME, Mesh, refuse_time, with_pieces
 from .data_parallel import DataParallel
 from .decision import Decision
 from .micro_batches import MicroBatches
+from .pipelines import Pipeline
 from .storage_styles import STYLES
 from .strategy import BatchCut, Pins, Resting, Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
@@ -41,6 +43,17 @@ class Strategies:
     def pieces(self) -> int:
         """Number of pieces in which a rank goes through its batch."""
         return next((part.pieces for part in self.parts if isinstance(part, MicroBatches)), 1)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The strategy that cuts the step into stages."""
+        return next((part for part in self.parts if isinstance(part, Pipeline)), None)
+
+    def staged(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> Strategies:
+        """These strategies with the parameters of each stage by name."""
+        return Strategies(
+            tuple(p.resolved(graph, mesh, hardware) if isinstance(p, Pipeline) else p for p in self.parts)
+        )
 
     def planning_mesh(self, graph: TrainGraph, mesh: Mesh) -> Mesh:
         """The mesh of ranks, with an axis `time` if there are micro-batches. Raises MeshError if it has one already.
@@ -75,6 +88,10 @@ class Strategies:
                         f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
                     )
                 found[axis] = type(part).__name__
+        if STAGES in mesh.names and found.get(STAGES) != Pipeline.__name__:
+            use = f"is used by {found[STAGES]}" if STAGES in found else "is used by no strategy"
+            needed = "a Pipeline along it"
+            raise PlanError(f"axis {STAGES!r} {use}", needed, "give [..., wholestep.Pipeline()], or rename the axis")
         return tuple(axis for axis in mesh.names if axis in found)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
@@ -93,6 +110,7 @@ class Strategies:
             _merged(p.reads for p in pins),
             _merged(p.op_strategies for p in pins),
             decomposed,
+            _merged(p.owners for p in pins),
         )
 
     @property
@@ -151,4 +169,17 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
     if sum(isinstance(p, MicroBatches) for p in parts) > 1:
         raise PlanError("MicroBatches twice", "one number of pieces", "pass one with the product of both")
-    return Strategies(parts)
+    return Strategies(_with_pieces_of_pipeline(parts))
+
+
+def _with_pieces_of_pipeline(parts: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """`parts` with the `MicroBatches` that a `Pipeline` asks for."""
+    pipelines = [part for part in parts if isinstance(part, Pipeline)]
+    if len(pipelines) > 1:
+        raise PlanError("two Pipeline strategies", "one axis of stages", "pass one, with chunks= for several a rank")
+    pieces = pipelines[0].micro_batches if pipelines else 1
+    given = next((part.pieces for part in parts if isinstance(part, MicroBatches)), None)
+    if pieces > 1 and given is not None and given != pieces:
+        found = f"Pipeline(micro_batches={pieces}) beside MicroBatches({given})"
+        raise PlanError(found, "one number of pieces", "leave out one of them")
+    return (*parts, MicroBatches(pieces)) if pieces > 1 and given is None else parts

@@ -23,7 +23,7 @@ class Pins:
 
     `results`: layouts of results, by node. `reads`: layouts of operands, by reader and operand. `op_strategies`: names
     of an `OpStrategy` for each group of a node's rule, by node and axis. `decomposed`: ops to decompose first; nodes in
-    `op_strategies` are not decomposed.
+    `op_strategies` are not decomposed. `owners`: of nodes that only some ranks run, who owns their results.
     """
 
     results: Mapping[str, States] = field(default_factory=dict[str, States])
@@ -32,6 +32,7 @@ class Pins:
         default_factory=dict[str, Mapping[str, tuple[str, ...]]]
     )
     decomposed: tuple[str, ...] = ()
+    owners: Mapping[str, States] = field(default_factory=dict[str, States])
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,9 @@ def report(
         next_step = "pass the name of the row of this plan, or omit chosen"
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
+    if plan.owners:
+        found = "a page for a plan with a Pipeline is not built"
+        raise PlanError(found, "a plan without stages", "print the plan, and save wholestep.timeline(local, hardware)")
     local = program(plan, graph, hardware)
     made = timeline(local, hardware)
     environment = Environment(

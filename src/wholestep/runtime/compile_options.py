@@ -228,6 +228,9 @@ class StepOptions:
         else:
             auto = given.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
+        if strategies.pipeline is not None and backend.name == "inductor":
+            found, needed = "backend 'inductor' with Pipeline", "a backend that runs the blocks of a stage"
+            raise BackendError(found, needed, 'use backend="eager"')
         if strategies.pieces > 1 and backend.name == "inductor":
             found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
             raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
@@ -291,6 +294,21 @@ def not_tuned(options: StepOptions, world: World) -> str:
     if not world.device.startswith("cpu"):
         return "on GPUs bits of sums depend on buckets, and calls are recorded"
     return "" if type(options.backend) is Eager else f"backend {options.backend.name!r} may round otherwise in each"
+
+
+def refuse_for_stages(options: StepOptions, device: str) -> None:
+    """Raise PlanError for an option that pipelines do not have yet."""
+    given = options.given
+    refused = {
+        "backend='inductor'": options.backend.name == "inductor", "offload": given.offload is not None,
+        "memory_bytes": options.memory_bytes is not None, "on_nonfinite": given.on_nonfinite is not None,
+        "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
+        "tune='auto'": given.tune == "auto",
+    }  # fmt: skip
+    for name, asked in refused.items():
+        if asked:
+            needed = "what pipelines run with: CPUs over gloo, the backend 'eager', no budget, no offload"
+            raise PlanError(f"{name} with Pipeline is not built", needed, "leave out one of them")
 
 
 def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strategies:

@@ -18,6 +18,7 @@ from ..errors import PlanError
 from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
+from ..partition.stage_program import stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
@@ -25,7 +26,7 @@ from ..passes.overlap import collectives_of, with_order_from
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
-from .compile_options import StepOptions, not_tuned
+from .compile_options import StepOptions, not_tuned, refuse_for_stages
 from .consistency import RankProgram
 from .progress import Stages
 
@@ -65,12 +66,22 @@ class Finalizer:
     def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None = None) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = made.compared, self.options.memory_bytes
+        if made.local.stage_axis:
+            return replace(made, local=self._of_stage(made.local, watch))
         if budget is None:
             local = self._scheduled(made.local, key, watch)
         else:
             local = self._fitted(made.local, key, budget, may_regather, watch)
         self.choices.store()
         return replace(made, local=local)
+
+    def _of_stage(self, local: LocalGraph, watch: Watch | None) -> LocalGraph:
+        """The program of this rank's stage. Passes that move collectives would do so on one stage alone."""
+        refuse_for_stages(self.options, self.world.device)
+        passes = pipeline(schedule=None, backend=self.options.backend)
+        with self.stages.stage("schedule"):
+            own = stage_program(local, self.world.coordinate[local.stage_axis])
+            return run_passes(own, edited(passes, self.options.given.passes), watch)
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""

@@ -31,8 +31,8 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
-    sharded = {i.owner or i.name for i in plan.inputs if plan.storage[i.name].is_sharded}
-    sharded |= {name.rpartition("/")[0] for name, layout in plan.created_storage.items() if layout.is_sharded}
+    sharded = {i.owner or i.name for i in plan.inputs if is_apart(plan.storage[i.name])}
+    sharded |= {name.rpartition("/")[0] for name, layout in plan.created_storage.items() if is_apart(layout)}
     for name, held in state.params.items():
         if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
             continue
@@ -50,6 +50,11 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
             _from_first_rank(held.tensor.detach(), world)
         vars(held.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
+
+
+def is_apart(layout: Layout) -> bool:
+    """True if ranks hold different parts of a tensor, which a DTensor knows of."""
+    return layout.is_sharded or bool(layout.owned)
 
 
 def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
@@ -94,8 +99,8 @@ def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     """This rank's piece of a whole tensor, as a DTensor that owns its storage, on `world.home`."""
     assert world.devices is not None, "only a world of several ranks shards"
     piece = cut(tensor, layout, world.mesh, world.coordinate)
-    owned = piece.clone(memory_format=torch.contiguous_format) if layout.is_sharded else piece
-    return dtensor.wrap(_at_home(owned, world), layout, world.mesh, world.devices, tensor.shape)
+    own = piece.clone(memory_format=torch.contiguous_format) if is_apart(layout) else piece
+    return dtensor.wrap(_at_home(own, world), layout, world.mesh, world.devices, tensor.shape)
 
 
 def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:

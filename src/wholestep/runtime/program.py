@@ -22,7 +22,7 @@ from ..graph.graph import NONFINITE, Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
-from .placement import find_input, pack_buckets, place_entry
+from .placement import find_input, is_apart, pack_buckets, place_entry
 from .random_state import SharedRng
 
 
@@ -131,7 +131,8 @@ class Program:
         """Every rank's piece has the shape that the plan gives it."""
         for given, piece in zip(self._kept, self._held, strict=True):
             layout = self.plan.storage[given.name]
-            planned = layout.local_shape(given.meta.shape, self.world.mesh, self.world.coordinate)
+            here = self.world.coordinate
+            planned = layout.local_shape(given.meta.shape, self.world.mesh, here) if layout.is_held_at(here) else (0,)
             if tuple(piece.shape) != planned:
                 needed = f"{list(planned)}: the plan lays it out as {layout.show(given.meta.shape)}"
                 next_step = "leave the placing of what a compiled step holds to wholestep, or load whole tensors"
@@ -258,8 +259,8 @@ class Program:
             like = state.params[owner].tensor
             layout = self.plan.created_storage[name]
             as_param = isinstance(like, DTensor) and tensor.dim()
-            if self.world.devices is not None and (layout.is_sharded or as_param):
-                shape = like.shape if layout.is_sharded else tensor.shape  # state may have a shape of its own
+            if self.world.devices is not None and (is_apart(layout) or as_param):
+                shape = like.shape if is_apart(layout) else tensor.shape  # state may have a shape of its own
                 value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, shape)
             if key == "grad":
                 like.grad = value

@@ -164,6 +164,9 @@ class CompiledStep:
         """
         self(*args, **kwargs)
         program = self.programs[-1]
+        if program.local.stage_axis:
+            text = "the profile of a step with a Pipeline is not built"
+            raise PlanError(text, "a step without stages", "see what is predicted: wholestep.timeline(local, hardware)")
         if isinstance(program.run, CrossStepRunner):
             text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
             raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')

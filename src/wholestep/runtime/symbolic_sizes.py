@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
+
 from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
@@ -223,13 +225,15 @@ def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
 class PlannedFor:
     """The program that is planned for a batch of known sizes, by symbol: what one with symbols has to be there."""
 
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     local: LocalGraph
 
     def refuse_other(self, made: LocalGraph, world: World) -> None:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
         if made.async_axes:
             raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+        if made.stage_axis:
+            raise SizesFixedError("stages send tensors of fixed sizes to each other")
         if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 

@@ -1,0 +1,114 @@
+"""Proves that stages which send each other messages end, whatever is buffered.
+
+Each ordered pair of stages has a channel of its own, which carries its messages one after the other in the order in
+which they were started. A message is carried once both ends have started it: no end buffers anything. A stage stops at
+a wait alone. So what is possible at one moment stays possible whatever other stages do first: one run that ends proves
+that all end, and buffers only let more happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import GraphError
+from .stage_part import Action, Message
+
+_Key = tuple[str, int]
+
+
+def check_orders(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
+    """Raise GraphError, naming the stage and the message, unless all stages end and every message is sent, received and
+    waited for once, in the same order at both ends of its channel.
+    """
+    sent, posted = _started(orders, messages, "send"), _started(orders, messages, "post")
+    for channel in {**sent, **posted}:
+        one, other = sent.get(channel, []), posted.get(channel, [])
+        for a, b in zip(one, other, strict=False):
+            if a != b:
+                found = f"stage {channel[0]} sends {_shown(a)} where stage {channel[1]} receives {_shown(b)}"
+                raise GraphError(found, "one order of messages at both ends")
+        if len(one) != len(other):
+            missing, end = (one[len(other)], channel[1]) if len(one) > len(other) else (other[len(one)], channel[0])
+            verb = "receives" if end == channel[1] else "sends"
+            raise GraphError(f"stage {end} never {verb} {_shown(missing)}", "both ends of each message")
+    _check_waits(orders, messages)
+    _run(orders, messages)
+
+
+def _started(
+    orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], kind: str
+) -> dict[tuple[int, int], list[_Key]]:
+    """By channel, the messages that one end starts, in order."""
+    found: dict[tuple[int, int], list[_Key]] = {}
+    seen = set[_Key]()
+    for stage, actions in enumerate(orders):
+        for action in actions:
+            if action.kind != kind:
+                continue
+            message = messages.get(action.name)
+            at = None if message is None else message.source if kind == "send" else message.target
+            key = (action.name, action.piece)
+            if message is None or at != stage or key in seen:
+                raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each message once")
+            seen.add(key)
+            found.setdefault((message.source, message.target), []).append(key)
+    return found
+
+
+def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
+    """Each message is waited for once after it was started; all that is sent is completed."""
+    for stage, actions in enumerate(orders):
+        open_, sending = set[_Key](), False
+        for action in actions:
+            key = (action.name, action.piece)
+            if action.kind == "post":
+                open_.add(key)
+            elif action.kind == "wait":
+                if key not in open_:
+                    raise GraphError(
+                        f"stage {stage} waits for {_shown(key)}, which it does not receive", "post before wait"
+                    )
+                open_.remove(key)
+            elif action.kind in ("send", "complete"):
+                sending = action.kind == "send"
+        if open_:
+            raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
+        if sending:
+            raise GraphError(f"stage {stage} does not wait until all is sent", "complete as its last action")
+
+
+def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
+    """Run all stages as far as they get."""
+    at = [0] * len(orders)
+    heads: dict[tuple[int, int], tuple[list[_Key], list[_Key]]] = {}
+    done = set[_Key]()
+    left = [sum(a.kind == "send" for a in actions) for actions in orders]
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(orders):
+            while at[stage] < len(actions):
+                action = actions[at[stage]]
+                key = (action.name, action.piece)
+                if (action.kind == "wait" and key not in done) or (action.kind == "complete" and left[stage]):
+                    break
+                if action.kind in ("send", "post"):
+                    message = messages[action.name]
+                    channel = heads.setdefault((message.source, message.target), ([], []))
+                    channel[action.kind == "post"].append(key)
+                at[stage] += 1
+                moved = True
+        for (source, _), (begun, expected) in heads.items():
+            carried = min(len(begun), len(expected))
+            done.update(begun[:carried])
+            left[source] -= carried
+            moved = moved or carried > 0
+            del begun[:carried], expected[:carried]
+    stuck = [stage for stage, actions in enumerate(orders) if at[stage] < len(actions)]
+    if stuck:
+        waits = "; ".join(f"stage {stage} at '{orders[stage][at[stage]]}'" for stage in stuck)
+        raise GraphError(f"stages wait for each other: {waits}", "orders that end")
+
+
+def _shown(key: _Key) -> str:
+    return f"{key[0]}[{key[1]}]"

@@ -1,0 +1,110 @@
+"""What one stage of a pipeline runs of a loop: blocks of the body, for each piece of the batch, in an order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A part of the body of a loop that runs without waiting for other stages.
+
+    Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
+    longest way to it. `is_backward`: it has nodes of the backward. `is_filler`: no other stage waits for it.
+    """
+
+    name: str
+    body: Graph
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    level: int
+    is_backward: bool
+    is_filler: bool = False
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that stage `source` sends to `target` for each piece. `value`: its name at the source; `shape` may have a
+    number for each piece (`layout.Extent`).
+    """
+
+    name: str
+    value: str
+    source: int
+    target: int
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a stage for a piece: `run` a block; start to `send` a message, or to receive one (`post`); `wait`
+    until it is there. `complete` waits until all that was sent has left.
+    """
+
+    kind: Literal["run", "send", "post", "wait", "complete"]
+    name: str = ""
+    piece: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}[{self.piece}]" if self.name else self.kind
+
+
+@dataclass(frozen=True, eq=False)
+class StagePart:
+    """The target of a node of a stage's program: runs `actions`, and returns what it accumulates.
+
+    Operands of the node are the values `operands`. `totals`: of each accumulator its name before a piece (None for the
+    first), and after it. `device`: of what is received.
+    `peak_bytes`: of values of pieces, by simulation.
+    """
+
+    axis: str
+    stage: int
+    pieces: int
+    blocks: tuple[Block, ...]
+    messages: Mapping[str, Message]
+    actions: tuple[Action, ...]
+    operands: tuple[str, ...]
+    totals: tuple[tuple[str, str], ...]
+    device: str
+    peak_bytes: int = 0
+    __name__ = "stage"
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """A part runs once a backend has compiled its blocks."""
+        raise AssertionError("the backend 'eager' runs the blocks of a stage")
+
+    def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
+        """This part with other bodies of its blocks."""
+        blocks = tuple(replace(block, body=body) for block, body in zip(self.blocks, bodies, strict=True))
+        return replace(self, blocks=blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class StageParts:
+    """How stages share the body of a loop: the part of each, and the seconds of the loop by simulation, by order."""
+
+    parts: tuple[StagePart, ...]
+    order: str
+    simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
+    spans: tuple[tuple[int, str, int, float, float], ...] = ()
+
+
+def part_of(node: Node) -> StagePart | None:
+    """The part of a loop that `node` runs; None for every other node."""
+    return node.target if isinstance(node.target, StagePart) else None
+
+
+def transfer(x: Tensor, source: int, target: int, shape: list[int], axis: str) -> Tensor:
+    """Send `x`, of this local shape, from coordinate `source` of an axis of stages to `target`. In the program of a
+    rank this is a send, a receive, or nothing (`stage_program`).
+    """
+    raise AssertionError("the program of all stages does not run")

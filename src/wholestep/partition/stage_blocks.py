@@ -1,0 +1,272 @@
+"""Cuts the body of a loop into what each stage of a pipeline runs of it, and puts that into an order.
+
+A node's level is the number of sends on the longest way to it. Nodes of one stage and level never wait for each other
+by way of another stage: they are a block. So blocks follow from the sends alone, whatever the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from ..cost.compute import node_us
+from ..cost.simulation import sent_us
+from ..cost.stage_orders import NAMED, BlockCost, best_order
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.deadlock import check_orders
+from ..graph.loop import Loop
+from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
+from ..graph.stage_part import Block, Message, StagePart, StageParts, transfer
+from ..graph.storage import most_at_once, shared_operand, storage_bytes
+from ..hardware.hardware import Hardware
+from ..mesh import Mesh
+from .rank_ops import share
+from .stage_actions import actions_of
+
+aten = torch.ops.aten
+
+
+def is_staged(loop: Loop) -> bool:
+    """True if stages share the body of a loop."""
+    return any(meta.stage(node) is not None for node in loop.body.nodes)
+
+
+def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str) -> StageParts:
+    """The parts of the stages along `axis` in an order by name, or the fastest (`auto`). All orders are proven to end.
+
+    Raises:
+        PlanError: ranks of all stages would exchange something for each piece.
+    """
+    _refuse_exchanges(loop, axis)
+    count = mesh.axis_size(axis)
+    whole = _Cut(loop, count, False)
+    costs = whole.costs(mesh, axis, hardware)
+    apart = _Cut(loop, count, True) if order in ("auto", "zero_bubble") else whole
+    cut_costs = apart.costs(mesh, axis, hardware)
+    if order == "auto":
+        name, found, tried = best_order(costs, cut_costs, loop.pieces, count)
+    else:
+        name, found = order, NAMED[order](cut_costs, loop.pieces, count)
+        tried = {name: found.us}
+    cut = apart if any(name in apart.only for tasks in found.orders for name, _ in tasks) else whole
+    messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
+    actions = actions_of(found.orders, blocks, messages)
+    check_orders(actions, messages)
+    parts = tuple(
+        StagePart(
+            axis, stage, loop.pieces, cut.blocks[stage], messages, actions[stage], cut.operands[stage],
+            cut.totals[stage], device, found.peak_bytes[stage],
+        )
+        for stage in range(count)
+    )  # fmt: skip
+    return StageParts(parts, name, tried, found.spans)
+
+
+def _refuse_exchanges(loop: Loop, axis: str) -> None:
+    for node in loop.body.nodes:
+        if node.target is share or (is_collective(node) and node.args[-1] == axis):
+            found = f"%{node.name}: all stages would exchange it for each micro-batch"
+            needed = "values of a piece that one stage at a time reads"
+            raise PlanError(found, needed, "leave out MicroBatches, or put its readers into one stage",
+                            meta.source_line(node))  # fmt: skip
+
+
+@dataclass
+class _Cut:
+    """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
+    names of these.
+    """
+
+    loop: Loop
+    count: int
+    fillers: bool
+    blocks: list[tuple[Block, ...]] = field(default_factory=list[tuple[Block, ...]])
+    operands: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    totals: list[tuple[tuple[str, str], ...]] = field(default_factory=list[tuple[tuple[str, str], ...]])
+    messages: dict[str, Message] = field(default_factory=dict[str, Message])
+    only: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.loop.body.nodes)
+        self.ends = operands(self.nodes[-1])
+        self.level = self._levels()
+        for node in self.nodes:
+            if node.target is transfer:
+                value, source, target = cast("tuple[Node, int, int]", node.args[:3])
+                made = meta.one_tensor(node)
+                shape = tuple(cast(Sequence[int], node.args[3]))
+                self.messages[node.name] = Message(
+                    node.name, value.name, source, target, shape, made.dtype, made.size_bytes
+                )
+        for stage in range(self.count):
+            self._stage(stage)
+
+    def _levels(self) -> dict[Node, int]:
+        level: dict[Node, int] = {}
+        for node in self.nodes:
+            below = max((level[given] for given in node.all_input_nodes), default=0)
+            level[node] = below + (node.target is transfer)
+        return level
+
+    def _stage(self, stage: int) -> None:
+        own = self._needed(stage)
+        level = self._late(stage, own)
+        groups: dict[tuple[int, bool], list[Node]] = {}
+        for node in own:
+            groups.setdefault((level[node], False), []).append(node)
+        if self.fillers:
+            for key, nodes in list(groups.items()):
+                self._set_apart(stage, key, nodes, groups)
+        number = len(self.ends)
+        totals = [i for i in range(number) if self.ends[i] in set(own)]
+        names = [n.name for n in self.nodes if n.op == "placeholder"]
+        first_total = len(names) - number
+        self.totals.append(tuple((names[first_total + i], self.ends[i].name) for i in totals))
+        writers: dict[Node, tuple[int, bool]] = {node: key for key, nodes in groups.items() for node in nodes}
+        made = [self._block(stage, key, groups[key], writers) for key in sorted(groups)]
+        self.blocks.append(tuple(made))
+        taken = dict.fromkeys(name for block in made for name in block.takes)
+        self.operands.append(tuple(name for name in names[:first_total] if name in taken))
+
+    def _sent(self, stage: int) -> list[Node]:
+        return [n for n in self.nodes if n.target is transfer and n.args[1] == stage]
+
+    def _needed(self, stage: int) -> list[Node]:
+        """The nodes that a stage runs: its own, and those of all stages that it reads."""
+        todo = [end for end in self.ends if meta.stage(end) in (None, stage)]
+        todo += [node_at(sent, 0) for sent in self._sent(stage)]
+        found = set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in found or not self._runs(node, stage):
+                continue
+            found.add(node)
+            todo += node.all_input_nodes
+        return [node for node in self.nodes if node in found]
+
+    def _runs(self, node: Node, stage: int) -> bool:
+        return node.op == "call_function" and node.target is not transfer and meta.stage(node) in (None, stage)
+
+    def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
+        """Levels of the nodes of a stage. What can run later without more being kept for it does: a view of a value
+        that is kept anyway, and what is made of values that all stages have.
+        """
+        level, inside = dict(self.level), set(own)
+        sends = {node_at(sent, 0) for sent in self._sent(stage)}
+        readers = {node: [user for user in node.users if user in inside] for node in self.nodes}
+        for node in reversed(own):
+            if node in sends or node in self.ends or not readers[node]:
+                continue
+            late = min(level[user] for user in readers[node])
+            given = [n for n in node.all_input_nodes if n.op != "placeholder"]
+            if late > level[node] and all(
+                meta.stage(n) is None or any(level[user] >= late for user in readers[n] if user is not node)
+                for n in given
+            ):
+                level[node] = late
+        return level
+
+    def _set_apart(
+        self, stage: int, key: tuple[int, bool], nodes: list[Node], groups: dict[tuple[int, bool], list[Node]]
+    ) -> None:
+        """Split a block of the backward into what leads to a send, and the rest."""
+        inside = set(nodes)
+        todo = [n for sent in self._sent(stage) if (n := node_at(sent, 0)) in inside]
+        urgent = set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in inside and node not in urgent:
+                urgent.add(node)
+                todo += node.all_input_nodes
+        rest = [node for node in nodes if node not in urgent]
+        if urgent and any(map(meta.is_backward, nodes)) and any(map(meta.is_backward, rest)):
+            groups[key] = [node for node in nodes if node in urgent]
+            groups[key[0], True] = rest
+
+    def _block(
+        self, stage: int, key: tuple[int, bool], nodes: Sequence[Node], writers: Mapping[Node, tuple[int, bool]]
+    ) -> Block:
+        body, inside, takes = Graph(), dict[Node, Node](), dict[str, Node]()
+
+        def read(node: Node) -> Node:
+            if node in inside:
+                return inside[node]
+            if node.op == "placeholder" or node in writers or (node.target is transfer and node.args[2] == stage):
+                new = body.create_node("placeholder", node.name, name=node.name)
+                meta.copy(node, new)
+                takes[node.name] = inside[node] = new
+                return new
+            made = meta.one_tensor(node)  # of another stage: only its shape is read
+            new = add_call(body, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
+            new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+            inside[node] = new
+            return new
+
+        for node in nodes:
+            inside[node] = copy_node(node, body, read)
+        sent = {node_at(one, 0) for one in self._sent(stage)}
+        gives = [
+            node for node in nodes
+            if node in sent or node in self.ends or any(user in writers and writers[user] != key for user in node.users)
+        ]  # fmt: skip
+        body.output(tuple(inside[node] for node in gives))
+        first = next(iter(body.nodes))
+        for placeholder in takes.values():
+            if placeholder is not first:
+                first.prepend(placeholder)
+                first = first if first.op != "placeholder" else placeholder
+        order = [node.name for node in body.nodes if node.op == "placeholder"]
+        backward = any(map(meta.is_backward, nodes))
+        name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
+        if key[1]:
+            self.only.add(name)
+        by_name = {n.name: name for name, n in takes.items()}
+        return Block(
+            name, body, tuple(by_name[one] for one in order), tuple(n.name for n in gives), key[0], backward, key[1]
+        )
+
+    def costs(self, mesh: Mesh, axis: str, hardware: Hardware) -> dict[str, BlockCost]:
+        """What each block takes, on this hardware."""
+        found: dict[str, BlockCost] = {}
+        by_value: dict[tuple[int, str], list[Message]] = {}
+        for message in self.messages.values():
+            by_value.setdefault((message.source, message.value), []).append(message)
+        for stage, blocks in enumerate(self.blocks):
+            maker = {name: block.name for block in blocks for name in block.gives}
+            ends = {end for _, end in self.totals[stage]}
+            for block in blocks:
+                us = 0.0
+                for node in block.body.nodes:
+                    if node.op == "call_function":
+                        us += sent_us(node, hardware, mesh) if is_collective(node) else node_us(node, hardware)
+                sends = tuple(
+                    (m.name, m.target, hardware.collective_us("send", m.size_bytes, mesh, axis))
+                    for name in block.gives for m in by_value.get((stage, name), ())
+                )  # fmt: skip
+                needs = tuple(name for name in block.takes if name in self.messages)
+                after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
+                later = {name for other in blocks if other is not block for name in other.takes}
+                held = _held(block, {name for name in block.gives if name in later} - ends)
+                work = sum(one.size_bytes for one in most_at_once(block.body))
+                found[block.name] = BlockCost(
+                    stage, us, block.level, block.is_backward, block.is_filler, needs, after, sends, held, work
+                )
+        return found
+
+
+def _held(block: Block, names: set[str]) -> int:
+    """Bytes of the memory that a block makes and leaves to later blocks."""
+    given = dict(zip(block.gives, operands(next(iter(reversed(block.body.nodes)))), strict=True))
+    roots = set[Node]()
+    for name in names:
+        node = given[name]
+        while (shared := shared_operand(node)) is not None:
+            node = shared
+        if node.op != "placeholder":
+            roots.add(node)
+    return sum(storage_bytes(made) for node in roots for made in meta.tensors(node) if made is not None)

@@ -1,0 +1,201 @@
+"""The program of one stage of a pipeline, from that of all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph, Output
+from ..graph.loop import Loop, loop_of
+from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.stage_part import transfer
+from ..plan.plan import Plan
+from ..rules.registry import draws
+from .rank_ops import drawn
+from .stage_blocks import is_staged, stages_of
+
+aten = torch.ops.aten
+
+
+def send(x: Tensor, target: int, tag: int, group: str) -> None:
+    """Send `x` to coordinate `target` of an axis, and wait until it has left."""
+    _torch.start_send(x, target, tag, group).wait()
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, tag: int, group: str) -> Tensor:
+    """Receive a tensor from coordinate `source` of an axis."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    _torch.start_receive(out, source, tag, group).wait()
+    return out
+
+
+POINT_TO_POINT = (send, receive)
+"""Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
+
+
+def with_stages(local: LocalGraph, plan: Plan) -> LocalGraph:
+    """`local`, the program of all stages, with the order in which stages run the pieces of its loops."""
+    for node in local.graph.nodes:
+        loop = loop_of(node)
+        if loop is not None and is_staged(loop):
+            device = meta.one_tensor(next(iter(local.graph.nodes))).device
+            made = stages_of(loop, local.mesh, local.stage_axis, plan.options.order, plan.hardware, device)
+            node.target = replace(loop, stages=made)
+    return local
+
+
+def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:
+    """The program that ranks at one coordinate of the axis of stages run. Other programs stay as they are.
+
+    Example:
+        >>> whole = ws.partition(graph, ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=4)))
+        >>> print(stage_program(whole, 1))
+    """
+    if not local.stage_axis or local.stage is not None:
+        return local
+    return _Program(local, coordinate).made()
+
+
+@dataclass
+class _Program:
+    local: LocalGraph
+    stage: int
+    graph: Graph = field(default_factory=Graph)
+    at: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    numbers: dict[Node, dict[int, int]] = field(default_factory=dict[Node, "dict[int, int]"])
+
+    def made(self) -> LocalGraph:
+        sends = [node for node in self.local.graph.nodes if node.target is transfer]
+        self.tags = {node: number for number, node in enumerate(sends)}
+        needed = self._needed()
+        for node in self.local.graph.nodes:
+            if node.op == "placeholder":
+                self.at[node] = copy_node(node, self.graph, self.at.__getitem__)
+            elif node in needed:
+                self._write(node)
+        outputs, ends = self._outputs()
+        self.graph.output(tuple(ends))
+        return replace(self.local, graph=self.graph, outputs=tuple(outputs), stage=self.stage)
+
+    def _is_here(self, node: Node) -> bool:
+        return meta.stage(node) in (None, self.stage)
+
+    def _needed(self) -> set[Node]:
+        """Nodes that this stage has a part in: what it returns and updates, sends, and exchanges with all stages, and
+        draws, which advance the random stream of all ranks alike.
+        """
+        todo: list[Node] = []
+        for _, node in self.local.results():
+            todo += [node] if isinstance(node, Node) and self._is_here(node) else []
+        for node in self.local.graph.nodes:
+            shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
+            is_sent = node.target is transfer and node.args[1] == self.stage
+            if is_sent or shares_all or self._ends_exchange(node) or self._draws(node):
+                todo.append(node)
+            if (loop := loop_of(node)) and loop.stages and loop.stages.parts[self.stage].blocks:
+                todo.append(node)
+        found = set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in found or node.op != "call_function":
+                continue
+            is_sent = node.target is transfer and node.args[1] == self.stage
+            if self._is_here(node) or is_sent:
+                found.add(node)
+            if node.target is transfer:
+                todo += node.all_input_nodes if is_sent else []
+            elif (loop := loop_of(node)) and loop.stages:
+                taken = loop.stages.parts[self.stage].operands
+                names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
+                todo += [given for name, given in zip(names, operands(node), strict=False) if name in taken]
+            elif self._is_here(node):
+                todo += node.all_input_nodes
+        return found
+
+    def _ends_exchange(self, node: Node) -> bool:
+        """True for the wait for a collective of all stages."""
+        given = node_at(node, 0) if is_wait(node) else node
+        return given is not node and is_collective(given) and given.args[-1] == self.local.stage_axis
+
+    def _draws(self, node: Node) -> bool:
+        return node.op == "call_function" and (draws(node) or node.target is drawn)
+
+    def _write(self, node: Node) -> None:
+        loop = loop_of(node)
+        if node.target is transfer:
+            self._transfer(node)
+        elif loop is not None and loop.stages is not None:
+            self._loop(node, loop)
+        elif _torch.is_getitem(node.target) and node_at(node, 0) in self.numbers:
+            source = node_at(node, 0)
+            number = self.numbers[source].get(cast(int, node.args[1]))
+            if number is not None:
+                self.at[node] = copy_node(node, self.graph, self._read)
+                self.at[node].args = (self.at[source], number)
+        else:
+            self.at[node] = copy_node(node, self.graph, self._read)
+            shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
+            meta.set_kept(self.at[node], shares_all or self._ends_exchange(node) or self._draws(node))
+
+    def _read(self, node: Node) -> Node:
+        """A value of this stage; memory of its shape for one of another stage: only the shape is read."""
+        held = node.op != "placeholder" or self._is_here(node)
+        if node in self.at and held:
+            return self.at[node]
+        made = meta.one_tensor(node)
+        new = add_call(self.graph, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
+        new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+        return new
+
+    def _transfer(self, node: Node) -> None:
+        value, source, target, shape, axis = cast("tuple[Node, int, int, Any, str]", node.args)
+        made = meta.one_tensor(node)
+        if source == self.stage:
+            new = add_call(self.graph, send, (self._read(value), target, self.tags[node], axis), made, node,
+                           f"{node.name}_send")  # fmt: skip
+            meta.set_tensors(new, ())
+            meta.set_kept(new)
+        elif target == self.stage:
+            args = (shape, made.dtype, made.device, source, self.tags[node], axis)
+            self.at[node] = add_call(self.graph, receive, args, made, node, node.name)
+
+    def _loop(self, node: Node, loop: Loop) -> None:
+        assert loop.stages is not None, "a loop of stages"
+        part = loop.stages.parts[self.stage]
+        ends = [end.name for end in operands(next(iter(reversed(loop.body.nodes))))]
+        own = [end for _, end in part.totals]
+        self.numbers[node] = {ends.index(end): number for number, end in enumerate(own)}
+        if not part.blocks:
+            return
+        names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
+        given = dict(zip(names, operands(node), strict=False))
+        args = tuple(self._read(given[name]) for name in part.operands)
+        made = meta.tensors(node)
+        kept = [made[ends.index(end)] for end in own]
+        like = kept[0] if kept else next(one for one in made if one is not None)
+        assert like is not None, "totals are tensors"
+        new = add_call(self.graph, part, args, like, node, node.name)
+        meta.set_tensors(new, kept)
+        meta.set_kept(new)
+        self.at[node] = new
+
+    def _outputs(self) -> tuple[list[Output], list[Any]]:
+        """What this stage returns. State of another stage that the step creates is empty here."""
+        names, found = {given.name for given in self.local.inputs}, list[tuple[Output, Any]]()
+        for output, node in self.local.results():
+            if not isinstance(node, Node) or self._is_here(node):
+                found.append((output, self.at[node] if isinstance(node, Node) else node))
+            elif output.target not in names:
+                made = meta.one_tensor(node)
+                empty = replace(made, shape=(0,), stride=(1,))
+                new = add_call(self.graph, aten.empty.memory_format, ([0],), empty, node, f"{node.name}_elsewhere")
+                new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+                found.append((output, new))
+        return [output for output, _ in found], [node for _, node in found]

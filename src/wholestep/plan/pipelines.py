@@ -1,0 +1,168 @@
+"""Pipelines: an axis of stages. A parameter is owned by one coordinate of it; nodes run where that leads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..errors import PlanError, shown
+from ..graph.graph import TrainGraph
+from ..hardware.hardware import Hardware
+from ..layout import owned_by
+from ..mesh import Mesh
+from ..typed_values import check_fields
+from .balance import balanced
+from .decision import Decision
+from .module_map import Modules
+from .stage_of_node import first_readers, stages_of_nodes
+from .strategy import BatchCut, Pins, Resting
+
+Order = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+"""How blocks of stages and micro-batches are ordered; see `Pipeline`."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Cuts the step into stages along `axis`: each rank has the parameters and the optimizer state of its stage, and
+    runs what belongs to them. The numbers are those of one device.
+
+    Activations and their gradients are sent from stage to stage. With `micro_batches`, stages work on different pieces
+    of the batch at the same time (as with `MicroBatches`, which may be given beside it instead).
+
+    Args:
+        axis: the mesh axis of the stages.
+        stages: for each stage the modules and parameters that it has: paths or globs, as in `TensorParallel`. Modules
+            in none go where the parameters beside them are read first. By default the forward is cut into parts of
+            equal time, where little has to be sent.
+        micro_batches: pieces of the batch.
+        schedule: the order of blocks on each rank. `gpipe`: all forwards, then all backwards. `1f1b`: a backward as
+            soon as there is one, with as few pieces in flight as keep all stages busy. `interleaved`: the same with
+            several chunks of the model on each rank. `zero_bubble`: gradients of weights wait for idle time. `auto`:
+            the fastest of these and of list schedules, by simulation, that holds no more than `1f1b`.
+        chunks: stages on each rank; 2 with `interleaved`, else 1.
+
+    Example:
+        >>> step = ws.compile(train_step, parallel=ws.Pipeline(micro_batches=8), mesh="pp=4")
+        >>> plan = ws.plan(graph, "pp=2", ws.Pipeline(stages=[["0", "1"], ["2"]], micro_batches=4))
+
+    Raises:
+        PlanError: a pattern matches nothing, matches in two stages, or the number of stages does not fit the mesh.
+    """
+
+    axis: str = "pp"
+    stages: Sequence[Sequence[str]] | None = None
+    micro_batches: int = 1
+    schedule: Order = "auto"
+    chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and not isinstance(self.stages, (str, bytes)):
+            object.__setattr__(self, "stages", tuple(tuple(one) for one in self.stages))
+        check_fields(self)
+        for name in ("micro_batches", "chunks"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise PlanError(f"Pipeline({name}={given})", "at least one", "correct the number")
+
+    @property
+    def chunks_of_rank(self) -> int:
+        """Stages on each rank."""
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+
+    def resolved(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> Pipeline:
+        """This pipeline with the parameters of each stage by name."""
+        return replace(self, stages=self._cut(graph, mesh, hardware))
+
+    def _cut(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> tuple[tuple[str, ...], ...]:
+        ranks = mesh.axis_size(self.axis)
+        count = ranks * self.chunks_of_rank
+        if self.stages is not None and self.chunks is None and len(self.stages) % ranks == 0:
+            count = len(self.stages)
+        if self.stages is None:
+            of_param = balanced(graph, count, hardware)
+        else:
+            if len(self.stages) != count:
+                found = f"Pipeline has {len(self.stages)} stages, axis {self.axis!r} of mesh {mesh} has {ranks} ranks"
+                needed = f"{count} stages: {self.chunks_of_rank} for each rank"
+                raise PlanError(found, needed, "give as many lists of patterns, or chunks=")
+            of_param = self._named(graph)
+        return tuple(tuple(name for name, at in of_param.items() if at == stage) for stage in range(count))
+
+    def _named(self, graph: TrainGraph) -> dict[str, int]:
+        """Stages of all parameters: the longest path that a pattern matches; without one, that of the next reader."""
+        modules, found = Modules(graph), dict[str, int]()
+        by_path: dict[str, int] = {}
+        for stage, patterns in enumerate(self.stages or ()):
+            for pattern in patterns:
+                paths = modules.matching(pattern)
+                if not paths:
+                    needed = f"the path of a module or a parameter, as {modules.near(pattern)}"
+                    raise PlanError(f"stage {stage} names {shown(pattern)}, which nothing has", needed, "correct it")
+                for path in paths:
+                    if by_path.setdefault(path, stage) != stage:
+                        text = f"stages {by_path[path]} and {stage} both have {path!r}"
+                        raise PlanError(text, "one stage for each module", "correct the patterns")
+        order = first_readers(graph)
+        names = sorted(modules.params, key=lambda name: order.get(name, -1))
+        for name in names:
+            path = name
+            while path and path not in by_path:
+                path = path.rpartition(".")[0]
+            if path:
+                found[name] = by_path[path]
+        last = 0
+        for name in names:
+            last = found.setdefault(name, last)
+        return found
+
+    def of_params(self) -> dict[str, int]:
+        """The stage of each parameter, once they are known."""
+        return {name: stage for stage, names in enumerate(self.stages or ()) for name in names}
+
+    def owners(self, mesh: Mesh) -> dict[str, int]:
+        """The coordinate that owns each parameter, once stages are known."""
+        ranks = mesh.axis_size(self.axis)
+        return {name: stage % ranks for name, stage in self.of_params().items()}
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axis of the stages. Raises MeshError if the mesh does not have it."""
+        mesh.axis_size(self.axis)
+        return (self.axis,)
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Each parameter and its state are owned by the coordinate of their stage."""
+        if mesh.axis_size(self.axis) == 1:
+            return dict(before)
+        owners, out = self.owners(mesh), dict(before)
+        for name, have in before.items():
+            state = owned_by(owners[name])
+            out[name] = Resting(have.param.put(self.axis, state), have.state.put(self.axis, state))
+        return out
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """The owner of every node that has one."""
+        ranks = mesh.axis_size(self.axis)
+        if ranks == 1:
+            return Pins()
+        at = stages_of_nodes(graph, self.of_params(), ranks)
+        return Pins(owners={name: {self.axis: owned_by(stage % ranks)} for name, stage in at.items()})
+
+    @property
+    def shares_batches(self) -> bool:
+        """False: all stages are given the same batch."""
+        return False
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """None: all stages are given the same batch."""
+        return None
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Nothing more is promised."""
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        ranks = mesh.axis_size(self.axis)
+        count = len(self.stages) if self.stages is not None else ranks * self.chunks_of_rank
+        chunks = f", {count // ranks} on each rank" if count > ranks else ""
+        return f"{count} stages on {self.axis}{chunks}, {self.schedule}"

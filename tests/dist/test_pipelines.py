@@ -1,0 +1,150 @@
+"""Pipelines on gloo ranks against one process, in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from tests.stage_models import batches, maker, train
+from wholestep.runtime.random_state import of_steps
+
+TOLERANCE = 1e-10
+
+
+def _alone(tied: bool, drop: float, steps: int) -> list[Tensor]:
+    """Losses and parameters of one process, which draws what the ranks draw together."""
+    torch.manual_seed(0)
+    model, optimizer = maker(3, tied, drop)()
+    torch.manual_seed(5)
+    torch.manual_seed(int(torch.randint(0, 2**62, (1,))) % 2**63)
+    losses = [train(model, optimizer, *batch) for batch in batches(8, steps)]
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def _piped(rank: int, world: int, tied: bool, drop: float, pipeline: dict[str, Any]) -> tuple[float, int, int]:
+    torch.set_default_dtype(torch.float64)
+    expected = _alone(tied, drop, 3)
+    of_steps.clear()
+    torch.manual_seed(0)
+    model, optimizer = maker(3, tied, drop)()
+    step = ws.compile(train, parallel=ws.Pipeline(**pipeline), mesh=f"pp={world}", check_every=1)
+    torch.manual_seed(5 + rank)
+    found = [step(model, optimizer, *batch) for batch in batches(8, 3)]
+    held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[operator]
+    with ws.whole(model, writeback=False):
+        found += [p.detach().clone() for p in model.parameters()]
+    worst = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    return worst, held, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"])
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("drop", [0.0, 0.2], ids=["", "dropout"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_two_ranks_compute_what_one_process_does(tied: bool, drop: float, pieces: int, order: str) -> None:
+    found = run_ranks(_piped, 2, tied, drop, {"micro_batches": pieces, "schedule": order})
+    assert max(worst for worst, _, _ in found) < TOLERANCE
+    assert sum(held for _, held, _ in found) == found[0][2], "each parameter rests on one rank"
+    assert min(held for _, held, _ in found) > 0
+
+
+def _resumed(rank: int, world: int, folder: str) -> list[float]:
+    """How far losses are from those of the run that was saved, on other stages, on shards, and back on stages."""
+    torch.set_default_dtype(torch.float64)
+    data = batches(8, 4)
+
+    def trainer(seed: int, parallel: Any, mesh: str) -> Any:
+        torch.manual_seed(seed)
+        model, optimizer = maker(3, True, 0.0)()
+        step = ws.compile(train, parallel=parallel, mesh=mesh)
+        return step, lambda batch: step(model, optimizer, *batch)
+
+    saved, run = trainer(0, ws.Pipeline(micro_batches=2, schedule="1f1b"), f"pp={world}")
+    for batch in data[:2]:
+        run(batch)
+    ws.save(f"{folder}/stages", saved)
+    expected = [run(batch) for batch in data[2:]]
+    named = [["tokens", "places", "blocks.0"], ["blocks.1", "blocks.2", "norm", "head"]]
+    shards = ws.DataParallel("fully_shard", semantics="global", inputs="global")
+    found: list[float] = []
+    for source, target, parallel, mesh in (
+        ("stages", "others", ws.Pipeline(stages=named, micro_batches=4, schedule="zero_bubble"), f"pp={world}"),
+        ("others", "shards", shards, f"dp={world}"),
+        ("shards", "again", ws.Pipeline(), f"pp={world}"),
+    ):
+        step, run = trainer(3, parallel, mesh)
+        ws.load(f"{folder}/{source}", step)
+        run(data[0])  # what was loaded before the first call is put into place by it
+        ws.load(f"{folder}/{source}", step)
+        ws.save(f"{folder}/{target}", step)
+        found.append(max((run(b) - e).abs().item() for b, e in zip(data[2:], expected, strict=True)))
+    return found
+
+
+def test_checkpoints_move_between_stages_and_shards(tmp_path: Path) -> None:
+    """State, also of the optimizer, goes from stages to other stages, to shards, and back."""
+    for found in run_ranks(_resumed, 2, str(tmp_path)):
+        assert max(found) < TOLERANCE
+
+
+def _evaluated(rank: int, world: int) -> float:
+    torch.set_default_dtype(torch.float64)
+    expected = _alone(False, 0.0, 1)
+    torch.manual_seed(0)
+    model, optimizer = maker(3, False, 0.0)()
+    step = ws.compile(train, parallel=ws.Pipeline(micro_batches=2), mesh=f"pp={world}")
+    step(model, optimizer, *batches(8, 1)[0])
+    with torch.no_grad():
+        model(batches(8, 1)[0][0]["x"])  # gathered from the stages
+    with ws.whole(model, writeback=False):
+        return max((p - e).abs().max().item() for p, e in zip(model.parameters(), expected[1:], strict=True))
+
+
+def test_an_eager_forward_gathers_from_the_stages() -> None:
+    assert max(run_ranks(_evaluated, 2)) < TOLERANCE
+
+
+def _on_four(rank: int, world: int, mesh: str, style: str, order: str) -> float:
+    torch.set_default_dtype(torch.float64)
+    expected = _alone(True, 0.0, 2)
+    torch.manual_seed(0)
+    model, optimizer = maker(3, True, 0.0)()
+    data = ws.DataParallel(style, axis="dp", semantics="global", inputs="global")
+    step = ws.compile(train, parallel=[data, ws.Pipeline(micro_batches=2, schedule=order)], mesh=mesh)  # type: ignore[arg-type]
+    found = [step(model, optimizer, *batch) for batch in batches(8, 2)]
+    with ws.whole(model, writeback=False):
+        found += [p.detach().clone() for p in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "pp=2,dp=2"])
+def test_four_ranks(mesh: str, style: str, order: str) -> None:
+    assert max(run_ranks(_on_four, 4, mesh, style, order)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"memory_bytes": "1GiB"}, "memory_bytes with Pipeline is not built"),
+    ({"schedule": "across_steps"}, "a schedule across steps with Pipeline is not built"),
+    ({"backend": "inductor"}, "backend 'inductor' with Pipeline"),
+])  # fmt: skip
+def test_what_is_not_built_is_refused(options: dict[str, Any], says: str) -> None:
+    for found in run_ranks(_refused, 2, options):
+        assert found.startswith(says)
+
+
+def _refused(rank: int, world: int, options: dict[str, Any]) -> str:
+    model, optimizer = maker(3, False, 0.0)()
+    try:
+        step = ws.compile(train, parallel=ws.Pipeline(micro_batches=2), mesh=f"pp={world}", **options)
+        step(model, optimizer, *batches(8, 1)[0])
+    except ws.WholestepError as error:
+        return error.found
+    return "nothing"

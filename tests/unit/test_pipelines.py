@@ -1,0 +1,248 @@
+"""Pipelines: the programs of all stages, in one process, against one device in float64."""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wholestep as ws
+from tests.simulate import Simulation
+from tests.stage_models import batches, maker, train
+from tests.together import OneDevice, compare
+from wholestep.errors import GraphError, PlanError
+from wholestep.graph.graph import LocalGraph
+from wholestep.graph.loop import loop_of, with_bodies
+from wholestep.graph.stage_part import StagePart, part_of, transfer
+from wholestep.partition.stage_program import send, stage_program
+from wholestep.plan.plan import Plan
+
+TOLERANCE = 1e-10
+ORDERS = ["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"]
+TENSOR_PARALLEL = ws.TensorParallel({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, axis="tp")
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@lru_cache(maxsize=8)
+def one_device(layers: int, tied: bool, drop: float, fused: bool = True, rows: int = 8) -> OneDevice:
+    return OneDevice(maker(layers, tied, drop, fused), train, batches(rows, 2))
+
+
+def parts_of(local: LocalGraph) -> list[StagePart]:
+    found = [loop.stages for node in local.graph.nodes if (loop := loop_of(node)) and loop.stages]
+    return [part for stages in found for part in stages.parts]
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("pieces", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("drop", [0.0, 0.2], ids=["", "dropout"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: int, pieces: int, order: str) -> None:
+    """Two steps of AdamW with clipping: losses on every rank, and all parameters."""
+    one = one_device(5, tied, drop)
+    found = compare(one, f"pp={stages}", ws.Pipeline(micro_batches=pieces, schedule=order))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    assert not found.ruleless
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [
+    ("dp=2,pp=2", ws.DataParallel("replicate", axis="dp", semantics="global")),
+    ("dp=2,pp=2", ws.DataParallel("zero1", axis="dp", semantics="global")),
+    ("dp=2,pp=2", ws.DataParallel("zero2", axis="dp", semantics="global")),
+    ("dp=2,pp=2", ws.DataParallel("fully_shard", axis="dp", semantics="global")),
+    ("pp=2,dp=2", ws.DataParallel("fully_shard", axis="dp", semantics="global", reshard_after_forward=True)),
+    ("pp=2,tp=2", TENSOR_PARALLEL),
+], ids=["replicate", "zero1", "zero2", "fully_shard", "re-gathered", "tp"])  # fmt: skip
+@pytest.mark.parametrize("order", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order: str) -> None:
+    mesh, beside = parallel
+    found = compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+def test_three_axes() -> None:
+    data = ws.DataParallel("fully_shard", axis="dp", semantics="global")
+    found = compare(one_device(2, True, 0.0), "dp=2,pp=2,tp=2", [data, ws.Pipeline(micro_batches=2), TENSOR_PARALLEL])
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_whatever_channels_hold(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulation, "room", room)
+    found = compare(one_device(4, True, 0.0), "pp=2", ws.Pipeline(micro_batches=8, schedule="interleaved"))
+    assert found.worst < TOLERANCE
+
+
+def test_the_comparison_sees_a_piece_that_one_stage_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_one(graph: ws.TrainGraph, plan: ws.Plan) -> LocalGraph:
+        local = ws.partition(graph, plan)
+        for part in parts_of(local):
+            last = max(part.blocks, key=lambda block: block.level)
+            kept = [
+                a for a in part.actions if not (part.stage == 0 and (a.kind, a.name) == ("run", last.name) and a.piece)
+            ]
+            object.__setattr__(part, "actions", tuple(kept))
+        return local
+
+    monkeypatch.setattr("tests.together.partition", without_one)
+    assert compare(one_device(2, False, 0.0), "pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b")).worst > 1e-3
+
+
+def planned(ranks: int, pieces: int, order: str = "1f1b", layers: int = 4, **given: Any) -> tuple[Plan, LocalGraph]:
+    one = one_device(layers, False, 0.0)
+    made = ws.plan(one.capture.graph, f"pp={ranks}", ws.Pipeline(micro_batches=pieces, schedule=order, **given))
+    return made, ws.partition(one.capture.graph, made)
+
+
+def test_a_stage_has_only_its_own() -> None:
+    made, local = planned(2, 4)
+    own = [stage_program(local, stage) for stage in range(2)]
+    whole = sum(node.op == "call_function" for node, _ in with_bodies(local.graph))
+    for program in own:
+        assert sum(node.op == "call_function" for node, _ in with_bodies(program.graph)) < 0.75 * whole
+        assert not any(node.target is transfer for node, _ in with_bodies(program.graph))
+    updated = [{out.target for out in program.outputs if out.kind == "update"} for program in own]
+    assert "tokens.weight" in updated[0] - updated[1]
+    assert "head.weight" in updated[1] - updated[0]
+    assert made.stored_bytes("param") < sum(i.meta.size_bytes for i in made.inputs if i.role.value == "param")
+
+
+def test_the_program_does_not_grow_with_the_pieces() -> None:
+    sizes = [len(list(with_bodies(stage_program(planned(2, pieces)[1], 0).graph))) for pieces in (2, 4, 8)]
+    assert len(set(sizes)) == 1
+
+
+def test_what_is_received_starts_before_the_block_in_front() -> None:
+    _, local = planned(2, 4)
+    for part in parts_of(local):
+        ran = [number for number, action in enumerate(part.actions) if action.kind == "run"]
+        posted = {(a.name, a.piece): number for number, a in enumerate(part.actions) if a.kind == "post"}
+        waited = {(a.name, a.piece): number for number, a in enumerate(part.actions) if a.kind == "wait"}
+        assert posted.keys() == waited.keys()
+        overlapped = [key for key, number in posted.items() if any(number < at < waited[key] for at in ran)]
+        assert len(overlapped) >= len(posted) - 1, "all but the first"
+
+
+def test_a_plan_says_what_each_stage_has() -> None:
+    made, _ = planned(2, 4, stages=[["tokens", "places", "blocks.[01]"], ["blocks.[23]", "norm", "head"]])
+    lines = str(made).splitlines()
+    assert lines[0] == "plan  2 stages on pp, 1f1b; 4 micro-batches; mesh time=4,pp=2"
+    assert [line.partition(";")[0] for line in lines if line.startswith("  stage ")] == [
+        "  stage 0 on pp:0: tokens, places, blocks.0, blocks.1",
+        "  stage 1 on pp:1: blocks.2, blocks.3, norm, head",
+    ]
+    assert Plan.from_json(made.to_json()) == made
+    assert "pp: runs at 1, with what it reads" in made.explain("mm")
+
+
+def test_stages_of_equal_layers_are_equal() -> None:
+    made, _ = planned(4, 4, layers=8)
+    assert made.strategies is not None
+    assert made.strategies.pipeline is not None
+    stages = made.strategies.pipeline.stages or ()
+    blocks = [{name.split(".")[1] for name in names if name.startswith("blocks")} for names in stages]
+    assert [len(one) for one in blocks] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ({"stages": [["tokens"], ["nothing"]]}, "stage 1 names 'nothing', which nothing has"),
+    ({"stages": [["blocks"], ["blocks"]]}, "stages 0 and 1 both have 'blocks'"),
+    ({"stages": [["blocks"]] * 3}, "Pipeline has 3 stages, axis 'pp' of mesh time=4,pp=2 has 2 ranks"),
+    ({"micro_batches": 0}, "Pipeline(micro_batches=0)"),
+    ({"chunks": 40}, "a forward that can be cut in"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(given: dict[str, Any], says: str) -> None:
+    one = one_device(4, False, 0.0)
+    with pytest.raises(PlanError) as error:
+        ws.plan(one.capture.graph, "pp=2", ws.Pipeline(**{"micro_batches": 4, **given}))
+    assert error.value.found.startswith(says)
+
+
+def test_two_numbers_of_pieces_are_refused() -> None:
+    one = one_device(4, False, 0.0)
+    with pytest.raises(PlanError, match=r"Pipeline\(micro_batches=4\) beside MicroBatches\(2\)"):
+        ws.plan(one.capture.graph, "pp=2", [ws.Pipeline(micro_batches=4), ws.MicroBatches(2)])
+
+
+def test_an_axis_of_stages_needs_a_pipeline() -> None:
+    one = one_device(4, False, 0.0)
+    for parallel, says in (
+        (ws.DataParallel(), "axis 'pp' is used by DataParallel"),
+        (ws.DataParallel(axis="dp"), "axis 'pp' is used by no strategy"),
+        ([ws.DataParallel(), ws.Pipeline()], "axis 'pp' is used by DataParallel and by Pipeline"),
+    ):
+        with pytest.raises(PlanError) as error:
+            ws.plan(one.capture.graph, "dp=2,pp=2", parallel)
+        assert error.value.found == says
+
+
+def test_passes_keep_the_order_of_what_stages_exchange() -> None:
+    _, local = planned(2, 2)
+    with pytest.raises(GraphError, match="passes on the program of all stages"):
+        ws.run_passes(local, ws.pipeline())
+    own = stage_program(local, 0)
+
+    def later(given: LocalGraph) -> LocalGraph:
+        made = given.copy()
+        sent = next(node for node in made.graph.nodes if node.target is send)
+        list(made.graph.nodes)[-2].append(sent)
+        return made
+
+    assert ws.run_passes(own, ws.pipeline(schedule=None)).stage == 0
+    _, tied = planned_tied()
+    with pytest.raises(GraphError, match="pass later changed what stages of a pipeline exchange"):
+        ws.run_passes(stage_program(tied, 0), [later])
+
+
+def planned_tied() -> tuple[Plan, LocalGraph]:
+    graph = one_device(4, True, 0.0).capture.graph
+    made = ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=2))
+    return made, ws.partition(graph, made)
+
+
+def test_the_timeline_has_all_stages_and_their_bubbles(tmp_path: Path) -> None:
+    hardware = ws.Hardware.preset("dgx-h100")
+    _, local = planned(2, 4, "1f1b")
+    found = ws.timeline(local, hardware)
+    assert found.streams == ("stage 0", "stage 1")
+    assert [span.name for span in found.spans if span.stream == "stage 0" and " of piece " in span.name][:3] == [
+        "forward 0 of piece 0", "forward 0 of piece 1", "backward 2 of piece 0",
+    ]  # fmt: skip
+    for stream in found.streams:
+        spans = [span for span in found.spans if span.stream == stream]
+        assert all(a.start_us + a.us <= b.start_us + 1e-6 for a, b in pairwise(spans)), (
+            "a stage runs one thing at a time"
+        )
+    idle = sum(found.simulated.step_us - found.busy_us(stream) for stream in found.streams)
+    assert found.simulated.exposed_us == pytest.approx(idle / 2)
+    found.save(tmp_path / "trace.json")
+    names = {event["args"]["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if event["name"] == "thread_name"}  # fmt: skip
+    assert names == {"stage 0", "stage 1"}
+    with pytest.raises(PlanError, match="stage 1 alone has no time"):
+        ws.simulate(stage_program(local, 1), hardware)
+
+
+def test_printed_programs_name_blocks_and_their_order() -> None:
+    _, local = planned(2, 2)
+    assert "    stage 0: forward 0[0]; forward 0[1]; backward 2[0]; backward 2[1]" in str(local)
+    own = stage_program(local, 1)
+    assert "stage 1 of pp" in str(own).splitlines()[0]
+    assert any(part_of(node) for node in own.graph.nodes)
+    assert "    stage 1, backward 1: from" in str(own)
