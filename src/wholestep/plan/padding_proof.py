@@ -14,11 +14,7 @@ it is computed from the fill as other places are from data. What is known to be 
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, combinations
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -34,62 +30,34 @@ from ..rules.find_rule import find_rule
 from ..rules.registry import draws
 from ..rules.rule import Group
 from ..sizes import SizeFloat, SizeInt, evaluate
+from .padded_values import (
+    COMPARISONS,
+    EXACT,
+    NO_LENGTH,
+    ONE_POSITION,
+    SAME,
+    Made,
+    Numbers,
+    Places,
+    Region,
+    Value,
+    constant_made,
+    filled,
+    keeps,
+    like,
+    no_number,
+    pointwise,
+    put_back,
+    short_cut,
+    subsets,
+)
+from .padding_rows import SPECIAL
 
 aten = torch.ops.aten
-Region = frozenset[int]
-"""Padded dims, by number, whose places are beyond the real ones; in all other padded dims the places are real."""
-Numbers = tuple[int, ...]
-"""A size in several batches: the proof compares sizes there."""
-_END = sys.maxsize
 
 
 class PaddingError(PlanError):
     """A batch cannot be padded: what padding adds would reach a result."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """The places of a padded dim: `outer` rows of `length` places of `inner` elements, in the order of memory."""
-
-    outer: Numbers
-    length: Numbers
-    inner: Numbers
-
-    @property
-    def first(self) -> bool:
-        """True if the real places are the first ones of the dim."""
-        return max(self.outer) == max(self.inner) == 1
-
-
-@dataclass(frozen=True)
-class Value:
-    """What is known of a tensor of the padded run. `tails` has the constant in each region, or None. `constant` is that
-    of a tensor without padded dims. With `index`, each element is its place along the padded dim of that number.
-    """
-
-    dims: Mapping[int, Places] = field(default_factory=dict[int, Places])
-    tails: Mapping[Region, float | None] = field(default_factory=dict[Region, Any])
-    constant: float | None = None
-    index: int | None = None
-
-    def at(self, region: Region) -> float | None:
-        """The constant in a region; in none, that of the whole tensor."""
-        return self.tails[region] if region else self.constant
-
-
-_ONE_POSITION = "a mask that leaves each row one position: mask keys alone, and not rows of queries"
-_NO_LENGTH = "a number that does not depend on it"
-SAME = Value()
-Made = Value | Sequence[Any]
-
-
-def regions(dims: Sequence[int] | Mapping[int, Any]) -> Iterator[Region]:
-    """Every set of padded dims but the empty one."""
-    return map(frozenset, chain.from_iterable(combinations(dims, n) for n in range(1, len(dims) + 1)))
-
-
-def _filled(dims: Mapping[int, Places], constant: float | None) -> Value:
-    return Value(dims, dict.fromkeys(regions(dims), constant))
 
 
 def prove_padding(
@@ -133,7 +101,7 @@ class _Proof:
                     dim = self.places[given.name]
                     length = self.numbers(given.meta.shape[dim])
                     one = (1,) * len(length)
-                    self.values[node] = _filled({dim: Places(one, length, one)}, float(self.fill.get(given.name, 0)))
+                    self.values[node] = filled({dim: Places(one, length, one)}, float(self.fill.get(given.name, 0)))
             elif node.op == "call_function":
                 self.values[node] = self._made()
             if node.op != "output":
@@ -203,20 +171,20 @@ class _Proof:
         operands = [made for made in given if isinstance(made, Value)]
         if len(operands) != len(given):
             self.refuse("reads a list of tensors of the padded length")
-        special = _SPECIAL.get(node.target) or _SPECIAL.get(getattr(node.target, "overloadpacket", None))
+        special = SPECIAL.get(node.target) or SPECIAL.get(getattr(node.target, "overloadpacket", None))
         if special is not None:
             return special(self, Call.of(node), operands)
-        return self._by_rule(Call.of(node), operands)
+        return self.by_rule(Call.of(node), operands)
 
     def _untouched(self, shapes: Sequence[Any]) -> Made:
         """What has nothing to do with the padded length; the constant, if it is one."""
         made = meta.value(self.node)
         if not isinstance(made, torch.Tensor):
-            return _like(made, SAME)
-        constant = _constant_made(self.node)
+            return like(made, SAME)
+        constant = constant_made(self.node)
         if constant is None and not self.node.all_input_nodes:
             return SAME
-        if constant is None and _pointwise(self.node.target):
+        if constant is None and pointwise(self.node.target):
             given = {n: self.values[n] for n in self.node.all_input_nodes}
             constant = self.folded({n: one.constant if isinstance(one, Value) else None for n, one in given.items()})
         return Value(constant=constant)
@@ -224,12 +192,12 @@ class _Proof:
     def folded(self, constants: Mapping[Node, float | None]) -> float | None:
         """What a pointwise op makes of constants; None if that depends on operands that are not known."""
         node = self.node
-        known = _short_cut(node, constants)
+        known = short_cut(node, constants)
         if known is not None or None in constants.values():
             return known
         if sizes_among([node.args, node.kwargs]):  # another constant for another size
             return None
-        if _keeps(node.target) and node.target is not aten._to_copy.default:
+        if keeps(node.target) and node.target is not aten._to_copy.default:
             return next(iter(constants.values()))
 
         def one(value: Any) -> Any:
@@ -246,14 +214,14 @@ class _Proof:
             return None
         return float(made) if isinstance(made, torch.Tensor) and made.numel() == 1 and not made.is_complex() else None
 
-    def _by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
+    def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
         """An op whose rule may cut the padded dims."""
         rule = find_rule(self.node)
         if rule is None:
             self.refuse("has no sharding rule", "an op of which it is known what it mixes")
         for name, size in self._named_sizes(call):
             if self.varies(size) and name not in rule.sizes:
-                self.refuse(f"computes with the padded length ({name})", _NO_LENGTH)
+                self.refuse(f"computes with the padded length ({name})", NO_LENGTH)
         found: dict[int, Value] = {}
         shared = [i for i, one in enumerate(operands) if one.dims and not any(i in g.operands for g in rule.groups)]
         if shared and not set(shared) <= set(rule.by_shape):
@@ -264,7 +232,7 @@ class _Proof:
                 self._refuse_reduced(group, operands, rule.local)
             found |= self._group(call, group, operands)
         flat = [found.get(i, SAME) for i in range(len(call.outputs))]
-        return _put_back(meta.value(self.node), iter(flat))
+        return put_back(meta.value(self.node), iter(flat))
 
     def _named_sizes(self, call: Call) -> Iterator[tuple[str, Any]]:
         known = [a.name for a in _torch.schema_of(call.target).arguments] if _torch.is_op(call.target) else []
@@ -310,35 +278,35 @@ class _Proof:
             return any(all(operands[i].at(region_of(i, chosen)) == 0 for i in one) for one in linear)
 
         def refuse_no_number(chosen: frozenset[str]) -> None:
-            if any(_no_number(operands[i].at(region_of(i, chosen))) for i in group.operands):
-                self.refuse("sums over padded positions, some of which are no number", _ONE_POSITION)
+            if any(no_number(operands[i].at(region_of(i, chosen))) for i in group.operands):
+                self.refuse("sums over padded positions, some of which are no number", ONE_POSITION)
 
         for output, term in group.outputs.items():
             kept = [f for f in order if f in term]
             lost = [f for f in order if f not in term]
-            for more in (frozenset[str](), *_sets(kept)):
-                for less in _sets(lost):
+            for more in (frozenset[str](), *subsets(kept)):
+                for less in subsets(lost):
                     refuse_no_number(more | less)
-            if not all(is_zero(less) for less in _sets(lost)):
+            if not all(is_zero(less) for less in subsets(lost)):
                 self.refuse("sums over padded positions that are not zero", "a mask: zero at padded positions")
             dims = {term.index(f): factors[f] for f in kept}
             tails: dict[Region, float | None] = {}
-            for chosen in _sets(kept):
+            for chosen in subsets(kept):
                 where = frozenset(term.index(f) for f in chosen)
-                no_number = any(_no_number(operands[i].at(region_of(i, chosen))) for i in group.operands)
-                if not no_number and is_zero(chosen) and all(is_zero(chosen | less) for less in _sets(lost)):
+                lost_number = any(no_number(operands[i].at(region_of(i, chosen))) for i in group.operands)
+                if not lost_number and is_zero(chosen) and all(is_zero(chosen | less) for less in subsets(lost)):
                     tails[where] = 0.0
-                elif not lost and _pointwise(self.node.target):
+                elif not lost and pointwise(self.node.target):
                     at = {nodes[i]: operands[i].at(region_of(i, chosen)) for i in group.operands}
                     tails[where] = self.folded(at)
-                    if tails[where] is None and self.node.target in _COMPARISONS:
+                    if tails[where] is None and self.node.target in COMPARISONS:
                         tails[where] = self._compared(group, operands, chosen)
                 else:
                     tails[where] = None
             index = None
-            if len(group.operands) == 1 and _keeps(self.node.target):
+            if len(group.operands) == 1 and keeps(self.node.target):
                 ((only, operand),) = ((i, operands[i]) for i in group.operands)
-                exact = meta.one_tensor(self.node).dtype in _EXACT
+                exact = meta.one_tensor(self.node).dtype in EXACT
                 if exact and operand.index is not None and (factor := group.operands[only][operand.index]) in kept:
                     index = term.index(factor)
             made[output] = Value(dims, tails, index=index)
@@ -356,378 +324,3 @@ class _Proof:
             return None
         a, b = (torch.tensor(int(side)) for side in sides)
         return float(cast(Any, self.node.target)(a, b))
-
-
-def _sets(factors: Sequence[str]) -> Iterator[frozenset[str]]:
-    return map(frozenset, chain.from_iterable(combinations(factors, n) for n in range(1, len(factors) + 1)))
-
-
-def _no_number(value: float | None) -> bool:
-    return value is not None and not math.isfinite(value)
-
-
-def _like(made: Any, value: Value) -> Made:
-    return [_like(one, value) for one in cast(Sequence[Any], made)] if isinstance(made, (list, tuple)) else value
-
-
-def _put_back(made: Any, flat: Iterator[Value]) -> Made:
-    if isinstance(made, (list, tuple)):
-        return [_put_back(one, flat) for one in cast(Sequence[Any], made)]
-    return next(flat)
-
-
-_KEEPING = (
-    aten.clone, aten._to_copy, aten.alias, aten.detach, aten.unsqueeze, aten.squeeze, aten.permute, aten.transpose,
-    aten.t, aten.contiguous,
-)  # fmt: skip
-_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # these hold the number of each place
-_COMPARISONS = (aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ne.Tensor)
-
-
-def _keeps(target: Any) -> bool:
-    """True for an op whose result has the elements of its operand."""
-    return getattr(target, "overloadpacket", None) in _KEEPING
-
-
-def _pointwise(target: Any) -> bool:
-    return _torch.is_op(target) and (torch.Tag.pointwise in target.tags or _keeps(target))
-
-
-def _constant_made(node: Node) -> float | None:
-    """The constant that a factory fills its result with."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
-        return 0.0
-    if packet in (aten.ones, aten.ones_like, aten.new_ones):
-        return 1.0
-    value = Call.of(node).argument("fill_value") if packet in (aten.full, aten.full_like, aten.new_full) else None
-    value = Call.of(node).argument("s") if packet is aten.scalar_tensor else value
-    return float(value) if isinstance(value, (bool, int, float)) and not sizes_among([value]) else None
-
-
-def _short_cut(node: Node, constants: Mapping[Node, float | None]) -> float | None:
-    """What a pointwise op makes whatever the operands that are not known are."""
-    packet, args = getattr(node.target, "overloadpacket", None), node.args
-
-    def known(position: int) -> float | None:
-        given = args[position] if position < len(args) else None
-        if isinstance(given, Node):
-            return constants.get(given)
-        return float(given) if isinstance(given, (bool, int, float)) and not sizes_among([given]) else None
-
-    if packet in (aten.where, aten.masked_fill):
-        condition, yes, no = (known(i) for i in ((0, 1, 2) if packet is aten.where else (1, 2, 0)))
-        if condition is None:
-            return yes if yes == no else None
-        return yes if condition else no
-    if packet in (aten.mul, aten.logical_and, aten.bitwise_and) and 0 in (known(0), known(1)):
-        return None if any(_no_number(known(i)) for i in (0, 1)) else 0.0
-    if packet is aten.div and known(0) == 0 and known(1) is None:
-        return 0.0
-    if packet in (aten.logical_or, aten.bitwise_or) and meta.one_tensor(node).dtype is torch.bool:
-        return 1.0 if 1 in (known(0), known(1)) else None
-    if packet is aten.add and not node.kwargs:
-        return next((v for v in (known(0), known(1)) if v is not None and math.isinf(v)), None)
-    return None
-
-
-# -- ops with a row of their own -----------------------------------------------------------------
-Special = Callable[[_Proof, Call, Sequence[Value]], Made]
-
-
-def _regroup(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    """A view by other sizes: the elements are the same, in the same order."""
-    given = operands[0]
-    pieces: list[tuple[Numbers, int | None]] = []  # sizes of the operand, from the left, and the padded dim they are
-    for dim, size in enumerate(call.shape(0)):
-        places = given.dims.get(dim)
-        if places is None:
-            pieces.append((proof.numbers(size), None))
-        else:
-            pieces += [(places.outer, None), (places.length, dim), (places.inner, None)]
-    one = (1,) * len(proof.batches)
-    pieces = [piece for piece in pieces if piece[0] != one]
-    dims: dict[int, Places] = {}
-    names: dict[int, int] = {}
-    for dim, size in enumerate(call.made()):
-        wanted, taken = proof.numbers(size), list[tuple[Numbers, int | None]]()
-        while wanted != one:
-            if not pieces:
-                proof.refuse("takes padded positions apart")
-            piece, padded = pieces.pop(0)
-            if _divides(piece, wanted):
-                taken.append((piece, padded))
-                wanted = _quotient(wanted, piece)
-            elif padded is None and _divides(wanted, piece):
-                taken.append((wanted, None))
-                pieces.insert(0, (_quotient(piece, wanted), None))
-                wanted = one
-            else:
-                proof.refuse("takes padded positions apart")
-        long = [i for i, (_, padded) in enumerate(taken) if padded is not None]
-        if len(long) > 1:
-            proof.refuse("merges two padded dims")
-        for i in long:
-            before, after = (_product(one, taken[:i]), _product(one, taken[i + 1 :]))
-            dims[dim] = Places(before, taken[i][0], after)
-            names[cast(int, taken[i][1])] = dim
-    return _renamed(given, dims, names)
-
-
-def _divides(a: Numbers, b: Numbers) -> bool:
-    return all(y % x == 0 for x, y in zip(a, b, strict=True))
-
-
-def _quotient(a: Numbers, b: Numbers) -> Numbers:
-    return tuple(x // y for x, y in zip(a, b, strict=True))
-
-
-def _product(one: Numbers, pieces: Sequence[tuple[Numbers, int | None]]) -> Numbers:
-    for piece, _ in pieces:
-        one = tuple(x * y for x, y in zip(one, piece, strict=True))
-    return one
-
-
-def _renamed(given: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
-    """`given` with padded dims at other numbers."""
-    tails = {frozenset(names[d] for d in region): tail for region, tail in given.tails.items()}
-    return Value(dims, tails, given.constant, None if given.index is None else names[given.index])
-
-
-def _expanded(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given, shape, made = operands[0], call.shape(0), call.made()
-    lead = len(made) - len(shape)
-    dims = {dim + lead: places for dim, places in given.dims.items()}
-    one = (1,) * len(proof.batches)
-    for dim, size in enumerate(made):
-        if dim not in dims and proof.varies(size):
-            dims[dim] = Places(one, proof.numbers(size), one)
-    old = {dim + lead for dim in given.dims}
-    tails = {r: given.at(frozenset(d - lead for d in r & old)) for r in regions(dims)}
-    return Value(dims, tails, index=None if given.index is None else given.index + lead)
-
-
-def _factory(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    """A tensor that is filled with one constant, or not at all."""
-    if proof.varies(call.argument("fill_value")):
-        proof.refuse("computes with the padded length (fill_value)", _NO_LENGTH)
-    one = (1,) * len(proof.batches)
-    dims = {d: Places(one, proof.numbers(n), one) for d, n in enumerate(call.made()) if proof.varies(n)}
-    if operands and operands[0].dims and call.made() == call.shape(0):
-        dims = dict(operands[0].dims)
-    constant = _constant_made(proof.node)
-    return replace(_filled(dims, constant), constant=constant)
-
-
-def _counted(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    if proof.varies(call.argument("start", 0)) or proof.varies(call.argument("step", 1)):
-        proof.refuse("counts from the padded length on")
-    one = (1,) * len(proof.batches)
-    plain = call.argument("start", 0) == 0 and call.argument("step", 1) == 1
-    return Value(
-        {0: Places(one, proof.numbers(call.made()[0]), one)}, {frozenset({0}): None}, index=0 if plain else None
-    )
-
-
-def _sliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given = operands[0]
-    dim: int = call.argument("dim", 0) % len(call.shape(0))
-    start, end, step = call.argument("start") or 0, call.argument("end"), call.argument("step", 1)
-    size: int = call.made()[dim]
-    if dim not in given.dims and not proof.varies(size):
-        return given
-    if proof.varies(start) or start < 0 or step != 1:
-        proof.refuse("reads positions counted from the end of the padded length", "positions counted from the start")
-    if dim in given.dims and not given.dims[dim].first:
-        proof.refuse("takes padded positions apart")
-    kept = {d: places for d, places in given.dims.items() if d != dim}
-    if not proof.varies(size):  # the first ones, which are real where the guards of the capture hold
-        if end is not None and (proof.varies(end) or end < 0):
-            proof.refuse("reads positions counted from the end of the padded length")
-        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    one = (1,) * len(proof.batches)
-    dims = {**kept, dim: Places(one, proof.numbers(size), one)}
-    whole = end is None or end == _END or (dim in given.dims and proof.numbers(end) == given.dims[dim].length)
-    tails = {r: given.at(r) if dim in given.dims and (whole or dim not in r) else None for r in regions(dims)}
-    if dim not in given.dims:
-        tails |= {r: given.at(r) for r in regions(kept)}
-    return Value(dims, tails, index=given.index if start == 0 else None)
-
-
-def _unsliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    """A slice in the middle of zeros."""
-    given, made = operands[0], call.made()
-    dim: int = call.argument("dim") % len(made)
-    start, end, step = call.argument("start"), call.argument("end"), call.argument("step")
-    if dim not in given.dims and not proof.varies(made[dim]):
-        return given
-    if proof.varies(start) or start < 0 or step != 1 or (dim in given.dims and not given.dims[dim].first):
-        proof.refuse("reads positions counted from the end of the padded length")
-    one = (1,) * len(proof.batches)
-    if dim not in given.dims:  # a few of the first places, all of which are real
-        dims = {**given.dims, dim: Places(one, proof.numbers(made[dim]), one)}
-        return Value(dims, {r: 0.0 if dim in r else given.at(r) for r in regions(dims)})
-    if end != _END and any(given.tails[r] != 0 for r in regions(given.dims) if dim in r):
-        proof.refuse("puts padded positions, which are not zero, beside others")
-    kept = {d: places for d, places in given.dims.items() if d != dim}
-    if not proof.varies(made[dim]):
-        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    dims = {**kept, dim: Places(one, proof.numbers(made[dim]), one)}
-    return Value(dims, dict(given.tails))
-
-
-def _selected(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given = operands[0]
-    dim, index = call.argument("dim") % len(call.shape(0)), call.argument("index")
-    if dim in given.dims and (proof.varies(index) or index < 0 or not given.dims[dim].first):
-        proof.refuse("reads the last of the padded positions", "a position counted from the start")
-    names = {d: d - (d > dim) for d in given.dims if d != dim}
-    kept = Value(given.dims, {r: t for r, t in given.tails.items() if dim not in r}, given.constant)
-    return _renamed(kept, {names[d]: p for d, p in given.dims.items() if d != dim}, names)
-
-
-def _triangle(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    """Zeros on one side of a diagonal of the last two dims."""
-    given, rank = operands[0], len(call.shape(0))
-    row, column, diagonal = rank - 2, rank - 1, call.argument("diagonal", 0)
-    dims = given.dims
-    if set(dims) - {row, column} or not all(places.first for places in dims.values()) or len(dims) != 2:
-        proof.refuse("counts positions of the padded length")
-    if dims[row] != dims[column] or proof.varies(diagonal):
-        proof.refuse("counts positions of the padded length")
-    lower = call.target is aten.tril.default
-    right = (
-        0.0 if lower and diagonal <= 0 else given.tails[frozenset({column})] if not lower and diagonal <= 1 else None
-    )
-    below = 0.0 if not lower and diagonal >= 0 else given.tails[frozenset({row})] if lower and diagonal >= -1 else None
-    both = 0.0 if given.tails[frozenset({row, column})] == 0 else None
-    tails = {frozenset({column}): right, frozenset({row}): below, frozenset({row, column}): both}
-    return Value(dims, tails)
-
-
-def _softmax(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
-    given = operands[0]
-    dim = call.argument("dim") % len(call.shape(0))
-    if dim not in given.dims:
-        return proof._by_rule(call, operands)  # pyright: ignore[reportPrivateUsage]
-    if given.tails[frozenset({dim})] != -math.inf:
-        proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
-    tails: dict[Region, float | None] = {}
-    for region in regions(given.dims):
-        row = region - {dim}
-        nothing = given.tails[row | {dim}] == -math.inf and bool(row) and given.tails[row] == -math.inf
-        empty = 0.0 if call.target is aten._safe_softmax.default else math.nan
-        masked = given.tails[region] == -math.inf and dim in region
-        tails[region] = empty if nothing else 0.0 if masked else None
-    return Value(given.dims, tails)
-
-
-def _softmax_backward(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
-    grad, made = operands
-    dim = call.argument("dim") % len(call.shape(0))
-    if dim not in made.dims:
-        return proof._by_rule(call, operands)  # pyright: ignore[reportPrivateUsage]
-    if grad.dims != made.dims or made.tails[frozenset({dim})] != 0:
-        proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
-    tails: dict[Region, float | None] = {}
-    for region in regions(made.dims):
-        if any(_no_number(one.tails[region]) for one in operands):
-            proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
-        row = region - {dim}
-        no_grad = bool(row) and grad.tails[row] == 0 and grad.tails[row | {dim}] == 0
-        tails[region] = 0.0 if no_grad or (made.tails[region] == 0 and dim in region) else None
-    return Value(made.dims, tails)
-
-
-def _attention(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
-    """Attention, forward and backward, by the names of its arguments."""
-    given = _by_name(call, operands)
-    query, key, value = given["query"], given["key"], given["value"]
-    places = call.shape(0)
-    at = len(places) - 2
-    one, other = query.dims, key.dims
-    if set(one) - {at} or set(other) - {at} or other != value.dims:
-        proof.refuse("mixes padded positions with others")
-    if proof.varies(call.argument("scale")):
-        proof.refuse("computes with the padded length (scale)", _NO_LENGTH)
-    if call.argument("dropout_p", 0.0) != 0:
-        proof.refuse("draws random numbers, other ones for another length", "attention without dropout")
-    if other:
-        mask = given.get("attn_mask", given.get("attn_bias"))
-        causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
-        last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
-        masked = False
-        if mask is not None and last in mask.dims:
-            masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
-        if not causal and not masked:
-            proof.refuse(
-                "attends to padded positions",
-                "is_causal=True, or a mask that is False (or -inf) at padded keys: attn_mask=mask[:, None, None, :]",
-            )
-        rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
-        if mask is not None and rows and mask.tails[rows] == mask.tails.get(rows | {last}) == -math.inf:
-            proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
-    grad = given.get("grad_out", given.get("grad_out_"))
-    if grad is None:
-        flat = [Value()] * len(call.outputs)
-        flat[0] = _filled(one, None)
-        for i, found in enumerate(call.outputs[1:], 1):
-            if found is not None and one and any(proof.varies(n) for n in found.shape):
-                flat[i] = _filled({len(found.shape) - 1: one[at]}, None)
-        return _put_back(meta.value(proof.node), iter(flat))
-    if one and (grad.dims != one or grad.tails[frozenset({at})] != 0):
-        proof.refuse("has gradients at padded positions that are not zero", "a loss that leaves padded positions out")
-    zeros = [_filled(dims, 0.0) for dims in (one, other, other)]
-    return _put_back(meta.value(proof.node), iter([*zeros, *[SAME] * (len(call.outputs) - 3)]))
-
-
-def _by_name(call: Call, operands: Sequence[Value]) -> dict[str, Value]:
-    return {slot.name: operands[slot.positions[0]] for slot in call.slots if slot.positions}
-
-
-def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
-    return next((call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions), ())
-
-
-def _loss(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
-    """The loss of classes: padded positions are left out if their target is the class that it ignores."""
-    given = _by_name(call, operands)
-    scores, target = given["self"], given["target"]
-    ignored = call.argument("ignore_index", -100)
-    rows = {dim - (dim > 1): places for dim, places in scores.dims.items()}  # dim 1 are the classes
-    if rows != target.dims or 1 in scores.dims:
-        proof.refuse("mixes padded positions with others")
-    if any(tail != ignored for tail in target.tails.values()):
-        proof.refuse(
-            "is a loss with padded positions", f"fill={{...: {ignored}}} for its targets: the loss ignores that class"
-        )
-    if "grad_output" in given:
-        return _filled(scores.dims, 0.0)
-    each = _filled(target.dims, 0.0) if call.argument("reduction", 1) == 0 else SAME
-    return [each, SAME]
-
-
-_SPECIAL: dict[Any, Special] = {
-    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), _regroup),
-    aten.expand: _expanded,
-    **dict.fromkeys(
-        (aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros,
-         aten.new_ones, aten.new_full, aten.empty, aten.empty_like, aten.new_empty), _factory,
-    ),
-    aten.arange: _counted,
-    aten.slice.Tensor: _sliced,
-    aten.slice_backward: _unsliced,
-    aten.select.int: _selected,
-    **dict.fromkeys((aten.tril, aten.triu), _triangle),
-    **dict.fromkeys((aten._softmax, aten._safe_softmax), _softmax),
-    aten._softmax_backward_data: _softmax_backward,
-    **dict.fromkeys(
-        (aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward), _loss
-    ),
-    **dict.fromkeys(
-        (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
-         aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
-         aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
-        _attention,
-    ),
-}  # fmt: skip

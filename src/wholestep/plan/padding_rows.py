@@ -1,0 +1,357 @@
+"""Ops with a row of their own in the proof of padding: views, slices, masks by position, softmax, attention, losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch.fx import Node
+
+from ..graph import meta
+from ..rules.call import Call
+from .padded_values import (
+    END,
+    NO_LENGTH,
+    ONE_POSITION,
+    SAME,
+    Made,
+    Numbers,
+    Places,
+    Region,
+    Value,
+    constant_made,
+    filled,
+    no_number,
+    put_back,
+    regions,
+)
+
+aten = torch.ops.aten
+
+
+class Proof(Protocol):
+    """The part of a proof that rows use."""
+
+    batches: Sequence[Mapping[str, int]]
+    node: Node
+
+    def numbers(self, size: int) -> Numbers:
+        """A size in all batches."""
+        ...
+
+    def varies(self, size: object) -> bool:
+        """True if a number depends on the padded length."""
+        ...
+
+    def refuse(self, why: str, needed: str = "") -> NoReturn:
+        """The step cannot be padded."""
+        ...
+
+    def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
+        """What the sharding rule of an op says."""
+        ...
+
+
+# -- ops with a row of their own -----------------------------------------------------------------
+Special = Callable[[Proof, Call, Sequence[Value]], Made]
+
+
+def _regroup(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    """A view by other sizes: the elements are the same, in the same order."""
+    given = operands[0]
+    pieces: list[tuple[Numbers, int | None]] = []  # sizes of the operand, from the left, and the padded dim they are
+    for dim, size in enumerate(call.shape(0)):
+        places = given.dims.get(dim)
+        if places is None:
+            pieces.append((proof.numbers(size), None))
+        else:
+            pieces += [(places.outer, None), (places.length, dim), (places.inner, None)]
+    one = (1,) * len(proof.batches)
+    pieces = [piece for piece in pieces if piece[0] != one]
+    dims: dict[int, Places] = {}
+    names: dict[int, int] = {}
+    for dim, size in enumerate(call.made()):
+        wanted, taken = proof.numbers(size), list[tuple[Numbers, int | None]]()
+        while wanted != one:
+            if not pieces:
+                proof.refuse("takes padded positions apart")
+            piece, padded = pieces.pop(0)
+            if _divides(piece, wanted):
+                taken.append((piece, padded))
+                wanted = _quotient(wanted, piece)
+            elif padded is None and _divides(wanted, piece):
+                taken.append((wanted, None))
+                pieces.insert(0, (_quotient(piece, wanted), None))
+                wanted = one
+            else:
+                proof.refuse("takes padded positions apart")
+        long = [i for i, (_, padded) in enumerate(taken) if padded is not None]
+        if len(long) > 1:
+            proof.refuse("merges two padded dims")
+        for i in long:
+            before, after = (_product(one, taken[:i]), _product(one, taken[i + 1 :]))
+            dims[dim] = Places(before, taken[i][0], after)
+            names[cast(int, taken[i][1])] = dim
+    return _renamed(given, dims, names)
+
+
+def _divides(a: Numbers, b: Numbers) -> bool:
+    return all(y % x == 0 for x, y in zip(a, b, strict=True))
+
+
+def _quotient(a: Numbers, b: Numbers) -> Numbers:
+    return tuple(x // y for x, y in zip(a, b, strict=True))
+
+
+def _product(one: Numbers, pieces: Sequence[tuple[Numbers, int | None]]) -> Numbers:
+    for piece, _ in pieces:
+        one = tuple(x * y for x, y in zip(one, piece, strict=True))
+    return one
+
+
+def _renamed(given: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
+    """`given` with padded dims at other numbers."""
+    tails = {frozenset(names[d] for d in region): tail for region, tail in given.tails.items()}
+    return Value(dims, tails, given.constant, None if given.index is None else names[given.index])
+
+
+def _expanded(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    given, shape, made = operands[0], call.shape(0), call.made()
+    lead = len(made) - len(shape)
+    dims = {dim + lead: places for dim, places in given.dims.items()}
+    one = (1,) * len(proof.batches)
+    for dim, size in enumerate(made):
+        if dim not in dims and proof.varies(size):
+            dims[dim] = Places(one, proof.numbers(size), one)
+    old = {dim + lead for dim in given.dims}
+    tails = {r: given.at(frozenset(d - lead for d in r & old)) for r in regions(dims)}
+    return Value(dims, tails, index=None if given.index is None else given.index + lead)
+
+
+def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    """A tensor that is filled with one constant, or not at all."""
+    if proof.varies(call.argument("fill_value")):
+        proof.refuse("computes with the padded length (fill_value)", NO_LENGTH)
+    one = (1,) * len(proof.batches)
+    dims = {d: Places(one, proof.numbers(n), one) for d, n in enumerate(call.made()) if proof.varies(n)}
+    if operands and operands[0].dims and call.made() == call.shape(0):
+        dims = dict(operands[0].dims)
+    constant = constant_made(proof.node)
+    return replace(filled(dims, constant), constant=constant)
+
+
+def _counted(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    if proof.varies(call.argument("start", 0)) or proof.varies(call.argument("step", 1)):
+        proof.refuse("counts from the padded length on")
+    one = (1,) * len(proof.batches)
+    plain = call.argument("start", 0) == 0 and call.argument("step", 1) == 1
+    return Value(
+        {0: Places(one, proof.numbers(call.made()[0]), one)}, {frozenset({0}): None}, index=0 if plain else None
+    )
+
+
+def _sliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    given = operands[0]
+    dim: int = call.argument("dim", 0) % len(call.shape(0))
+    start, end, step = call.argument("start") or 0, call.argument("end"), call.argument("step", 1)
+    size: int = call.made()[dim]
+    if dim not in given.dims and not proof.varies(size):
+        return given
+    if proof.varies(start) or start < 0 or step != 1:
+        proof.refuse("reads positions counted from the end of the padded length", "positions counted from the start")
+    if dim in given.dims and not given.dims[dim].first:
+        proof.refuse("takes padded positions apart")
+    kept = {d: places for d, places in given.dims.items() if d != dim}
+    if not proof.varies(size):  # the first ones, which are real where the guards of the capture hold
+        if end is not None and (proof.varies(end) or end < 0):
+            proof.refuse("reads positions counted from the end of the padded length")
+        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
+    one = (1,) * len(proof.batches)
+    dims = {**kept, dim: Places(one, proof.numbers(size), one)}
+    whole = end is None or end == END or (dim in given.dims and proof.numbers(end) == given.dims[dim].length)
+    tails = {r: given.at(r) if dim in given.dims and (whole or dim not in r) else None for r in regions(dims)}
+    if dim not in given.dims:
+        tails |= {r: given.at(r) for r in regions(kept)}
+    return Value(dims, tails, index=given.index if start == 0 else None)
+
+
+def _unsliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    """A slice in the middle of zeros."""
+    given, made = operands[0], call.made()
+    dim: int = call.argument("dim") % len(made)
+    start, end, step = call.argument("start"), call.argument("end"), call.argument("step")
+    if dim not in given.dims and not proof.varies(made[dim]):
+        return given
+    if proof.varies(start) or start < 0 or step != 1 or (dim in given.dims and not given.dims[dim].first):
+        proof.refuse("reads positions counted from the end of the padded length")
+    one = (1,) * len(proof.batches)
+    if dim not in given.dims:  # a few of the first places, all of which are real
+        dims = {**given.dims, dim: Places(one, proof.numbers(made[dim]), one)}
+        return Value(dims, {r: 0.0 if dim in r else given.at(r) for r in regions(dims)})
+    if end != END and any(given.tails[r] != 0 for r in regions(given.dims) if dim in r):
+        proof.refuse("puts padded positions, which are not zero, beside others")
+    kept = {d: places for d, places in given.dims.items() if d != dim}
+    if not proof.varies(made[dim]):
+        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
+    dims = {**kept, dim: Places(one, proof.numbers(made[dim]), one)}
+    return Value(dims, dict(given.tails))
+
+
+def _selected(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    given = operands[0]
+    dim, index = call.argument("dim") % len(call.shape(0)), call.argument("index")
+    if dim in given.dims and (proof.varies(index) or index < 0 or not given.dims[dim].first):
+        proof.refuse("reads the last of the padded positions", "a position counted from the start")
+    names = {d: d - (d > dim) for d in given.dims if d != dim}
+    kept = Value(given.dims, {r: t for r, t in given.tails.items() if dim not in r}, given.constant)
+    return _renamed(kept, {names[d]: p for d, p in given.dims.items() if d != dim}, names)
+
+
+def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
+    """Zeros on one side of a diagonal of the last two dims."""
+    given, rank = operands[0], len(call.shape(0))
+    row, column, diagonal = rank - 2, rank - 1, call.argument("diagonal", 0)
+    dims = given.dims
+    if set(dims) - {row, column} or not all(places.first for places in dims.values()) or len(dims) != 2:
+        proof.refuse("counts positions of the padded length")
+    if dims[row] != dims[column] or proof.varies(diagonal):
+        proof.refuse("counts positions of the padded length")
+    lower = call.target is aten.tril.default
+    right = (
+        0.0 if lower and diagonal <= 0 else given.tails[frozenset({column})] if not lower and diagonal <= 1 else None
+    )
+    below = 0.0 if not lower and diagonal >= 0 else given.tails[frozenset({row})] if lower and diagonal >= -1 else None
+    both = 0.0 if given.tails[frozenset({row, column})] == 0 else None
+    tails = {frozenset({column}): right, frozenset({row}): below, frozenset({row, column}): both}
+    return Value(dims, tails)
+
+
+def _softmax(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
+    given = operands[0]
+    dim = call.argument("dim") % len(call.shape(0))
+    if dim not in given.dims:
+        return proof.by_rule(call, operands)
+    if given.tails[frozenset({dim})] != -math.inf:
+        proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
+    tails: dict[Region, float | None] = {}
+    for region in regions(given.dims):
+        row = region - {dim}
+        nothing = given.tails[row | {dim}] == -math.inf and bool(row) and given.tails[row] == -math.inf
+        empty = 0.0 if call.target is aten._safe_softmax.default else math.nan
+        masked = given.tails[region] == -math.inf and dim in region
+        tails[region] = empty if nothing else 0.0 if masked else None
+    return Value(given.dims, tails)
+
+
+def _softmax_backward(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
+    grad, made = operands
+    dim = call.argument("dim") % len(call.shape(0))
+    if dim not in made.dims:
+        return proof.by_rule(call, operands)
+    if grad.dims != made.dims or made.tails[frozenset({dim})] != 0:
+        proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
+    tails: dict[Region, float | None] = {}
+    for region in regions(made.dims):
+        if any(no_number(one.tails[region]) for one in operands):
+            proof.refuse("has rows of padded positions that are no number", ONE_POSITION)
+        row = region - {dim}
+        no_grad = bool(row) and grad.tails[row] == 0 and grad.tails[row | {dim}] == 0
+        tails[region] = 0.0 if no_grad or (made.tails[region] == 0 and dim in region) else None
+    return Value(made.dims, tails)
+
+
+def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
+    """Attention, forward and backward, by the names of its arguments."""
+    given = _by_name(call, operands)
+    query, key, value = given["query"], given["key"], given["value"]
+    places = call.shape(0)
+    at = len(places) - 2
+    one, other = query.dims, key.dims
+    if set(one) - {at} or set(other) - {at} or other != value.dims:
+        proof.refuse("mixes padded positions with others")
+    if proof.varies(call.argument("scale")):
+        proof.refuse("computes with the padded length (scale)", NO_LENGTH)
+    if call.argument("dropout_p", 0.0) != 0:
+        proof.refuse("draws random numbers, other ones for another length", "attention without dropout")
+    if other:
+        mask = given.get("attn_mask", given.get("attn_bias"))
+        causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
+        last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
+        masked = False
+        if mask is not None and last in mask.dims:
+            masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
+        if not causal and not masked:
+            proof.refuse(
+                "attends to padded positions",
+                "is_causal=True, or a mask that is False (or -inf) at padded keys: attn_mask=mask[:, None, None, :]",
+            )
+        rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
+        if mask is not None and rows and mask.tails[rows] == mask.tails.get(rows | {last}) == -math.inf:
+            proof.refuse("has rows of padded positions that are no number", ONE_POSITION)
+    grad = given.get("grad_out", given.get("grad_out_"))
+    if grad is None:
+        flat = [Value()] * len(call.outputs)
+        flat[0] = filled(one, None)
+        for i, found in enumerate(call.outputs[1:], 1):
+            if found is not None and one and any(proof.varies(n) for n in found.shape):
+                flat[i] = filled({len(found.shape) - 1: one[at]}, None)
+        return put_back(meta.value(proof.node), iter(flat))
+    if one and (grad.dims != one or grad.tails[frozenset({at})] != 0):
+        proof.refuse("has gradients at padded positions that are not zero", "a loss that leaves padded positions out")
+    zeros = [filled(dims, 0.0) for dims in (one, other, other)]
+    return put_back(meta.value(proof.node), iter([*zeros, *[SAME] * (len(call.outputs) - 3)]))
+
+
+def _by_name(call: Call, operands: Sequence[Value]) -> dict[str, Value]:
+    return {slot.name: operands[slot.positions[0]] for slot in call.slots if slot.positions}
+
+
+def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
+    return next((call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions), ())
+
+
+def _loss(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
+    """The loss of classes: padded positions are left out if their target is the class that it ignores."""
+    given = _by_name(call, operands)
+    scores, target = given["self"], given["target"]
+    ignored = call.argument("ignore_index", -100)
+    rows = {dim - (dim > 1): places for dim, places in scores.dims.items()}  # dim 1 are the classes
+    if rows != target.dims or 1 in scores.dims:
+        proof.refuse("mixes padded positions with others")
+    if any(tail != ignored for tail in target.tails.values()):
+        proof.refuse(
+            "is a loss with padded positions", f"fill={{...: {ignored}}} for its targets: the loss ignores that class"
+        )
+    if "grad_output" in given:
+        return filled(scores.dims, 0.0)
+    each = filled(target.dims, 0.0) if call.argument("reduction", 1) == 0 else SAME
+    return [each, SAME]
+
+
+SPECIAL: dict[Any, Special] = {
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), _regroup),
+    aten.expand: _expanded,
+    **dict.fromkeys(
+        (aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros,
+         aten.new_ones, aten.new_full, aten.empty, aten.empty_like, aten.new_empty), _factory,
+    ),
+    aten.arange: _counted,
+    aten.slice.Tensor: _sliced,
+    aten.slice_backward: _unsliced,
+    aten.select.int: _selected,
+    **dict.fromkeys((aten.tril, aten.triu), _triangle),
+    **dict.fromkeys((aten._softmax, aten._safe_softmax), _softmax),
+    aten._softmax_backward_data: _softmax_backward,
+    **dict.fromkeys(
+        (aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward), _loss
+    ),
+    **dict.fromkeys(
+        (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+         aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
+         aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+        _attention,
+    ),
+}  # fmt: skip
