@@ -221,7 +221,7 @@ class _Cut:
                 first.prepend(placeholder)
                 first = first if first.op != "placeholder" else placeholder
         order = [node.name for node in body.nodes if node.op == "placeholder"]
-        backward = any(map(meta.is_backward, nodes))
+        backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
         name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
         if key[1]:
             self.only.add(name)
