@@ -59,7 +59,7 @@ test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 
 NULL_DEVICE := build/nullcuda
 test-nullcuda: $(NULL_DEVICE)/nullcuda ## launches, copies and streams of a step, counted on a CUDA device that computes nothing (downloads 530 MB)
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 NULLCUDA_DEVICES=2 $(NULL_DEVICE)/nullcuda python -m pytest tests/nullcuda $(ARGS)
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 NULLCUDA_DEVICES=2 $(NULL_DEVICE)/nullcuda python -m pytest tests/nullcuda tests/gpu/test_programs.py $(ARGS)
 
 $(NULL_DEVICE)/nullcuda: $(wildcard tools/nullcuda/*)
 	PYTHON=$(PYTHON) tools/nullcuda/build.sh $(NULL_DEVICE)

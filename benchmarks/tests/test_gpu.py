@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import wholestep as ws
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import runners, worker
 from benchmarks.gpu.report import Report
@@ -47,6 +48,18 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert min(ours["predicted_ms"], ours["predicted_bytes"]) > 0
     assert min(found["product_flops_per_s"], found["copy_bytes_per_s"]) > 0
     assert capsys.readouterr().out.count("| tiny-llama | default | ") == 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_less_memory_is_as_much_as_recomputation_can_save(precision: Any) -> None:
+    """Most of what a small model holds is stored between steps, so that no share of its whole peak would do."""
+    tiny = Setting("tiny", SIZES["tiny"], device="cpu", precision=precision)
+    peaks: list[int] = []
+    for built in (runners.wholestep(tiny), runners.with_less_memory(tiny)):
+        built.step(*tiny.batch(0))
+        local: Any = getattr(built.compiled, "local_graph", None)
+        peaks.append(ws.peak_memory(local).size_bytes)
+    assert peaks[1] < peaks[0]
 
 
 def refuses(setting: Setting) -> Any:

@@ -91,14 +91,14 @@ def test_regions_that_inductor_compiles_are_those_of_all_sizes(style: str, seman
     check(style, semantics, 12, "inductor")
 
 
-def _ragged(rank: int, world: int) -> list[int]:
+def _ragged(rank: int, world: int) -> list[tuple[int, int]]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step: Any = ws.compile(_square, parallel=ws.DataParallel("zero2"), dynamic={"x": (0,)})
-    counts: list[int] = []
+    counts: list[tuple[int, int]] = []
     for rows in (8, 8, 3 + rank, 8, 5):
         step(model, optimizer, torch.randn(rows, 6))
-        counts.append(step.captures)
+        counts.append((step.captures, len(step.programs)))
     return counts
 
 
@@ -114,7 +114,7 @@ def _square(
     return loss.detach()
 
 
-def test_a_ragged_last_batch_is_no_capture() -> None:
+def test_a_ragged_last_batch_is_no_capture_and_no_plan() -> None:
     for counts in run_ranks(_ragged, 2):
         assert len(set(counts)) == 1
 
@@ -152,3 +152,27 @@ def test_what_inductor_compiles_is_for_all_sizes_on_each_rank(style: str, semant
         assert worst < 1e-9
         assert programs <= (2 if semantics == "global" else 1), "rows that ranks share equally, and others"
         assert not [miss for miss in misses if "region" in miss]
+
+
+def _pads(rank: int, world: int) -> tuple[float, int, list[str]]:
+    """Ranks whose batches have other lengths, each padded, beside DDP on the batches as they are."""
+    torch.set_default_dtype(torch.float64)
+    model, other = (build(GPTConfig(layers=1, width=16, heads=2, context=24), 0) for _ in range(2))
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    pad_to = ws.PadTo((8, 16, 24), {"tokens": 1, "targets": 1}, fill={"targets": -100})
+    step = ws.compile(train, pad_to=pad_to, dynamic={"tokens": (0,), "targets": (0,)})
+    worst = 0.0
+    for call, (rows, length) in enumerate(sizes(rank, 6, "per_rank")):
+        batch = bytes_of(rank, call, rows, length)
+        expected = train(other, plain, *batch, between=lambda: average(other, world))
+        worst = max(worst, abs(float(step(model, optimizer, *batch)) - float(expected)))
+    with ws.whole(model):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, len(step.programs), step.misses
+
+
+def test_ranks_pad_their_batches() -> None:
+    for worst, programs, misses in run_ranks(_pads, 2, timeout=290):
+        assert worst < 1e-12
+        assert programs == 1, misses

@@ -1,15 +1,13 @@
 """Async tensor parallelism through symmetric memory, on the GPUs of one node. Skipped where there are not two."""
 
-import os
-import socket
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import wholestep as ws
+from tests.gpu.ranks import RANKS, on_ranks
 from tests.tp_models import SEQUENCE, VOCAB, Llama, next_token, step_of
 from wholestep.passes import async_tensor_parallel
 from wholestep.passes.fused_products import (
@@ -21,26 +19,7 @@ from wholestep.passes.fused_products import (
 )
 from wholestep.passes.product_blocks import FUSED_PARTS
 
-RANKS = 2
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
-
-
-def _start(rank: int, port: int, job: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    try:
-        job(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def _on_ranks(job: Any) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    mp.spawn(_start, (port, job), nprocs=RANKS)  # pyright: ignore[reportUnknownMemberType]  # raises what a rank raises
 
 
 def _ops(rank: int) -> None:
@@ -62,7 +41,7 @@ def _ops(rank: int) -> None:
 
 
 def test_the_ops_of_symmetric_memory() -> None:
-    _on_ranks(_ops)
+    on_ranks(_ops)
 
 
 def _scaled_ops(rank: int) -> None:
@@ -111,4 +90,4 @@ def _steps(rank: int) -> None:
 
 def test_steps_equal_those_without() -> None:
     """Also recorded as a CUDA graph, which is the default on GPUs."""
-    _on_ranks(_steps)
+    on_ranks(_steps)

@@ -25,7 +25,8 @@ def main() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
-    step = ws.compile(train_step, parallel=ws.DataParallel("fully_shard"), schedule=schedule, timeout=None)
+    parallel, dynamic = ws.DataParallel("fully_shard"), {"x": (0,)}
+    step = ws.compile(train_step, parallel=parallel, schedule=schedule, dynamic=dynamic, timeout=None)
     did = []
     for rows in (8, 8, 8, 8, 8 + rank, 8):
         with nullcuda.counting() as counted:

@@ -51,17 +51,51 @@ def test_sizes_of_batches_share_one_pool() -> None:
     """Numbers on the host do not stop it: a constant, one that is copied to the device, a learning rate."""
     gc.collect()
     torch.cuda.empty_cache()
-    step, *state = job()
+    step, *state = job(dynamic={"x": (0,)})
     assert [did(step, *state) for _ in range(4)] == ["run", "run", "record", "replay"]
     reserved = torch.cuda.memory_reserved()
     assert [did(step, *state, rows=64) for _ in range(4)] == ["run", "run", "record", "replay"]
     assert [did(step, *state, rows=rows) for rows in (4096, 64)] == ["replay"] * 2
     assert torch.cuda.memory_reserved() <= reserved + (4 << 20)
-    assert step.cuda_graph.startswith("2 programs recorded, ")
+    assert step.cuda_graph.startswith("2 programs recorded at x.shape[0] = 4096 and at x.shape[0] = 64, ")
+    assert len(step.programs) == 1
     del step, state
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= reserved - (32 << 20), "the pool goes with the step"
+
+
+def test_more_sizes_than_recordings() -> None:
+    step, *state = job(dynamic={"x": (0,)}, max_recordings=2)
+    for rows in (64, 32):
+        assert [did(step, *state, rows=rows) for _ in range(3)] == ["run", "run", "record"]
+    assert [did(step, *state, rows=16) for _ in range(4)] == ["run"] * 4
+    assert [did(step, *state, rows=rows) for rows in (64, 16, 32)] == ["replay", "run", "replay"]
+    assert step.cuda_graph.endswith(
+        "not recorded: max_recordings=2 sizes of the batch are recorded; others run op by op"
+    )
+
+
+def test_padded_batches_share_recordings() -> None:
+    step = ws.compile(summed, pad_to=ws.PadTo((32, 64), {"x": 0, "mask": 0}))
+    model = nn.Linear(256, 256).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found: list[str] = []
+    for rows in (20, 30, 25, 32, 50, 31, 60, 64):
+        x, mask = torch.zeros(rows, 256, device="cuda"), torch.ones(rows, device="cuda")
+        with nullcuda.counting() as counted:
+            step(model, optimizer, x, mask)
+        found.append("record" if counted.counts.captured else "replay" if counted.counts.graphs else "run")
+    assert found == ["run", "run", "record", "replay", "run", "replay", "run", "record"]
+    assert len(step.programs) == 1, step.misses
+
+
+def summed(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = (model(x).square().sum(-1) * mask).sum() / mask.sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 @pytest.mark.parametrize(("fused", "foreach"), [(True, None), (None, None), (None, False)])

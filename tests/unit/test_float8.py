@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
 from tests.float8 import LAYERS, Linear, Model, batch, by_hand, train
 from wholestep.cost.compute import work
-from wholestep.graph.meta import tensors
+from wholestep.graph.meta import module_path, one_tensor, tensors
+from wholestep.graph.op_kinds import collective_kind
+from wholestep.partition.rank_ops import contiguous
 from wholestep.plan.op_strategies import cut
 from wholestep.rules.call import Call
 from wholestep.rules.registry import bind_rule
@@ -212,6 +216,45 @@ def test_layers_are_cut_where_they_are_cut_in_float32(recipe: Recipe) -> None:
     tensor = ws.TensorParallel(COLUMNS)
     plans = [ws.plan(graph, "tp=2", tensor) for graph in (plain, captured(model, ws.Float8(recipe, LAYERS)))]
     assert plans[0].storage == plans[1].storage
+
+
+SEQUENCE = {"layers.*.norm": "sequence", **COLUMNS, "layers.*.down": RowwiseParallel(output_layouts=Shard(1))}
+
+
+def along_sequence(recipe: Recipe, modules: list[str]) -> ws.LocalGraph:
+    """The program of one layer in bfloat16 whose activations are sharded along the sequence."""
+    model, half = Model(blocks=1), ws.MixedPrecision(torch.bfloat16, torch.float32)
+    options = ws.CaptureOptions(mixed_precision=half, float8=ws.Float8(recipe, modules))
+    graph = ws.capture(train, model, sgd(model), batch(0), options=options)
+    return ws.partition(graph, ws.plan(graph, "tp=2", ws.TensorParallel(SEQUENCE)))
+
+
+def gathered_input(local: ws.LocalGraph) -> list[torch.dtype]:
+    """The dtypes of gathers of the input of gate and up."""
+    near = [f"layers.0.{name}" for name in ("norm", "gate", "up")]
+    found = [n for n in local.graph.nodes if collective_kind(n.target) == "all_gather" and module_path(n) in near]
+    return [one_tensor(n).dtype for n in found]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "modules", "found"),
+    [
+        ("tensorwise", LAYERS, torch.uint8),
+        ("tensorwise", ["layers.*.gate", "layers.*.down"], torch.bfloat16),  # up reads bfloat16: that is sent
+        ("rowwise", LAYERS, torch.bfloat16),  # the backward casts by columns, from what was sent
+    ],
+)
+def test_an_input_is_sent_once_in_the_dtype_that_all_readers_can_use(
+    recipe: Recipe, modules: list[str], found: torch.dtype
+) -> None:
+    assert gathered_input(along_sequence(recipe, modules)) == [found]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_copied_between_a_scale_and_a_cast(recipe: Recipe) -> None:
+    local = along_sequence(recipe, LAYERS)
+    copies = [one_tensor(n) for n in local.graph.nodes if n.target is contiguous]
+    assert not [one for one in copies if one.dtype == torch.float32 and one.numel > 64 * 2]
 
 
 @pytest.mark.parametrize(

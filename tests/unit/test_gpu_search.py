@@ -61,11 +61,15 @@ def steps(tiny: str) -> ShortSteps:
 @pytest.mark.full
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any) -> None:
-    """Three micro-batches from one and two are nearly what three captured ones take, and hold the same."""
+    """Three micro-batches, from one and what a second adds to the fewest layers, are nearly what three captured ones
+    take, and hold the same.
+    """
     strategies = ws.plan(captured(tiny, 2, 1, 2), "dp=8", ws.DataParallel(style)).strategies
     assert strategies is not None
     mesh, passes = ws.Mesh("dp=8"), passes_of("none", H100)
-    one, two = (steps.made(mesh, strategies, 2, count).costs(passes, H100) for count in (1, 2))
+    one = steps.made(mesh, strategies, 2, 1).costs(passes, H100)
+    few, more = (steps.fewest(mesh, strategies, 2, count).costs(passes, H100) for count in (1, 2))
+    two = one.grown(few, more)
     graph = captured(tiny, 2, 3, LAYERS)
     plan = ws.plan(graph, mesh, ws.DataParallel(style), hardware=H100)
     found, exact = repeated(one, two, 3), costs(ws.partition(graph, plan), plan, H100, passes)
@@ -96,6 +100,11 @@ def test_the_search(steps: ShortSteps, tiny: str) -> None:
     tight = GpuSearch(steps, H100, int(least * 0.8), tensor, 1_000_000).run(16, 32)
     assert all(one.costs.peak_bytes <= least * 0.8 for one in tight.best if one.costs)
     assert any("too much" in one.why for one in tight.lost)
+    wide = GpuSearch(steps, H100, 1 << 30, tensor, 2 << 30).run(16, 32)
+    kept = [one for one in (*wide.best, *wide.lost) if one.template.key and one.template.key.regathers is False]
+    whole = [one for one in kept if search.estimate.split(one.mesh) == 1]
+    assert whole
+    assert all("with its parameters gathered" in one.why for one in whole), "2 GiB are not tried in 1"
     with pytest.raises(ws.BudgetError, match="nothing fits on 16 GPUs"):
         GpuSearch(steps, H100, 1 << 20, tensor, 1_000_000).run(16, 32)
     with pytest.raises(ws.PlanError, match="7 sequences on 16 GPUs: no mesh has a number of data-parallel ranks"):
@@ -182,6 +191,16 @@ def test_a_function_has_one_batch() -> None:
     code, text = run("x.py:build", "--gpus", "8", "--global-batch", "8")
     assert code == 2
     assert "--gpus without --hf" in text
+
+
+def test_what_a_larger_step_costs_besides() -> None:
+    one = Costs(10, 100, 5, 2, 1.0, 0.5, 0.4, 0.1, 0.2, {"a": 60, "b": 40})
+    few = Costs(10, 30, 2, 1, 0.3, 0.2, 0.1, 0.0, 0.1, {"a": 20, "b": 10})
+    more = Costs(10, 45, 3, 2, 0.5, 0.3, 0.2, 0.1, 0.2, {"a": 30, "c": 15})
+    found = one.grown(few, more)
+    assert (found.peak_bytes, found.sent_bytes, found.collectives, found.rest_bytes) == (115, 6, 3, 10)
+    assert (found.step_s, found.exposed_s, found.model_s) == pytest.approx((1.2, 0.6, 0.5))
+    assert found.held == {"a": 70, "b": 30, "c": 15}
 
 
 def test_costs_grow_evenly() -> None:

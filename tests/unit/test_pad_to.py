@@ -31,8 +31,8 @@ def beside_unpadded(model: nn.Module, fn: Step, pad_to: Any, batches: list[tuple
     for batch in batches:
         mine, theirs = step(model, optimizer, *batch), fn(other, plain, *batch)
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert worst < 1e-12
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert (mine - theirs).abs().max() < 1e-12 * max(1.0, float(theirs.abs().max()))
     return step
 
 
@@ -126,6 +126,33 @@ def translate(
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def by_places(model: nn.Module, optimizer: Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The loss of classes in dim 1, of each place."""
+    optimizer.zero_grad()
+    each = F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    loss = each.sum() / (targets != IGNORED).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def next_words(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tensor:
+    """Targets are the tokens themselves, one place later."""
+    optimizer.zero_grad()
+    logits, targets = model(tokens.clamp_min(0))[:, :-1], tokens[:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.full
+def test_losses_of_other_forms() -> None:
+    beside_unpadded(gpt(), by_places, TOKENS, [(words(3, t), words(3, t)) for t in (5, 8, 13)])
+    own = ws.PadTo(LENGTHS, {"tokens": 1}, fill={"tokens": IGNORED})
+    beside_unpadded(gpt(), next_words, own, [(words(3, t),) for t in (5, 8, 13)])
 
 
 BOTH = (
@@ -235,7 +262,7 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal sdpa": lambda x, mask: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[
         :, 0
     ],
-    "places": lambda x, mask: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None],
+    "places": lambda x, mask: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 64,
     "over the batch": lambda x, mask: x - x.sum(0, keepdim=True),
 }
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
@@ -290,6 +317,56 @@ def test_ops_that_mix_padded_positions_in(name: str) -> None:
 def test_fill_that_is_not_in_the_mask_is_refused() -> None:
     pad_to = ws.PadTo(LENGTHS, {"x": 1, "mask": 1}, fill={"mask": 1})
     with pytest.raises(ws.PlanError, match="sums over padded positions that are not zero"):
+        beside_unpadded(Op(EXACT["norm"]).double(), masked_sum, pad_to, features((3, 5)))
+
+
+def test_what_is_computed_from_the_length_is_refused() -> None:
+    def filled(x: Tensor, mask: Tensor) -> Tensor:
+        return x * torch.full((), x.shape[1], dtype=x.dtype)
+
+    with pytest.raises(ws.PlanError, match="computes with the padded length"):
+        beside_unpadded(Op(filled).double(), masked_sum, FEATURES, features((3, 5)))
+
+
+def test_results_of_the_padded_length_are_refused() -> None:
+    def returns(model: nn.Module, optimizer: Optimizer, x: Tensor, mask: Tensor) -> Tensor:
+        masked_sum(model, optimizer, x, mask)
+        return model(x, mask).detach()
+
+    with pytest.raises(ws.PlanError, match="the step returns a value of the padded length"):
+        beside_unpadded(Op(EXACT["norm"]).double(), returns, FEATURES, features((3, 5)))
+
+
+def test_a_guard_that_breaks_without_padding_runs_without_it() -> None:
+    def branches(x: Tensor, mask: Tensor) -> Tensor:
+        return x * 2 if x.shape[1] > 6 else x * 3
+
+    step = beside_unpadded(Op(branches).double(), masked_sum, FEATURES, features((3, 7), (3, 5), (3, 6), (3, 8)))
+    assert any(miss.startswith("not padded: without padding, sizes break the guard") for miss in step.misses)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lengths": ()}, "lengths of 2 or more"),
+        ({"dims": {"x": -1}}, "a dim of 0 or more"),
+        ({"fill": {"y": 1}}, "names 'y'"),
+    ],
+)
+def test_a_malformed_option(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ws.PlanError, match=why):
+        ws.PadTo(**{"lengths": LENGTHS, "dims": {"x": 1}, **options})
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "why"),
+    [
+        (ws.PadTo(LENGTHS, {"x": 1, "mask": 1, "y": 1}), "dim 1 of 'y'"),
+        (ws.PadTo(LENGTHS, {"x": 0, "mask": 1}), "lengths 3 of x, 5 of mask"),
+    ],
+)
+def test_dims_that_do_not_fit_the_batch(pad_to: ws.PadTo, why: str) -> None:
+    with pytest.raises(ws.PlanError, match=why):
         beside_unpadded(Op(EXACT["norm"]).double(), masked_sum, pad_to, features((3, 5)))
 
 

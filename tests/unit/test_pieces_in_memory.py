@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import wholestep as ws
+from tests import interpret
 from tests.interpret import run_one
 from tests.together import OneDevice, compare
+from tests.tp_models import SEQUENCE, VOCAB, Llama, next_token, step_of
 from wholestep.capture import capture_step
+from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.op_kinds import depends_on_strides
 from wholestep.rules import registry
@@ -36,6 +40,29 @@ def table_restored() -> Iterator[None]:
     registry.RULES.clear()
     registry.RULES.update(kept)
     registry.bound = {}
+
+
+def test_pieces_that_are_said_to_lie_row_by_row_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy makes them contiguous, for kernels that ask for it and views that need it."""
+    told, traced = list[str](), interpret._as_traced
+
+    def checked(node: Node, made: Any) -> Any:
+        found = meta.tensor(node)
+        turned = node.target in (aten.permute.default, aten.t.default)  # for a copy behind it
+        if found is not None and found.is_contiguous and not (turned or meta.is_strided(node)):
+            assert made.is_contiguous(), node.format_node()
+            told.append(str(node.target))
+        return traced(node, made)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Llama(heads=4, kv=2)
+        return model, SGD(model.parameters(), lr=0.1)
+
+    monkeypatch.setattr(interpret, "_as_traced", checked)
+    batch = torch.randint(0, VOCAB, (3, 12)), torch.randint(0, VOCAB, (3, 12))
+    for parallel in (ws.TensorParallel(SEQUENCE), ws.TensorParallel({"layers.*.mlp.w[13]": "colwise"})):
+        assert compare(OneDevice(make, step_of(next_token), [batch]), "tp=2", parallel).worst < 1e-10
+    assert {"aten.mm.default", "aten.view.default", "aten.mul.Tensor"} <= set(told)
 
 
 # -- the check -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import wholestep as ws
-from wholestep.cost.allocator import Allocator
+from wholestep.cost.allocator import Allocator, Block
 from wholestep.cost.reserved import reserved
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
@@ -70,7 +70,7 @@ def test_a_range_grows_at_its_end() -> None:
 @pytest.mark.parametrize("grows", [False, True])
 def test_blocks_never_overlap(grows: bool) -> None:
     draw, allocator = random.Random(3), Allocator(grows)
-    held = []
+    held: list[tuple[Block, int]] = []
     for _ in range(2000):
         if held and draw.random() < 0.5:
             allocator.give(held.pop(draw.randrange(len(held)))[0])

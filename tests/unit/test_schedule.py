@@ -131,9 +131,19 @@ def test_one_optimizer_for_each_bucket() -> None:
     assert sorted(lengths(fused)) == [2, 4, 4]
 
 
+@pytest.mark.parametrize("lists", [False, True], ids=["one by one", "lists, as on GPUs"])
 @pytest.mark.parametrize(("style", "ops"), [("replicate", 1), ("fully_shard", 1), ("zero1", 3)])
-def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, ops: int) -> None:
+def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, ops: int, lists: bool) -> None:
     """All updates wait for the norm; ZeRO-1's stay apart, so that each bucket is gathered while the next is updated."""
+
+    def clipped(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=lists)
+        optimizer.step()
+        return loss.detach()
+
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).double()
     optimizer = Adam(model.parameters(), fused=True)
@@ -142,6 +152,7 @@ def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, o
     after = ws.run_passes(before, [SinkWaits(), Bucket(10000, 10000), SplitOptimizer()])
     fused = [n for n in after.graph.nodes if "_fused_adam" in str(n.target)]
     assert (len(fused), sum(lengths(fused))) == (ops, 10)
+    assert sum("_foreach_mul" in str(n.target) for n in after.graph.nodes) == ops * lists
     assert_same_on_all_ranks(before, after, 2)
 
 

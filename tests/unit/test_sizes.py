@@ -20,10 +20,10 @@ from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
-from wholestep.runtime.symbolic_sizes import SymbolicSizes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.resolve import plan
+from wholestep.runtime.symbolic_sizes import SymbolicSizes
 from wholestep.sizes import SizeFloat, SizeInt, evaluate
 
 D = 6  # features of the random steps
@@ -435,17 +435,32 @@ def test_a_model_of_transformers_takes_texts_of_all_lengths(kind: str) -> None:
     assert (step.captures, len(step.programs)) == (2, 2), step.misses
 
 
-def test_attention_as_on_a_gpu_is_captured_for_all_sizes() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_as_on_a_gpu_is_captured_for_all_sizes(dtype: torch.dtype) -> None:
     """The kernel that CUDA would choose: of 16 bits flash attention, else the one that pads what it saves."""
-    for dtype in (torch.bfloat16, torch.float32):
-        model = build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).to(dtype)
-        dims, options = {"tokens": (0, 1), "targets": (0, 1)}, CaptureOptions(kernels="cuda")
+    model = build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).to(dtype)
+    options = CaptureOptions(kernels="cuda")
 
-        def at(rows: int, length: int, dynamic: bool, model: nn.Module = model, dims: Any = dims) -> Capture:
-            batch = words((rows, length))[0]
-            arguments = model, SGD(model.parameters(), lr=0.1), *batch
-            return capture_step(train, arguments, {}, options, dynamic=dims if dynamic else None)
+    def at(rows: int, length: int, dynamic: dict[str, tuple[int, ...]] | None = None) -> Capture:
+        arguments = model, SGD(model.parameters(), lr=0.1), *words((rows, length))[0]
+        return capture_step(train, arguments, {}, options, dynamic=dynamic)
 
-        made = at(4, 16, dynamic=True)
-        for rows, length in ((2, 32), (5, 8)):
-            assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length, False).graph)
+    made = at(4, 16, {"tokens": (0, 1), "targets": (0, 1)})
+    for rows, length in ((2, 32), (5, 8)):
+        assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length).graph)
+
+
+# -- micro-batches -------------------------------------------------------------------------
+def test_micro_batches_take_all_sizes() -> None:
+    micro = [ws.DataParallel("replicate"), ws.MicroBatches(3)]
+    step = follow(small_gpt(), words((6, 8), (9, 5), (15, 9), (12, 31)), parallel=micro)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses
+
+
+def test_pieces_that_differ_in_size_share_a_program() -> None:
+    """Of 7 and 11 rows in threes the last piece is shorter. Another number of pieces is planned again, not captured."""
+    calls = [(torch.randn(rows, 4, dtype=torch.float64),) for rows in (5, 7, 11, 9, 8, 4)]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    step = follow(model, calls, summed, parallel=[ws.DataParallel("replicate"), ws.MicroBatches(3)])
+    assert step.captures == 2, step.misses
+    assert len(step.programs) == 4, step.misses  # 5 rows; three pieces; three even ones; two pieces

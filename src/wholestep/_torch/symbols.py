@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table  # pyright: ignore[reportUnknownVariableType]  # torch leaves it untyped
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -20,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-SYMBOLIC_FUNCTIONS = {"min": torch.sym_min, "max": torch.sym_max}
+SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
 _PAD = torch.ops.aten.constant_pad_nd.default
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
@@ -56,13 +56,13 @@ class _Env(ShapeEnv):
 
 
 class _Mode(FakeTensorMode):
-    """Fakes whose padding keeps symbols: the fake that torch has for it (2.11 to 2.13) is a kernel that asks for ints."""
+    """Fakes whose padding keeps symbols: the fake that torch has for it (2.11 to 2.13) is a kernel that needs ints."""
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is not _PAD:
             return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
         with self:
-            return decomposition_table[func](*args, **kwargs)
+            return cast(Any, decomposition_table)[func](*args, **kwargs)
 
 
 class Symbols:

@@ -209,7 +209,7 @@ class _Eager:
             inner = ", ".join(self._value(v) for v in items)
             return f"[{inner}]" if isinstance(items, list) else f"({inner}{',' if len(items) == 1 else ''})"
         if isinstance(value, ByPiece):
-            return f"{self._constant(value.values, 'c')}[{_PIECE}]"
+            return f"({', '.join(map(self._value, value.values))})[{_PIECE}]"
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
         return self._constant(value, "c")
@@ -314,6 +314,8 @@ def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:
     texts: dict[str, str] = {}
 
     def note(leaf: Any) -> Any:
+        if isinstance(leaf, ByPiece):
+            map_aggregate(leaf.values, note)
         if isinstance(leaf, (SizeInt, SizeFloat)):
             found.append(leaf.guards)
             texts.setdefault(leaf.text, f"_n{len(texts)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from ..passes.bucket import join_rows
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
-from ..sizes import SizeInt
+from ..sizes import SizeFloat, SizeInt
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
 from .start_coalesced import COALESCED
 
@@ -38,6 +39,17 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
     if meta.is_ranked(node):
         return resolve(args, coordinate), {k: resolve(v, coordinate) for k, v in node.kwargs.items()}
     return args, node.kwargs
+
+
+def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:
+    """A copy of the graph with the arguments of one rank, collectives as they are; in a loop, those of its pieces."""
+    graph = copy_graph(graph)
+    for node in graph.nodes:
+        if loop := loop_of(node):
+            node.target = loop.with_body(bound_calls(loop.body, coordinate, loop.pieces))
+        else:
+            _torch.set_operands(node, *_arguments(node, coordinate, pieces))
+    return graph
 
 
 def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False) -> Graph:
@@ -87,11 +99,16 @@ def _bind(
         elif node.target in FUSED or node.target in POINT_TO_POINT:
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
-        elif pieces == 1:
-            node.args, node.kwargs = bound_arguments(node, coordinate)
         else:
-            each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
-            node.args, node.kwargs = cast("tuple[Any, Any]", _by_piece(each))
+            node.args, node.kwargs = _arguments(node, coordinate, pieces)
+
+
+def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[Any, Any]:
+    """Arguments of `node` on the rank at `coordinate`, for all pieces."""
+    if pieces == 1:
+        return bound_arguments(node, coordinate)
+    each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
+    return cast("tuple[Any, Any]", _by_piece(each))
 
 
 def _bound_part(part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool) -> StagePart:
@@ -119,7 +136,14 @@ def _by_piece(values: Sequence[Any]) -> Any:
         return type(cast(Any, first))(_by_piece(each) for each in zip(*values, strict=True))
     if isinstance(first, dict):
         return {key: _by_piece([value[key] for value in values]) for key in cast("dict[str, Any]", first)}
-    return first if all(value is first or value == first for value in values) else ByPiece(tuple(values))
+    return first if all(map(partial(_same, first), values)) else ByPiece(tuple(values))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for arguments that are equal, in batches of all sizes."""
+    if isinstance(one, (SizeInt, SizeFloat)) and isinstance(other, (SizeInt, SizeFloat)):
+        return one.text == other.text
+    return one is other or one == other
 
 
 def _is_fresh(node: Node) -> bool:

@@ -15,8 +15,8 @@ WHAT_IF_FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
 
 
 def batch_sizes(batch: str | None, auto: bool, sweeps: bool = False) -> tuple[int, ...] | None:
-    """Sequences for each rank, of which to choose from several, or for each of which to simulate; empty for `auto`, None
-    without `--batch`.
+    """Sequences for each rank, of which to choose from several, or for each of which to simulate; empty for `auto`,
+    None without `--batch`.
     """
     if batch is None:
         return None

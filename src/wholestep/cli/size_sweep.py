@@ -47,8 +47,8 @@ def simulated(
 
 @dataclass
 class _Graphs:
-    """The step as a graph, for each of `sizes`. With symbols it is, for a size that was captured, to the letter what was
-    captured; else each size is captured.
+    """The step as a graph, for each of `sizes`. With symbols it is, for a size that was captured, to the letter what
+    was captured; else each size is captured.
     """
 
     shown: Screen

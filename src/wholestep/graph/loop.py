@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,10 @@ class ByPiece:
     """An argument of a body that is bound to a rank: its value for each piece."""
 
     values: tuple[Any, ...]
+
+    def map(self, change: Callable[[Any], Any]) -> ByPiece:
+        """The same with each value changed."""
+        return replace(self, values=tuple(map(change, self.values)))
 
 
 def loop_of(node: Node) -> Loop | None:

@@ -16,6 +16,7 @@ from .. import _torch
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator
 from . import meta
 from .graph import Input, TrainGraph
+from .loop import ByPiece, with_bodies
 from .meta import TensorMeta
 from .nodes import copy_with, node_at
 
@@ -101,7 +102,8 @@ def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) 
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
-    """Fill in the sizes of a graph: arguments, and what is recorded of results. Returns what fills in one number.
+    """Fill in the sizes of a graph and of the bodies of its loops, which it alone has: arguments, and what is recorded
+    of results. Returns what fills in one number.
 
     With `record`, numbers keep their expressions.
     """
@@ -110,20 +112,24 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
     def note(leaf: Any) -> Any:
         if isinstance(leaf, (SizeInt, SizeFloat)):
             texts[leaf.text] = None
-        return leaf
+        return leaf.map(note) if isinstance(leaf, ByPiece) else leaf
 
-    for node in graph.nodes:
+    for node, _ in with_bodies(graph):
         shapes = [(made.shape, made.stride) for made in meta.tensors(node) if made is not None]
         map_aggregate(cast(Any, (node.args, node.kwargs, shapes)), note)
     values = dict(zip(texts, evaluator(list(texts), list(sizes))(*sizes.values()), strict=True))
 
     def filled(leaf: Any) -> Any:
+        if isinstance(leaf, ByPiece):
+            made = leaf.map(filled)
+            alike = record is None and all(value == made.values[0] for value in made.values)
+            return made.values[0] if alike else made
         if not isinstance(leaf, (SizeInt, SizeFloat)):
             return leaf
         value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
         return value if record is None else type(leaf)(value, leaf.text, record)
 
-    for node in graph.nodes:
+    for node, _ in with_bodies(graph):
         _replace(node, filled)
         meta.set_tensors(node, [made and _filled_in(made, filled) for made in meta.tensors(node)])
     return filled

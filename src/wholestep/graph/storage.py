@@ -77,10 +77,12 @@ def storages(graph: Graph) -> list[Storage]:
 
 
 def storage_bytes(made: TensorMeta) -> int:
-    """Return the bytes from the first to the last element of a tensor with these strides."""
+    """Return the bytes from the first to the last element of a tensor with these strides: a plain number, which prices
+    programs.
+    """
     if 0 in made.shape:
         return 0
-    reach = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
+    reach = sum((int(size) - 1) * int(step) for size, step in zip(made.shape, made.stride, strict=True))
     return (1 + reach) * made.dtype.itemsize
 
 

@@ -61,11 +61,12 @@ class _Work:
             self.passed[node] = self._bits(union(before))
         lists = lists_of(node)
         if lists:
-            waits = [union([self.after.get(n, frozenset()) for n in at]) for at in zip(*lists, strict=True)]
-            waits = waits if node in self.sent else [self._latest(one) for one in waits]
+            entries = {one for given in lists for one in given}
+            shared = union([self.after.get(n, frozenset()) for n in node.all_input_nodes if n not in entries])
+            waits = [union([shared, *(self.after.get(n, frozenset()) for n in at)]) for at in zip(*lists, strict=True)]
             groups: dict[Waits, list[int]] = {}
             for i, wait in enumerate(waits):
-                groups.setdefault(wait, []).append(i)
+                groups.setdefault(wait if node in self.sent else self._latest(wait), []).append(i)
             self.items[node] = waits
             if len(groups) > 1:
                 self._split(node, list(groups.values()))

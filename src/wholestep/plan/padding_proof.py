@@ -78,6 +78,7 @@ class Value:
 
 
 _ONE_POSITION = "a mask that leaves each row one position: mask keys alone, and not rows of queries"
+_NO_LENGTH = "a number that does not depend on it"
 SAME = Value()
 Made = Value | Sequence[Any]
 
@@ -162,6 +163,8 @@ class _Proof:
             if found is None:
                 continue
             long = {dim for dim, size in enumerate(found.shape) if self.varies(size)}
+            if long != set(made.dims) and self.node.op == "placeholder":
+                self.refuse(f"the step gets {self.node.name!r}, which has that length too", "it among dims of PadTo")
             if long != set(made.dims):
                 self.refuse("makes a size of its own of the padded length")
 
@@ -224,6 +227,8 @@ class _Proof:
         known = _short_cut(node, constants)
         if known is not None or None in constants.values():
             return known
+        if sizes_among([node.args, node.kwargs]):  # another constant for another size
+            return None
         if _keeps(node.target) and node.target is not aten._to_copy.default:
             return next(iter(constants.values()))
 
@@ -248,7 +253,7 @@ class _Proof:
             self.refuse("has no sharding rule", "an op of which it is known what it mixes")
         for name, size in self._named_sizes(call):
             if self.varies(size) and name not in rule.sizes:
-                self.refuse(f"computes with the padded length ({name})", "a number that does not depend on it")
+                self.refuse(f"computes with the padded length ({name})", _NO_LENGTH)
         found: dict[int, Value] = {}
         shared = [i for i, one in enumerate(operands) if one.dims and not any(i in g.operands for g in rule.groups)]
         if shared and not set(shared) <= set(rule.by_shape):
@@ -262,9 +267,10 @@ class _Proof:
         return _put_back(meta.value(self.node), iter(flat))
 
     def _named_sizes(self, call: Call) -> Iterator[tuple[str, Any]]:
-        arguments = [a.name for a in _torch.schema_of(call.target).arguments] if _torch.is_op(call.target) else []
-        named = [*zip(arguments, call.args, strict=False), *call.kwargs.items()]
-        return ((name, size) for name, value in named for size in sizes_among([value]) if not isinstance(value, Node))
+        known = [a.name for a in _torch.schema_of(call.target).arguments] if _torch.is_op(call.target) else []
+        names = known or [f"argument {i}" for i in range(len(call.args))]
+        named = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+        return ((name, size) for name, value in named for size in sizes_among([value]))
 
     def _refuse_reduced(self, group: Group, operands: Sequence[Value], local: Mapping[str, Any]) -> None:
         for i, term in group.operands.items():
@@ -283,6 +289,8 @@ class _Proof:
                 factor = term[dim] if dim < len(term) else None
                 if factor is None:
                     self.refuse("mixes padded positions with others")
+                if factor in group.even:  # the outer one of several that are merged
+                    self.refuse("takes padded positions apart")
                 if factors.setdefault(factor, places) != places:
                     self.refuse("aligns padded positions with other ones")
         for i, term in group.operands.items():
@@ -330,7 +338,8 @@ class _Proof:
             index = None
             if len(group.operands) == 1 and _keeps(self.node.target):
                 ((only, operand),) = ((i, operands[i]) for i in group.operands)
-                if operand.index is not None and (factor := group.operands[only][operand.index]) in kept:
+                exact = meta.one_tensor(self.node).dtype in _EXACT
+                if exact and operand.index is not None and (factor := group.operands[only][operand.index]) in kept:
                     index = term.index(factor)
             made[output] = Value(dims, tails, index=index)
         return made
@@ -371,6 +380,7 @@ _KEEPING = (
     aten.clone, aten._to_copy, aten.alias, aten.detach, aten.unsqueeze, aten.squeeze, aten.permute, aten.transpose,
     aten.t, aten.contiguous,
 )  # fmt: skip
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # these hold the number of each place
 _COMPARISONS = (aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ne.Tensor)
 
 
@@ -499,6 +509,8 @@ def _expanded(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
 
 def _factory(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
     """A tensor that is filled with one constant, or not at all."""
+    if proof.varies(call.argument("fill_value")):
+        proof.refuse("computes with the padded length (fill_value)", _NO_LENGTH)
     one = (1,) * len(proof.batches)
     dims = {d: Places(one, proof.numbers(n), one) for d, n in enumerate(call.made()) if proof.varies(n)}
     if operands and operands[0].dims and call.made() == call.shape(0):
@@ -518,10 +530,10 @@ def _counted(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
 
 
 def _sliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given, rank = operands[0], len(call.shape(0))
-    dim = call.argument("dim", 0) % rank
+    given = operands[0]
+    dim: int = call.argument("dim", 0) % len(call.shape(0))
     start, end, step = call.argument("start") or 0, call.argument("end"), call.argument("step", 1)
-    size = call.made()[dim]
+    size: int = call.made()[dim]
     if dim not in given.dims and not proof.varies(size):
         return given
     if proof.varies(start) or start < 0 or step != 1:
@@ -545,23 +557,23 @@ def _sliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
 def _unsliced(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
     """A slice in the middle of zeros."""
     given, made = operands[0], call.made()
-    dim = call.argument("dim") % len(made)
+    dim: int = call.argument("dim") % len(made)
     start, end, step = call.argument("start"), call.argument("end"), call.argument("step")
     if dim not in given.dims and not proof.varies(made[dim]):
         return given
-    if proof.varies(start) or start < 0 or step != 1 or not given.dims.get(dim, _NOT_FIRST).first:
+    if proof.varies(start) or start < 0 or step != 1 or (dim in given.dims and not given.dims[dim].first):
         proof.refuse("reads positions counted from the end of the padded length")
+    one = (1,) * len(proof.batches)
+    if dim not in given.dims:  # a few of the first places, all of which are real
+        dims = {**given.dims, dim: Places(one, proof.numbers(made[dim]), one)}
+        return Value(dims, {r: 0.0 if dim in r else given.at(r) for r in regions(dims)})
     if end != _END and any(given.tails[r] != 0 for r in regions(given.dims) if dim in r):
         proof.refuse("puts padded positions, which are not zero, beside others")
     kept = {d: places for d, places in given.dims.items() if d != dim}
     if not proof.varies(made[dim]):
         return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    one = (1,) * len(proof.batches)
     dims = {**kept, dim: Places(one, proof.numbers(made[dim]), one)}
     return Value(dims, dict(given.tails))
-
-
-_NOT_FIRST = Places((2,), (1,), (1,))
 
 
 def _selected(proof: _Proof, call: Call, operands: Sequence[Value]) -> Value:
@@ -636,23 +648,25 @@ def _attention(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
     one, other = query.dims, key.dims
     if set(one) - {at} or set(other) - {at} or other != value.dims:
         proof.refuse("mixes padded positions with others")
+    if proof.varies(call.argument("scale")):
+        proof.refuse("computes with the padded length (scale)", _NO_LENGTH)
     if call.argument("dropout_p", 0.0) != 0:
         proof.refuse("draws random numbers, other ones for another length", "attention without dropout")
     if other:
         mask = given.get("attn_mask", given.get("attn_bias"))
         causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
-        last = None if mask is None else max(mask.dims, default=None)
-        masked = mask is not None and last is not None and mask.tails[frozenset({last})] == -math.inf
-        rank = 0 if mask is None else len(_shape_by_name(call, "attn_mask", "attn_bias"))
-        if not causal and not (masked and last == rank - 1 and mask is not None and mask.dims[last] == other[at]):
+        last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
+        masked = False
+        if mask is not None and last in mask.dims:
+            masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
+        if not causal and not masked:
             proof.refuse(
                 "attends to padded positions",
                 "is_causal=True, or a mask that is False (or -inf) at padded keys: attn_mask=mask[:, None, None, :]",
             )
-        if mask is not None and mask.tails.get(frozenset(mask.dims)) == -math.inf and len(mask.dims) > 1:
-            rows = frozenset(mask.dims) - {cast(int, last)}
-            if mask.tails[rows] == -math.inf:
-                proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
+        rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
+        if mask is not None and rows and mask.tails[rows] == mask.tails.get(rows | {last}) == -math.inf:
+            proof.refuse("has rows of padded positions that are no number", _ONE_POSITION)
     grad = given.get("grad_out", given.get("grad_out_"))
     if grad is None:
         flat = [Value()] * len(call.outputs)
@@ -672,7 +686,7 @@ def _by_name(call: Call, operands: Sequence[Value]) -> dict[str, Value]:
 
 
 def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
-    return next(call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions)
+    return next((call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions), ())
 
 
 def _loss(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
@@ -680,11 +694,8 @@ def _loss(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
     given = _by_name(call, operands)
     scores, target = given["self"], given["target"]
     ignored = call.argument("ignore_index", -100)
-    if (
-        scores.dims != target.dims
-        or len(scores.dims) != 1
-        or (call.argument("reduction", 1) == 0 and 0 not in scores.dims)
-    ):
+    rows = {dim - (dim > 1): places for dim, places in scores.dims.items()}  # dim 1 are the classes
+    if rows != target.dims or 1 in scores.dims:
         proof.refuse("mixes padded positions with others")
     if any(tail != ignored for tail in target.tails.values()):
         proof.refuse(
@@ -692,7 +703,7 @@ def _loss(proof: _Proof, call: Call, operands: Sequence[Value]) -> Made:
         )
     if "grad_output" in given:
         return _filled(scores.dims, 0.0)
-    each = _filled(scores.dims, 0.0) if call.argument("reduction", 1) == 0 else SAME
+    each = _filled(target.dims, 0.0) if call.argument("reduction", 1) == 0 else SAME
     return [each, SAME]
 
 
@@ -710,7 +721,9 @@ _SPECIAL: dict[Any, Special] = {
     **dict.fromkeys((aten.tril, aten.triu), _triangle),
     **dict.fromkeys((aten._softmax, aten._safe_softmax), _softmax),
     aten._softmax_backward_data: _softmax_backward,
-    **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss_backward), _loss),
+    **dict.fromkeys(
+        (aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward), _loss
+    ),
     **dict.fromkeys(
         (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
          aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,

@@ -72,7 +72,8 @@ class Strategies:
                 parts = prod(mesh.axis_size(axis) for axis in cut.axes if axis != TIME)
                 rows = -(-given.meta.shape[cut.dim] // parts)
                 if TIME in cut.axes and rows:
-                    most = max(most, -(-rows // -(-rows // self.pieces)))
+                    made = -(-rows // -(-rows // self.pieces))
+                    most = max(most, int(made)) if made == int(made) else most  # compared: a loop has so many
         return with_pieces(mesh, most) if most > 1 else mesh
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:

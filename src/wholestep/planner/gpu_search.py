@@ -161,10 +161,11 @@ class GpuSearch:
         if rest > self.memory_bytes:
             yield replace(first, why=f"keeps {human(rest)} between steps, {human(rest - self.memory_bytes)} too much")
             return
-        whole = self.param_bytes // self.estimate.split(mesh)
-        if key.style in ("fully_shard", "hybrid") and key.regathers is False and rest + whole > self.memory_bytes:
-            text = f"holds {human(rest + whole)} with its parameters gathered"
-            yield replace(first, why=f"{text}, {human(rest + whole - self.memory_bytes)} too much")
+        if key.regathers is False:  # between forward and backward all parameters are whole
+            rest += self.param_bytes // self.estimate.split(mesh)
+        if rest > self.memory_bytes:
+            text = f"holds {human(rest)} with its parameters gathered"
+            yield replace(first, why=f"{text}, {human(rest - self.memory_bytes)} too much")
             return
         sizes = [size for size in (1 << power for power in range(each.bit_length())) if each % size == 0]
         for size in sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,15 @@ def _length(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> i
 def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tensor:
     if value.shape[dim] == length:
         return value
+    if value.requires_grad:
+        found = "pad_to: a tensor of the batch that asks for a gradient"
+        raise PlanError(found, "tensors without gradients", "leave out pad_to, or detach it")
     made = value.new_full((*value.shape[:dim], length, *value.shape[dim + 1 :]), fill)
     made.narrow(dim, 0, value.shape[dim]).copy_(value)
     return made
 
 
-def prove(given: Sequence[PadTo], captured: Capture, others: dict[str, int]) -> None:
+def prove(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) -> None:
     """Raise PaddingError unless a captured step computes on a padded batch what it computes on the batch. `others` are
     sizes beside those of the capture for which it holds.
     """

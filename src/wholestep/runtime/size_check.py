@@ -42,6 +42,7 @@ class SizeCheck:
         ]
         self.batch_sizes = inputs.sizes
         self._proved: dict[Any, tuple[int, ...]] = {}
+        self._last: Any = None
         self._terms: list[SizeGuard] = []
 
     def prove(self) -> None:
@@ -52,6 +53,8 @@ class SizeCheck:
     def check(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> str:
         """Why the program is not right for these sizes; empty where it is, and then it runs with them."""
         key = (sizes, *[leaves[i].shape for i in self._leaves])
+        if key == self._last:
+            return ""
         now = self._proved.get(key)
         if now is None:
             for i, dim, size in self._own:
@@ -68,7 +71,7 @@ class SizeCheck:
             if len(self._proved) >= _MOST_PROVED:
                 self._proved.clear()
             self._proved[key] = now
-        self.record.now, self.batch_sizes = now, sizes
+        self.record.now, self.batch_sizes, self._last = now, sizes, key
         return ""
 
     def broken(self, now: Sequence[int]) -> SizeGuard | None:

@@ -97,7 +97,7 @@ class CompiledStep:
                 sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
                 program = self._program(call, args, kwargs, sizes)
             else:
-                call, args, kwargs, program = padding
+                (call, args, kwargs), program = padding
             flush_pending(but=program.run)
             if self._clock is not None:
                 self._clock.reset(program.world.device)
@@ -286,7 +286,7 @@ class CompiledStep:
 
     def _padding(
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[StepCall, tuple[Any, ...], Mapping[str, Any], Program] | None:
+    ) -> tuple[tuple[StepCall, tuple[Any, ...], dict[str, Any]], Program] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
         given = self.options.given.paddings
         world = self.world or self._start(self._inputs(args, kwargs, None)).world
@@ -303,7 +303,7 @@ class CompiledStep:
         assert check is not None, "a program with symbols"
         broken = check.broken_at(made.lengths)
         if broken is None:
-            return made.call, made.args, made.kwargs, program
+            return (made.call, made.args, made.kwargs), program
         why = f"not padded: without padding, sizes break the guard {check.record.shown(broken.text)}"
         if why not in self.misses:
             self._note_miss(Miss(why))

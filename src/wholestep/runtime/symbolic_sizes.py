@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .. import _torch
+from torch.fx import Node
+
 from ..backend.build import BACKENDS
-from ..backend.rank_binding import bound_arguments
+from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
 from ..capture.fake_inputs import dynamic_dims
@@ -17,9 +18,8 @@ from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
-from ..graph.loop import loop_of
+from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
-from ..graph.nodes import copy_with
 from ..graph.sizes_in_graph import at_sizes, instantiated
 from ..sizes import evaluator
 from ..tuning import TUNING
@@ -225,7 +225,7 @@ def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
 class PlannedFor:
     """The program that is planned for a batch of known sizes, by symbol: what one with symbols has to be there."""
 
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     local: LocalGraph
 
     def refuse_other(self, made: LocalGraph, world: World) -> None:
@@ -234,8 +234,6 @@ class PlannedFor:
             raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
         if made.stage_axis:
             raise SizesFixedError("stages send tensors of fixed sizes to each other")
-        if any(loop_of(node) for node in made.graph.nodes):
-            raise SizesFixedError("the number of micro-batches follows from the size of the batch")
         if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
@@ -249,9 +247,12 @@ class PlannedFor:
 
 
 def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
-    """The calls of this rank with their results, at these sizes."""
-    graph, _ = copy_with(local.graph)
-    for node in graph.nodes:
-        _torch.set_operands(node, *bound_arguments(node, coordinate))
+    """The calls of this rank with their results, at these sizes; those of loops after them."""
+    graph = bound_calls(local.graph, coordinate)
     at_sizes(graph, sizes)
-    return [f"{node.format_node()} {meta.tensors(node)}" for node in graph.nodes]
+    return [_line(node) for node, _ in with_bodies(graph)]
+
+
+def _line(node: Node) -> str:
+    loop = loop_of(node)
+    return f"{node.format_node()} {meta.tensors(node)} {loop.pieces if loop else ''}"

@@ -1,8 +1,8 @@
 """The first step under Inductor of a deep model, beside that of one layer and that of `torch.compile` of one layer.
 
-    python benchmarks/first_step.py                         # 12 layers, medians of 3, in turns
-    python benchmarks/first_step.py --layers 24 --repeat 1
-    python benchmarks/first_step.py --with ../other/src     # also 12 layers with another version of wholestep
+    python benchmarks/inductor_start.py                         # 12 layers, medians of 3, in turns
+    python benchmarks/inductor_start.py --layers 24 --repeat 1
+    python benchmarks/inductor_start.py --with ../other/src     # also 12 layers with another version of wholestep
 
 Each start is a new process with an empty cache of Inductor. CPU seconds are those of the first step, in this process
 and in all compilers that it has started; Python's and torch's own start is not in them.
@@ -121,7 +121,8 @@ def main() -> None:
     seen = defaultdict[Any, list[dict[str, Any]]](list)
     for _ in range(given.repeat):
         for row in rows:
-            seen[row].append(started(*row))
+            seen[row].append(said := started(*row))
+            print(f"{row[0]}, {row[1]}: {said['wall']:.1f} s, CPU {said['cpu']:.1f} s", file=sys.stderr, flush=True)
     print(f"{'':24} {'wall s':>7} {'cpu s':>7} {'own':>7} {'cpu ms a step':>14}  loss after {STEPS} steps")
     for (who, layers, _), starts in seen.items():
         wall, cpu, self, step = (statistics.median(s[name] for s in starts) for name in ("wall", "cpu", "self", "step"))
