@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import wholestep as ws
 from tests.simulate import Simulation
 from tests.stage_models import batches, maker, train
-from tests.together import OneDevice, compare
+from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.errors import GraphError, PlanError
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies
@@ -78,6 +80,33 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
 def test_three_axes() -> None:
     data = ws.DataParallel("fully_shard", axis="dp", semantics="global")
     found = compare(one_device(2, True, 0.0), "dp=2,pp=2,tp=2", [data, ws.Pipeline(micro_batches=2), TENSOR_PARALLEL])
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "bert", "vit"])
+def test_hugging_face(name: str, pieces: int) -> None:
+    pytest.importorskip("transformers")
+    from tests.hf_models import entries, loss_of
+
+    (entry,) = entries([name])
+    generator = torch.Generator().manual_seed(0)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = without_chance(entry.build().double())
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with Double():
+        given = [(joined([entry.batch(generator) for _ in range(4)]),) for _ in range(2)]
+        found = compare(OneDevice(make, step, given), "pp=2", ws.Pipeline(micro_batches=pieces))
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 

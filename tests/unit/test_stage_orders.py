@@ -21,7 +21,7 @@ from wholestep.cost.stage_orders import (
 )
 from wholestep.errors import GraphError
 from wholestep.graph.deadlock import check_orders
-from wholestep.graph.stage_part import Action, Block, Message
+from wholestep.graph.stage_part import Action, Message, StageBlock
 from wholestep.partition.stage_actions import actions_of
 
 Orders = Sequence[Sequence[Action]]
@@ -89,7 +89,7 @@ def test_memory_of_1f1b_is_that_of_as_many_pieces_as_stages_follow() -> None:
     assert gpipe(plain, 8, 4).peak_bytes == (8, 8, 8, 1)
 
 
-def with_blocks(costs: Mapping[str, BlockCost]) -> tuple[dict[str, Block], dict[str, Message]]:
+def with_blocks(costs: Mapping[str, BlockCost]) -> tuple[dict[str, StageBlock], dict[str, Message]]:
     """Blocks and messages of the same graph; a message has the name of its value."""
     messages = {
         name: Message(name, f"value of {name}", block.stage, target, (1,), float32)
@@ -97,7 +97,7 @@ def with_blocks(costs: Mapping[str, BlockCost]) -> tuple[dict[str, Block], dict[
         for name, target, _ in block.sends
     }
     blocks = {
-        name: Block(
+        name: StageBlock(
             name, Graph(), cost.needs, tuple(f"value of {m}" for m, _, _ in cost.sends), cost.level, cost.is_backward
         )
         for name, cost in costs.items()

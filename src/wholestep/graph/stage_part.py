@@ -12,11 +12,11 @@ from torch.fx import Graph, Node
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class StageBlock:
     """A part of the body of a loop that runs without waiting for other stages.
 
     Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
-    longest way to it. `is_backward`: it has nodes of the backward. `is_filler`: no other stage waits for it.
+    longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class StagePart:
     axis: str
     stage: int
     pieces: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[StageBlock, ...]
     messages: Mapping[str, Message]
     actions: tuple[Action, ...]
     operands: tuple[str, ...]

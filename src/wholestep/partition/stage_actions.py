@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..cost.stage_orders import Orders, Task
-from ..graph.stage_part import Action, Block, Message
+from ..graph.stage_part import Action, Message, StageBlock
 
 
 def actions_of(
-    orders: Orders, blocks: Mapping[str, Block], messages: Mapping[str, Message]
+    orders: Orders, blocks: Mapping[str, StageBlock], messages: Mapping[str, Message]
 ) -> tuple[tuple[Action, ...], ...]:
     """The actions of each stage. A send starts as soon as its value exists. What a block reads is received from when
     the block before it begins, in the order in which the other end sends, and is waited for in front of the block.
@@ -38,7 +38,7 @@ class _Stage:
         self,
         stage: int,
         orders: Orders,
-        blocks: Mapping[str, Block],
+        blocks: Mapping[str, StageBlock],
         messages: Mapping[str, Message],
         channels: Mapping[tuple[int, int], list[Task]],
         sent_by: Mapping[Task, list[Task]],

@@ -21,7 +21,7 @@ from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
-from ..graph.stage_part import Block, Message, StagePart, StageParts, transfer
+from ..graph.stage_part import Message, StageBlock, StagePart, StageParts, transfer
 from ..graph.storage import most_at_once, shared_operand, storage_bytes
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -85,7 +85,7 @@ class _Cut:
     loop: Loop
     count: int
     fillers: bool
-    blocks: list[tuple[Block, ...]] = field(default_factory=list[tuple[Block, ...]])
+    blocks: list[tuple[StageBlock, ...]] = field(default_factory=list[tuple[StageBlock, ...]])
     operands: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     totals: list[tuple[tuple[str, str], ...]] = field(default_factory=list[tuple[tuple[str, str], ...]])
     messages: dict[str, Message] = field(default_factory=dict[str, Message])
@@ -190,7 +190,7 @@ class _Cut:
 
     def _block(
         self, stage: int, key: tuple[int, bool], nodes: Sequence[Node], writers: Mapping[Node, tuple[int, bool]]
-    ) -> Block:
+    ) -> StageBlock:
         body, inside, takes = Graph(), dict[Node, Node](), dict[str, Node]()
 
         def read(node: Node) -> Node:
@@ -221,12 +221,12 @@ class _Cut:
                 first.prepend(placeholder)
                 first = first if first.op != "placeholder" else placeholder
         order = [node.name for node in body.nodes if node.op == "placeholder"]
-        backward = any(map(meta.is_backward, nodes))
+        backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
         name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
         if key[1]:
             self.only.add(name)
         by_name = {n.name: name for name, n in takes.items()}
-        return Block(
+        return StageBlock(
             name, body, tuple(by_name[one] for one in order), tuple(n.name for n in gives), key[0], backward, key[1]
         )
 
@@ -259,7 +259,7 @@ class _Cut:
         return found
 
 
-def _held(block: Block, names: set[str]) -> int:
+def _held(block: StageBlock, names: set[str]) -> int:
     """Bytes of the memory that a block makes and leaves to later blocks."""
     given = dict(zip(block.gives, operands(next(iter(reversed(block.body.nodes)))), strict=True))
     roots = set[Node]()

@@ -1,9 +1,9 @@
 """Which stage runs each node of a step: owners of parameters decide, everything else follows from what it reads.
 
-A forward node runs at the latest stage whose values it reads, so that the forward only moves on. A backward node runs
-where the forward left what it reads besides gradients. Updates run where their parameter is. What reads nothing that
-has an owner runs everywhere. Stages are counted along the forward; chunk `s` of a stage list is on coordinate
-`s % ranks` of the axis.
+A forward node runs at the latest stage whose values it reads, so that the forward only moves on, and not before the
+parameters of its module. A backward node runs where the forward left what it reads besides gradients. Updates run where
+their parameter is. What reads nothing that has an owner runs everywhere. Stages are counted along the forward; chunk
+`s` of a stage list is on coordinate `s % ranks` of the axis.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def forward_nodes(graph: TrainGraph) -> tuple[Node, ...]:
 
 
 def first_readers(graph: TrainGraph) -> dict[str, int]:
-    """For each parameter, the position in `forward_nodes` of the first node that uses it with samples."""
+    """For each parameter, the position in `forward_nodes` of the first node that uses it with samples, or of the first
+    node of its module: a norm computes before it reads its weight.
+    """
     moves, calls = moving(graph), forward_nodes(graph)
     source = {node: given.name for given, node in graph.placeholders() if given.role is Role.PARAM}
     found: dict[str, int] = {}
@@ -53,7 +55,11 @@ def first_readers(graph: TrainGraph) -> dict[str, int]:
             continue
         for name in names:
             found.setdefault(name, position)
-    return found
+    starts: dict[str, int] = {}
+    for position, node in enumerate(calls):
+        if node in moves:
+            starts.setdefault(meta.module_path(node), position)
+    return {name: min(at, starts.get(name.rpartition(".")[0] or name, at)) for name, at in found.items()}
 
 
 def with_lists_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> TrainGraph:
@@ -88,6 +94,10 @@ class _Stages:
     def __post_init__(self) -> None:
         self.forward = set(forward_nodes(self.graph))
         self.moves = moving(self.graph)
+        self.of_module: dict[str, int] = {}
+        for name, at in self.of_param.items():
+            if path := name.rpartition(".")[0]:
+                self.of_module[path] = min(at, self.of_module.get(path, at))
         shapes = {i.name: i.meta.shape for i in self.graph.inputs if i.role is Role.PARAM}
         for given, node in self.graph.placeholders():
             if given.role is Role.PARAM:
@@ -147,10 +157,12 @@ class _Stages:
                     self.stage[node] = at.pop()
 
     def _run_forward(self, node: Node) -> None:
-        """At the latest stage of what it reads. Random numbers are drawn everywhere: all ranks share one stream."""
+        """At the latest stage of what it reads, and not before the parameters of its module. Random numbers are drawn
+        everywhere: all ranks share one stream.
+        """
         at = [self.stage[given] for given in self._read(node) if given in self.stage]
         if at and not draws(node):
-            self.stage[node] = max(at)
+            self.stage[node] = max(*at, self.of_module.get(meta.module_path(node), 0))
 
     def _note_readers(self) -> None:
         """Find `read_at`: what is made of a parameter alone says where the parameter is read."""
