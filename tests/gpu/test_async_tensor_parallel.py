@@ -68,7 +68,7 @@ def _scaled_ops(rank: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8")
 def test_the_ops_of_symmetric_memory_in_float8() -> None:
-    _on_ranks(_scaled_ops)
+    on_ranks(_scaled_ops)
 
 
 def _steps(rank: int) -> None:
