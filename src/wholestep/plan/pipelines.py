@@ -44,7 +44,7 @@ class Pipeline:
 
     Example:
         >>> step = ws.compile(train_step, parallel=ws.Pipeline(micro_batches=8), mesh="pp=4")
-        >>> plan = ws.plan(graph, "pp=2", ws.Pipeline(stages=[["0", "1"], ["2"]], micro_batches=4))
+        >>> plan = ws.plan(graph, "pp=2", ws.Pipeline(stages=[["0"], ["1"]], micro_batches=4))
 
     Raises:
         PlanError: a pattern matches nothing, matches in two stages, or the number of stages does not fit the mesh.
