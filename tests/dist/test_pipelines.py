@@ -134,6 +134,7 @@ def test_four_ranks(mesh: str, style: str, order: str) -> None:
     ({"memory_bytes": "1GiB"}, "memory_bytes with Pipeline is not built"),
     ({"schedule": "across_steps"}, "a schedule across steps with Pipeline is not built"),
     ({"backend": "inductor"}, "backend 'inductor' with Pipeline"),
+    ({"pad_to": ws.PadTo((16,), {"tokens": 1})}, "pad_to with Pipeline is not built"),
 ])  # fmt: skip
 def test_what_is_not_built_is_refused(options: dict[str, Any], says: str) -> None:
     for found in run_ranks(_refused, 2, options):

@@ -231,6 +231,8 @@ class StepOptions:
         if strategies.pipeline is not None and backend.name == "inductor":
             found, needed = "backend 'inductor' with Pipeline", "a backend that runs the blocks of a stage"
             raise BackendError(found, needed, 'use backend="eager"')
+        if strategies.pipeline is not None and given.paddings:
+            raise PlanError("pad_to with Pipeline is not built", "batches of one size, or of a few", "leave out pad_to")
         if strategies.pieces > 1 and backend.name == "inductor":
             found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
             raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
