@@ -188,7 +188,7 @@ def test_parts_of_95_gib_are_those_of_96_gb() -> None:
     [
         ({"source_id": "vtrain_single"}, "megatron-deepspeed-2022"), ({"source_id": "torchtitan_pr"}, "torchtitan"),
         ({"source_id": "torchtitan_pr", "compile": "yes"}, "torchtitan-compile"),
-        ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan"),
+        ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan-graph"),
         ({"source_id": "torchtitan_pr", "compile": "full inductor + cudagraph"}, "torchtitan-cudagraph"),
         ({"sharding": "FSDP", "compile": "yes"}, "fsdp-compile"), ({"sharding": "DeepSpeed ZeRO-3"}, "deepspeed"),
         ({"stack": "megatron"}, "megatron"), ({"source_id": "nemo_25"}, "megatron"), ({}, "fsdp"),

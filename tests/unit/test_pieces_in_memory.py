@@ -44,7 +44,7 @@ def table_restored() -> Iterator[None]:
 
 def test_pieces_that_are_said_to_lie_row_by_row_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy makes them contiguous, for kernels that ask for it and views that need it."""
-    told, traced = list[str](), interpret._as_traced
+    told, traced = list[str](), interpret.as_traced
 
     def checked(node: Node, made: Any) -> Any:
         found = meta.tensor(node)
@@ -58,7 +58,7 @@ def test_pieces_that_are_said_to_lie_row_by_row_do(monkeypatch: pytest.MonkeyPat
         model = Llama(heads=4, kv=2)
         return model, SGD(model.parameters(), lr=0.1)
 
-    monkeypatch.setattr(interpret, "_as_traced", checked)
+    monkeypatch.setattr(interpret, "as_traced", checked)
     batch = torch.randint(0, VOCAB, (3, 12)), torch.randint(0, VOCAB, (3, 12))
     for parallel in (ws.TensorParallel(SEQUENCE), ws.TensorParallel({"layers.*.mlp.w[13]": "colwise"})):
         assert compare(OneDevice(make, step_of(next_token), [batch]), "tp=2", parallel).worst < 1e-10

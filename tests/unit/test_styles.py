@@ -218,9 +218,9 @@ def test_the_check_can_fail(style: str, monkeypatch: pytest.MonkeyPatch) -> None
     from tests import interpret
 
     for kind in ("all_reduce", "reduce_scatter"):
-        whole = interpret._COMPUTE[kind]
+        whole = interpret.COMPUTE[kind]
         monkeypatch.setitem(
-            interpret._COMPUTE, kind, lambda given, args, whole=whole: whole([given[0]] * len(given), args)
+            interpret.COMPUTE, kind, lambda given, args, whole=whole: whole([given[0]] * len(given), args)
         )
     with pytest.raises(AssertionError, match=r"loss of rank 0 at step 1"):
         check("tiny", "SGD-plain", 2 if style != "hybrid" else 4, DataParallel(style), "in place")  # type: ignore[arg-type]
