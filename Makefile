@@ -21,7 +21,7 @@ demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style 
 check: $(STAMP) ## before each commit, a minute: lint and types beside imports, golden text and one quick test of each part
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint smoke
 
-test: test-one-process test-dist ## each behaviour once, about ten minutes on two cores
+test: test-one-process test-dist ## each behaviour once, about twenty minutes on two cores
 
 test-all: test test-full test-other-torch ## everything
 
