@@ -342,7 +342,7 @@ class CompiledStep:
         if self.programs:
             now = ambient(self.programs[-1].world.device, sizes)
             newest: Miss | None = None
-            for i in range(len(self.programs) - 1, -1, -1):
+            for i in self._in_order():
                 program = self.programs[i]
                 miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
                 if miss is None:
@@ -358,6 +358,15 @@ class CompiledStep:
             flush_pending()
             inputs = self._inputs(args, kwargs, sizes)
             return self._compile(inputs, self._other_sizes(inputs))
+
+    def _in_order(self) -> Sequence[int]:
+        """Places of the programs in the order in which they are looked at: the latest first. Where calls are recorded,
+        those without symbols go before: what ranks recorded together for one size serves it on all of them.
+        """
+        latest = range(len(self.programs) - 1, -1, -1)
+        if self._installer.recordings is None:
+            return latest
+        return sorted(latest, key=lambda i: self.programs[i].guards.sizes is not None)
 
     def _other_sizes(self, inputs: StepInputs) -> list[Capture]:
         """Captures of calls that differ in sizes alone, the latest first: these sizes are symbols from now on."""
