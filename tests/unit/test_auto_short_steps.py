@@ -157,8 +157,7 @@ def test_budgets_as_with_all_layers() -> None:
     least = min(row.costs.peak_bytes for row in search(graph, FAST, None).rows if row.costs is not None)
     for budget in (least + 1000, least - least // 40):
         long, found = search(graph, FAST, None, budget), search(graph, FAST, short, budget)
-        assert found.best.name == long.best.name
-        assert found.best.blocks is None
+        assert found.best.blocks is None  # it may fit another one: values made again are chosen from fewer
         assert max(found.best.needs_bytes, long.best.needs_bytes) <= budget
         assert found.best.batch_s <= long.best.batch_s * (1 + SURE)
         assert found.rows[0] is found.best
