@@ -73,6 +73,10 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order: str) -> None:
     mesh, beside = parallel
+    if pieces > 1 and getattr(beside, "reshard_after_forward", None):  # the tied weight is gathered for each piece
+        with pytest.raises(ws.PlanError, match="would send 'transfer_1' for each piece, and computes it in no block"):
+            compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
+        return
     found = compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 

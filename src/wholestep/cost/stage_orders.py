@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import GraphError
+from ..errors import GraphError, PlanError
 
 Task = tuple[str, int]
 """A block by name, and a piece."""
@@ -79,6 +79,11 @@ class _Run:
                 self.readers.setdefault(message, []).append(name)
             for before in block.after:
                 self.followers.setdefault(before, []).append(name)
+        sent = {message for block in self.blocks.values() for message, _, _ in block.sends}
+        if unsent := sorted(self.readers.keys() - sent):
+            found = f"a stage would send {unsent[0]!r} for each piece, and computes it in no block"
+            needed = "values that the blocks of a stage compute; parameters that are gathered once a step"
+            raise PlanError(found, needed, "DataParallel(reshard_after_forward=False), or one micro-batch")
         count = {name: len(block.needs) + len(block.after) for name, block in self.blocks.items()}
         self.waits = {(name, piece): count[name] for piece in range(self.pieces) for name in self.blocks}
         self.ready_at = {task: 0.0 for task, waits in self.waits.items() if waits == 0}
@@ -163,7 +168,7 @@ def list_schedule(
 ) -> OrderResult:
     """List scheduling: a stage that is free runs what is ready, backwards before forwards (`forward_first`: the other
     way), earlier pieces first, fillers where nothing else is. It begins a piece while fewer than its limit are in
-    flight.
+    flight, in the order of pieces: so the first one that is not through can always go on, and the schedule ends.
     """
     run = _Run(blocks, pieces, stages)
     ready: list[list[Task]] = [[] for _ in range(stages)]
@@ -172,7 +177,7 @@ def list_schedule(
         for s in range(stages)
         for i in range(pieces)
     }
-    whole, flying = dict(left), [set[int]() for _ in range(stages)]
+    whole, flying, begun = dict(left), [set[int]() for _ in range(stages)], [0] * stages
     for task in run.ready_at:
         ready[blocks[task[0]].stage].append(task)
     events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
@@ -186,12 +191,8 @@ def list_schedule(
         now, stage = heapq.heappop(events)
         if run.free[stage] > now:
             continue
-        admits = len(flying[stage]) < limits[stage]
-        able = [
-            t
-            for t in ready[stage]
-            if run.ready_at[t] <= now and (t[1] in flying[stage] or admits or blocks[t[0]].is_filler)
-        ]
+        admitted = flying[stage] | ({begun[stage]} if len(flying[stage]) < limits[stage] else set[int]())
+        able = [t for t in ready[stage] if run.ready_at[t] <= now and (t[1] in admitted or blocks[t[0]].is_filler)]
         if not able:
             later = [run.ready_at[t] for t in ready[stage] if run.ready_at[t] > now]
             if later:
@@ -203,6 +204,7 @@ def list_schedule(
             key = (stage, task[1])
             if left[key] == whole[key]:
                 flying[stage].add(task[1])
+                begun[stage] += 1
             left[key] -= 1
             if not left[key]:
                 flying[stage].discard(task[1])
