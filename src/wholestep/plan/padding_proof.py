@@ -211,7 +211,7 @@ class _Proof:
         try:
             made = cast(Any, node.target)(*cast(Any, args), **named)
         except (RuntimeError, TypeError, NotImplementedError):
-            return None
+            return None  # not known: the proof then refuses what depends on it
         return float(made) if isinstance(made, torch.Tensor) and made.numel() == 1 and not made.is_complex() else None
 
     def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
