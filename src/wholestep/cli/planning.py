@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import wholestep as ws
+from wholestep.mesh import STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
@@ -27,7 +28,7 @@ from wholestep.units import parse_bytes
 from .hf import ModelSpec, build, tokens_of
 from .screen import Screen
 from .shared_options import SharedOptions
-from .target import FULLY_SHARD, Target, hardware_of, refuse, write_output
+from .target import FULLY_SHARD, ZERO1, Target, hardware_of, refuse, write_output
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,25 @@ class PlanRequest:
         return ws.DataParallel(semantics=cast(Any, self.options.semantics.value))
 
     @property
+    def pipeline(self) -> ws.Pipeline | None:
+        """The pipeline, where the mesh has an axis of stages."""
+        on = ws.Mesh(self.mesh)
+        return self.options.pipeline(on.axis_size(STAGES)) if STAGES in on.names else None
+
+    @property
     def strategies(self) -> list[Strategy]:
-        """Data parallelism on the axes besides tensor parallelism. Raises why the model has no plan for that."""
+        """Data parallelism on the axes besides tensor parallelism and stages. Raises why the model has no plan for
+        tensor parallelism.
+        """
         if isinstance(self.tensor, ws.WholestepError):
             raise self.tensor
-        style: Any = style_of(self.options)
-        if self.tensor is None:
+        style: Any = style_of(self.options, self.mesh)
+        if self.tensor is None and self.pipeline is None:
             return [replace(self.data, style=style)]
-        others = tuple(name for name in ws.Mesh(self.mesh).names if name != self.options.tp_axis)
-        return [*([replace(self.data, style=style, axis=others)] if others else []), self.tensor]
+        used = {self.options.tp_axis if self.tensor is not None else "", STAGES}
+        others = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
+        data: list[Strategy] = [replace(self.data, style=style, axis=others)] if others else []
+        return [*data, *filter(None, (self.pipeline, self.tensor))]
 
     def passes_on(self, hardware: ws.Hardware) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`."""
@@ -117,9 +128,9 @@ def request(
     return PlanRequest(found, mesh, hardware, planned_on, step, tensor, **asked)
 
 
-def style_of(step: SharedOptions) -> str:
-    """The data-parallel style."""
-    return (step.style or FULLY_SHARD).value
+def style_of(step: SharedOptions, mesh: str) -> str:
+    """The data-parallel style; beside a pipeline by default one that gathers nothing while pieces run."""
+    return (step.style or (ZERO1 if STAGES in ws.Mesh(mesh).names else FULLY_SHARD)).value
 
 
 def capture(

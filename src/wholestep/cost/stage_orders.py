@@ -21,8 +21,8 @@ Orders = tuple[tuple[Task, ...], ...]
 @dataclass(frozen=True)
 class BlockCost:
     """What a block takes: `needs` are messages, `after` blocks of its stage, for the same piece. `sends`: messages, the
-    stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece, and
-    `frees_bytes` of what none reads after it. `work_bytes`: more, while it runs.
+    stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece.
+    `work_bytes`: more, while it runs. `waited_us`: the part of `us` in which it waits for collectives.
     """
 
     stage: int
@@ -35,6 +35,7 @@ class BlockCost:
     sends: tuple[tuple[str, int, float], ...] = ()
     holds_bytes: int = 0
     work_bytes: int = 0
+    waited_us: float = 0.0
 
 
 @dataclass(frozen=True)

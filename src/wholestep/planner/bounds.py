@@ -32,6 +32,7 @@ class Costs:
         again_s: the same of what is recomputed.
         host_s: that the host of a GPU needs to start the step op by op.
         held: bytes at the peak by kind (`PeakMemory.by_kind`).
+        idle_s: that a rank of a pipeline waits for other stages, on average.
     """
 
     rest_bytes: int
@@ -44,6 +45,7 @@ class Costs:
     again_s: float = 0.0
     host_s: float = 0.0
     held: Mapping[str, int] = field(default_factory=dict[str, int])
+    idle_s: float = 0.0
 
     @property
     def mfu(self) -> float:
