@@ -131,6 +131,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
          runs.by_other_sources(found)),
         ("after one row", "one factor for a source and a hardware, from its row of median length, which is left out",
          runs.after_one_row(found)),
+        ("held out by model", "one factor for a source and a hardware, from its runs of other models",
+         runs.by_other_models(found)),
     )  # fmt: skip
     for title, said, cases in columns:
         if cases:
@@ -140,6 +142,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
         yield errors("Step times by device, from the data sheet", columns[0][1], sheet, _hardware, ("hardware",))
         yield errors("Step times by device, after one row", columns[2][1], columns[2][2], _hardware, ("hardware",))
         yield errors("Step times by parallelism, from the data sheet", columns[0][1], sheet, _kind, ("kind",))
+        if any("pipeline" in one.group for one in sheet):
+            yield errors("Step times by parallelism, held out by model", columns[3][1], columns[3][2], _kind, ("kind",))
         yield worst("Step times, from the data sheet: the worst (seconds)", sheet)
         yield far("Step times, from the data sheet: what is far off", sheet)
         yield far("Step times, after one row: what is far off", columns[2][2])

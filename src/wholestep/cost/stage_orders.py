@@ -310,6 +310,8 @@ NAMED: dict[str, Callable[[Mapping[str, BlockCost], int, int], OrderResult]] = {
     "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved, "zero_bubble": zero_bubble,
 }  # fmt: skip
 """Orders by name. Blocks of `zero_bubble` have fillers."""
+APART = ("auto", "zero_bubble")
+"""Orders in which gradients of weights may be blocks of their own."""
 
 
 def best_order(

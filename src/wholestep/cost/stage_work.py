@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -10,10 +10,9 @@ from torch.fx import Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.loop import loop_of, with_bodies
+from ..graph.loop import loop_of
 from ..graph.nodes import communicates, is_collective
 from ..graph.stage_part import part_of, transfer
-from ..graph.storage import PIECES, storages
 from ..graph.text import collective_bytes
 from .compute import peak_us
 from .memory import bytes_held, memory_at
@@ -98,45 +97,46 @@ def _is_exchange(node: Node, axis: str) -> bool:
 
 def work_of(
     program: LocalGraph, position: Mapping[str, int], whole: Sequence[BlockCost], apart: Sequence[BlockCost],
-    prices: BlockPrices, pieces: int,
+    prices: BlockPrices,
 ) -> StageWork:  # fmt: skip
-    """The work of a stage with `program`, in a step of so many pieces. `position` of all exchanges by name; `whole` and
-    `apart` are the costs of its blocks.
+    """The work of a stage with `program`. `position` of all exchanges by name; `whole` and `apart` are the costs of its
+    blocks.
     """
-    program = _with_pieces(program, pieces)
-    part = next(node for node in program.graph.nodes if part_of(node) is not None)
-    loop, rest = memory_at(program, part), memory_at(program, part).rest_bytes
-    held = sum(one.size_bytes for one in storages(program.graph) if one.index == PIECES)
+    at = next(node for node in program.graph.nodes if part_of(node) is not None)
+    part = part_of(at)
+    assert part is not None, "a part"
+    loop, kinds = memory_at(program, at), dict[str, float]()
+    for one in loop.live:
+        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.size_bytes
+    kinds["activation"] = kinds.get("activation", 0.0) - part.peak_bytes
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    others = [size for node, size in zip(calls, bytes_held(program), strict=True) if node is not part]
-    kinds = loop.by_kind()
-    kinds["activation"] = kinds.get("activation", 0) - held
-    own = part_of(part)
-    assert own is not None, "a part"
-    hardware = prices.hardware
-    each = [peak_us(block.body, hardware) for block in own.blocks]
-    piece = (sum(once for once, _ in each), sum(again for _, again in each))
-    total = peak_us(program.graph, hardware)
-    sent = {1: [0.0, 0.0], own.pieces: [0.0, 0.0]}
-    for node, times in with_bodies(program.graph):
-        if communicates(node) and node.args[-1] != program.stage_axis:
-            sent[times if times == own.pieces else 1][0] += collective_bytes(node, program)[1]
-            sent[times if times == own.pieces else 1][1] += 1
+    others = [size for node, size in zip(calls, bytes_held(program), strict=True) if node is not at]
+    each = [peak_us(block.body, prices.hardware) for block in part.blocks]
+    outside = _without_blocks(program)
+    piece_sent = _sent(program, (node for block in part.blocks for node in block.body.nodes))
     return StageWork(
         tuple(replace(one, needs=(), after=()) for one in whole),
         tuple(replace(one, needs=(), after=()) for one in apart),
-        *_between(program, position, prices), rest, loop.size_bytes - held, max(others, default=rest), kinds, piece,
-        (max(total[0] - own.pieces * piece[0], 0.0), max(total[1] - own.pieces * piece[1], 0.0)),
-        (sent[own.pieces][0], sent[own.pieces][1]), (sent[1][0], sent[1][1]),
+        *_between(outside, position, prices), loop.rest_bytes, loop.size_bytes - part.peak_bytes,
+        max(others, default=loop.rest_bytes), kinds, (sum(once for once, _ in each), sum(again for _, again in each)),
+        peak_us(outside.graph, prices.hardware), piece_sent, _sent(program, program.graph.nodes),
     )  # fmt: skip
 
 
-def _with_pieces(program: LocalGraph, pieces: int) -> LocalGraph:
-    """`program` whose loops that stages do not share go through so many pieces."""
+def _sent(program: LocalGraph, nodes: Iterable[Node]) -> tuple[float, float]:
+    sent = [
+        collective_bytes(node, program)[1]
+        for node in nodes if communicates(node) and node.args[-1] != program.stage_axis
+    ]  # fmt: skip
+    return float(sum(sent)), float(len(sent))
+
+
+def _without_blocks(program: LocalGraph) -> LocalGraph:
+    """`program` with what it runs outside of the loop alone."""
     made = program.copy()
     for node in made.graph.nodes:
-        if (loop := loop_of(node)) is not None:
-            node.target = replace(loop, pieces=pieces)
+        if (part := part_of(node)) is not None:
+            node.target = replace(part, blocks=())
     return made
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import NAMED, BlockCost, best_order
+from ..cost.stage_orders import APART, NAMED, BlockCost, best_order
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
@@ -44,7 +44,7 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     count, prices = mesh.axis_size(axis), BlockPrices(hardware, mesh)
     whole = StageCut(loop, count, False)
     costs = whole.costs(axis, prices)
-    apart = StageCut(loop, count, True) if order in ("auto", "zero_bubble") else whole
+    apart = StageCut(loop, count, True) if order in APART else whole
     cut_costs = apart.costs(axis, prices)
     if order == "auto":
         name, found, tried = best_order(costs, cut_costs, loop.pieces, count)

@@ -8,11 +8,11 @@ are. The order of blocks is then simulated with all stages and all pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..backend.pipeline import pipeline
 from ..cost.stage_costs import BlockPrices
-from ..cost.stage_orders import BlockCost
+from ..cost.stage_orders import APART, BlockCost
 from ..cost.stage_work import StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
 from ..errors import PlanError
@@ -92,15 +92,25 @@ class ShortStages:
 
     local: LocalGraph
     programs: tuple[LocalGraph, ...]
+    known: dict[object, list[StageWork]] = field(default_factory=dict[object, list[StageWork]])
 
-    def works(self, prices: BlockPrices, pieces: int) -> list[StageWork]:
+    def works(self, prices: BlockPrices, order: str) -> list[StageWork]:
         """What each stage does, at these prices."""
-        axis, position = self.local.stage_axis, {name: i for i, name in enumerate(exchanges(self.local))}
-        whole, apart = (_costs(self.local, prices, fillers) for fillers in (False, True))
-        return [
-            work_of(program, position, _own(whole, stage), _own(apart, stage), prices, pieces)
-            for stage, program in enumerate(self.programs) if axis
-        ]  # fmt: skip
+        at = prices.hardware, prices.mesh, prices.compiled, prices.stack, id(prices.profile)
+        key = at, order in APART
+        if key not in self.known:
+            position = {name: i for i, name in enumerate(exchanges(self.local))}
+            whole, apart = self.costs(prices, order)
+            self.known[key] = [
+                work_of(program, position, _own(whole, stage), _own(apart, stage), prices)
+                for stage, program in enumerate(self.programs)
+            ]
+        return self.known[key]
+
+    def costs(self, prices: BlockPrices, order: str) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:
+        """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
+        whole = _costs(self.local, prices, False)
+        return whole, _costs(self.local, prices, True) if order in APART else whole
 
 
 def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
@@ -141,8 +151,8 @@ def staged(local: LocalGraph, prices: BlockPrices, order: str, passes: Sequence[
     found = loop_of(loops[0])
     assert found is not None, "a loop"
     short = _stages_of(local, passes)
-    whole, apart = (_costs(local, prices, fillers) for fillers in (False, True))
-    works = [[(work, None)] for work in short.works(prices, found.pieces)]
+    whole, apart = short.costs(prices, order)
+    works = [[(work, None)] for work in short.works(prices, order)]
     return staged_step(works, whole, apart, _exchanges(local, prices, len(works)), found.pieces, order)
 
 
@@ -155,13 +165,13 @@ def _stages_of(local: LocalGraph, passes: Sequence[Pass] | None) -> ShortStages:
 @dataclass
 class ShortPipelines:
     """Pipelines of a model with `layers` layers, which `capture` builds with few of them: from the sequences in the
-    batch, 1, and layers.
+    batch, 1, and layers. `folded` and `short`: what was captured and planned, for models that differ in `layers` alone.
     """
 
     capture: CaptureStep
     layers: int
     hardware: Hardware
-    folded: dict[int, FoldedStep | None] = field(default_factory=dict[int, "FoldedStep | None"])
+    folded: dict[int, tuple[FoldedStep, int]] = field(default_factory=dict[int, "tuple[FoldedStep, int]"])
     short: dict[object, ShortStages] = field(default_factory=dict[object, ShortStages])
 
     def step(
@@ -181,7 +191,8 @@ class ShortPipelines:
                 needed = "a chain of equal layers, as many as there are stages"
                 raise PlanError("layers= of a step that three stages do not stand for", needed, "leave it out")
             return self._whole(setup, batch, passes, prices)
-        few, more = (short.works(prices, setup.pieces) for short in found)
+        order = setup.pipeline.schedule
+        few, more = (short.works(prices, order) for short in found)
         layers = setup.layers or spread(few, more, folded.count, setup.stages)
         if len(layers) != setup.stages or sum(layers) != folded.count:
             text = f"{sum(layers)} layers in {len(layers)} stages"
@@ -196,7 +207,7 @@ class ShortPipelines:
             for rank in range(setup.ranks)
         ]  # fmt: skip
         outside = _exchanges(found[0].local, prices, setup.ranks)
-        return staged_step(by_rank, whole, apart, outside, setup.pieces, setup.pipeline.schedule)
+        return staged_step(by_rank, whole, apart, outside, setup.pieces, order)
 
     def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
@@ -206,20 +217,23 @@ class ShortPipelines:
     def _folded(self, batch: int) -> FoldedStep | None:
         """The step with enough equal layers for the short stages; None where it has too few."""
         if batch not in self.folded:
-            self.folded[batch] = self._captured(batch, _SHORT * _MORE)
-        return self.folded[batch]
+            found = self._captured(batch, _SHORT * _MORE)
+            if found is None:
+                return None
+            self.folded[batch] = found
+        folded, layers = self.folded[batch]
+        left_out, rest = divmod(self.layers - layers, folded.repeats.period)
+        return None if rest or left_out < 0 else replace(folded, left_out=left_out)
 
-    def _captured(self, batch: int, layers: int) -> FoldedStep | None:
+    def _captured(self, batch: int, layers: int) -> tuple[FoldedStep, int] | None:
         layers = min(layers, self.layers)
         graph = self.capture(batch * _PIECES, 1, layers)
         repeats = find_repeats(graph)
-        if repeats is None or (repeats.count < _SHORT * _MORE and layers == self.layers):
+        if repeats is not None and repeats.count >= _SHORT * _MORE:
+            return FoldedStep(graph, repeats, self.hardware), layers
+        if repeats is None or layers == self.layers:
             return None
-        if repeats.count < _SHORT * _MORE:
-            return self._captured(batch, layers + (_SHORT * _MORE - repeats.count) * repeats.period)
-        if (self.layers - layers) % repeats.period:
-            return None
-        return FoldedStep(graph, repeats, self.hardware, (self.layers - layers) // repeats.period)
+        return self._captured(batch, layers + (_SHORT * _MORE - repeats.count) * repeats.period)
 
     def _short(
         self, setup: StagedSetup, folded: FoldedStep, batch: int, passes: Sequence[Pass]
@@ -229,10 +243,10 @@ class ShortPipelines:
         parts = tuple(part for part in setup.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
         made: list[ShortStages] = []
         for each in (_FEW, _MORE):
-            key = setup.mesh, repr(parts), batch, count, each, repr(passes)
+            mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
+            key = mesh, repr(parts), batch, each, repr(passes)
             if key not in self.short:
                 graph = folded.with_blocks(each * count)
-                mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
                 planned = plan_strategies(graph, mesh, strategies, None, self.hardware)
                 self.short[key] = _stages_of(lowered(graph, planned), passes)
             made.append(self.short[key])
