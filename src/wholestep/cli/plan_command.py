@@ -83,7 +83,9 @@ def plan(
 
     Needs no weights, no process group and no GPU.
     """
-    from . import planning
+    from wholestep.mesh import STAGES
+
+    from . import planning, staged_setups
 
     if gpus is not None or global_batch is not None or sweep is not None:
         others = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
@@ -100,15 +102,22 @@ def plan(
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
-        step.check(chooses=auto)
-        check_mesh(mesh)
+        on = check_mesh(mesh)
+        stages = on.axis_size(STAGES) if STAGES in on.names else 0
+        step.check(chooses=auto, pipeline=bool(stages))
         check_what_if(what_if or [], step.hf is not None)
         described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
+        if stages:
+            _check_stages(compare, {"auto": auto, "what-if": what_if}, {"html": html, "trace": trace})
+        whole = staged_setups.whole_spec(spec, step, stages) if stages and spec is not None else spec
         asked = planning.request(
-            load(shown, target, spec), mesh, described, described if hardware else None, step,
+            load(shown, target, whole), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
-        if compare:
+        if stages:
+            setups = staged_setups.StagedSetups(shown, asked, spec, {})
+            done = setups.compared() if compare else setups.planned()
+        elif compare:
             done = planning.compared(shown, asked)
         elif auto:
             chooser = planning.chooser(shown, asked, constraints(pin or [], replicated or []))
@@ -121,7 +130,7 @@ def plan(
     cases: list[planning.WhatIf] = []
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(done.as_json))
-        if what_if or html:
+        if (what_if or html) and not stages:
             cases = planning.what_ifs(shown, what_if or [], asked, done, spec)
     if what_if:
         typer.echo(f"\n{planning.what_if.show(cases)}")
@@ -154,6 +163,14 @@ def _search(
             assert global_batch is not None, "checked before"
             text = gpu_command.search(shown, planner, gpus, global_batch, out)
     typer.echo(text)
+
+
+def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:
+    """Refuse what is not there for pipelines."""
+    given = [name for name, value in (never | (of_one if compare else {})).items() if value]
+    if given:
+        both = " and --compare" if given[0] in of_one else ""
+        refuse(f"--{given[0]} with an axis pp{both}: needed one of them")
 
 
 def _check_effects(

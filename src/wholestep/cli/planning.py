@@ -21,7 +21,7 @@ from wholestep.planner.search_result import SearchResult
 from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
 from wholestep.report.figures import Figures
-from wholestep.report.page import program
+from wholestep.report.page import program, step_of
 from wholestep.report.what_if import WhatIf, WhatIfCase
 from wholestep.units import parse_bytes
 
@@ -96,11 +96,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Done:
-    """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison."""
+    """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison. A comparison of
+    pipelines plans none with all layers.
+    """
 
     text: str
     target: Target
-    graph: ws.TrainGraph
+    graph: ws.TrainGraph | None
     plan: ws.Plan | None
     rows: Sequence[PlanRow] = ()
     table: str = ""
@@ -116,6 +118,12 @@ class Done:
         if self.plan is None:
             refuse("--html, --trace and --what-if need a plan: no template has one")
         return self.plan
+
+    @property
+    def planned(self) -> ws.TrainGraph:
+        """The graph of the plan."""
+        assert self.graph is not None, "there is a plan"
+        return self.graph
 
 
 def request(
@@ -169,7 +177,7 @@ def planned(shown: Screen, asked: PlanRequest) -> Done:
     graph = captured(shown, asked)
     with shown.stage("plan"):
         made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
-    text = "\n".join([str(made), *_asked_of(shown, made, graph, asked)])
+    text = "\n".join([str(made), *asked_of(shown, made, graph, asked)])
     if asked.planned_on is not None:
         with shown.stage("simulate"):
             found = costs(ws.partition(graph, made), made, asked.hardware, asked.passes_on(asked.hardware))
@@ -266,7 +274,7 @@ def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked
     if best.costs is not None:
         figures = asked.figures(best.costs, best.mesh, best.batches)
         parts.append(f"\n{best.name} on {best.mesh}, {asked.hardware}\n{figures}")
-    return Done("\n".join([*parts, f"\n{made}", *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+    return Done("\n".join([*parts, f"\n{made}", *asked_of(shown, made, graph, asked)]), asked.target, graph, made)
 
 
 def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
@@ -274,7 +282,7 @@ def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
     return None if asked.options.recomputes("auto") == "auto" else asked.passes_on(asked.hardware)
 
 
-def _asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
+def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
     """The texts of `--explain` and `--program`."""
     parts = [f"\n{plan.explain(name)}" for name in asked.explain]
     if asked.program:
@@ -301,7 +309,7 @@ def what_ifs(
     made = [_case(shown, text, replace(asked, target=done.target), spec) for text in cases]
     with shown.stage("what if"):
         others = made or what_if.other_sizes(done.made.mesh)
-        return what_if.what_if(done.made, done.graph, asked.hardware, others, asked.passes_on)
+        return what_if.what_if(done.made, done.planned, asked.hardware, others, asked.passes_on)
 
 
 def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
@@ -322,11 +330,11 @@ def draw(
     """Write the page and the trace, after a comparison of the fastest template."""
     hardware = asked.hardware
     with shown.stage("simulate"):
-        local = program(done.made, done.graph, hardware, asked.passes_on(hardware))
+        local = program(done.made, done.planned, hardware, asked.passes_on(hardware))
     chosen = done.rows[0].name if done.rows else ""
     page = partial(ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases)
     write_output(shown, html, lambda path: page(path, done.made, local, hardware))
-    write_output(shown, trace, lambda path: ws.timeline(local, hardware).save(path))
+    write_output(shown, trace, lambda path: step_of(done.made, local, hardware)[0].save(path))
 
 
 def simulated(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +13,18 @@ from wholestep.cost.staged import StagedStep
 from wholestep.errors import WholestepError, first_line
 from wholestep.plan.strategies import compose
 from wholestep.plan.strategy import Strategy
+from wholestep.planner.bounds import Costs
 from wholestep.planner.candidates import batches
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, costs_of_staged, staged
-from wholestep.report.compare import PlanRow
+from wholestep.report.compare import PlanRow, show
+from wholestep.report.compare import as_json as as_rows
 from wholestep.report.figures import Figures
 
 from . import planning
 from .hf import ModelSpec, build
 from .planning import PlanRequest
 from .screen import Screen
+from .shared_options import SharedOptions
 from .target import refuse
 
 STYLES = ("replicate", "zero1", "zero2")  # of a comparison: the others gather parameters for each piece
@@ -75,40 +79,67 @@ class StagedSetups:
             local = ws.partition(self.graph, ws.plan(self.graph, mesh, several, hardware=hardware))
             return staged(local, prices, setup.pipeline.schedule)
 
-    def figures(self, made: StagedStep, strategies: Sequence[Strategy]) -> Figures:
-        """Of a simulated step; the batch of a function of the user's is that of all its pieces."""
-        mesh, several = ws.Mesh(self.asked.mesh), compose(list(strategies))
+    def _batches(self, made: StagedStep, strategies: Sequence[Strategy]) -> int:
+        """Captured batches in a step: with `spec` one for each micro-batch, else the batch is that of all pieces."""
         pieces = made.pieces if self.spec is not None else 1
-        return self.asked.figures(costs_of_staged(made), mesh, pieces * batches(several, mesh))
+        return pieces * batches(compose(list(strategies)), ws.Mesh(self.asked.mesh))
+
+    def planned(self) -> planning.Done:
+        """The plan of the step with all layers and stages, and where the user named the hardware, its figures."""
+        asked = self.asked
+        graph = planning.captured(self.shown, asked)
+        if self.spec is None:
+            self.graph = graph
+        with self.shown.stage("plan"):
+            made = ws.plan(graph, asked.mesh, asked.strategies, hardware=asked.planned_on)
+        text = "\n".join([str(made), *planning.asked_of(self.shown, made, graph, asked)])
+        if asked.planned_on is not None:
+            step, figures = self.simulated()
+            text += f"\n\non {asked.hardware}\n{summary(step, asked)}\n{figures}"
+        return planning.Done(text, asked.target, graph, made)
 
     def simulated(self) -> tuple[StagedStep, Figures]:
         """The step of the request."""
         strategies = self.asked.strategies
         made = self.step(strategies)
-        return made, self.figures(made, strategies)
+        return made, self._figures(costs_of_staged(made), self._batches(made, strategies))
 
-    def compared(self) -> list[PlanRow]:
-        """A row for each style and order, the fastest first; of styles and orders that the user names, these alone."""
-        options, rows = self.asked.options, list[PlanRow]()
-        styles = STYLES if options.style is None else (options.style.value,)
-        orders = ORDERS if options.schedule is None else (options.schedule.value,)
-        for strategies, name in self._templates(styles, orders):
+    def _figures(self, costs: Costs, count: int) -> Figures:
+        return replace(self.asked.figures(costs, ws.Mesh(self.asked.mesh), 1), step_tokens=self._tokens(count))
+
+    def _tokens(self, count: int) -> float | None:
+        """Tokens in so many batches of a rank."""
+        if self.spec is None:
+            return None if self.asked.batch_tokens is None else self.asked.batch_tokens * count
+        return float(self.spec.batch * self.asked.target.args[2]["tokens"][0].shape[1] * count)
+
+    def compared(self) -> planning.Done:
+        """Styles and orders as a table, and the figures of the fastest."""
+        asked, on = self.asked, ws.Mesh(self.asked.mesh)
+        rows, name = self.rows(), asked.target.name
+        text = f"{name} on mesh {on}\n{show(rows, 'style, order', batch_tokens=self._tokens(1), ranks=on.size)}"
+        if rows[0].costs is not None:
+            text += f"\n\n{rows[0].name} on {asked.hardware}\n{self._figures(rows[0].costs, rows[0].batches)}"
+        table = json.dumps(as_rows(rows, on, name, asked.hardware), indent=1) + "\n"
+        return planning.Done(text, asked.target, None, None, rows, table)
+
+    def rows(self) -> list[PlanRow]:
+        """A row for each style and order, the fastest first; of an order that the user names, for that alone."""
+        given, rows = self.asked.options.schedule, list[PlanRow]()
+        for strategies, name in self._templates(ORDERS if given is None else (given.value,)):
             try:
                 made = self.step(strategies)
             except WholestepError as error:
                 rows.append(PlanRow(name, 1, None, first_line(error)))
                 continue
-            figures = self.figures(made, strategies)
-            rows.append(
-                PlanRow(name, made.pieces * batches(compose(strategies), ws.Mesh(self.asked.mesh)), figures.costs)
-            )
+            rows.append(PlanRow(name, self._batches(made, strategies), costs_of_staged(made)))
         return sorted(rows, key=lambda row: row.batch_s)
 
-    def _templates(self, styles: Sequence[Any], orders: Sequence[Any]) -> list[tuple[list[Strategy], str]]:
+    def _templates(self, orders: Sequence[Any]) -> list[tuple[list[Strategy], str]]:
         found: list[tuple[list[Strategy], str]] = []
         given = self.asked.strategies
         data = any(isinstance(one, ws.DataParallel) for one in given)
-        for style in styles if data else ("",):
+        for style in STYLES if data else ("",):
             for order in orders:
                 several = [
                     replace(one, style=style) if isinstance(one, ws.DataParallel)
@@ -121,6 +152,12 @@ class StagedSetups:
     def _chunks(self, order: str) -> int | None:
         """`--chunks` is for orders that take several."""
         return self.asked.options.chunks if order in ("interleaved", "auto") else None
+
+
+def whole_spec(spec: ModelSpec, options: SharedOptions, stages: int) -> ModelSpec:
+    """The model with the batch of all pieces, of which a pipeline takes its parts."""
+    pieces = options.pipeline(stages).micro_batches
+    return replace(spec, batch=spec.batch * pieces, micro_batches=1, recompute=options.recomputes())
 
 
 def summary(made: StagedStep, asked: PlanRequest) -> str:
