@@ -100,6 +100,7 @@ class SizeInt(int):
 
     text: str
     guards: SizeGuards
+    unit: int | None = None
 
     def __new__(cls, value: int, text: str, guards: SizeGuards) -> SizeInt:
         """A number and how it is computed."""
@@ -138,6 +139,43 @@ class SizeInt(int):
 
     def __rdivmod__(self, other: int) -> tuple[int, int]:
         return other // self, other % self
+
+
+class UnitInt(int):
+    """The size of a dim that merges an outer dim with others: it is cut between units of so many places alone, so that
+    its pieces are those of the outer dim. As a number it is any other int, and what is computed with it is plain.
+    """
+
+    unit: int
+
+    def __new__(cls, value: int, unit: int) -> UnitInt:
+        """A size, and the places of one unit."""
+        made = super().__new__(cls, value)
+        made.unit = unit
+        return made
+
+
+def unit_of(size: int) -> int | None:
+    """The places between which a dim of this size is cut; None where it may be cut anywhere."""
+    return None if type(size) is int else getattr(size, "unit", None)
+
+
+def in_units(size: int, unit: int | None) -> int:
+    """A size that is cut between units alone."""
+    if unit is None:
+        return size
+    if isinstance(size, SizeInt):
+        made = SizeInt(int(size), size.text, size.guards)
+        made.unit = unit
+        return made
+    return UnitInt(size, unit)
+
+
+def whole(size: int) -> int:
+    """A size that may be cut anywhere."""
+    if unit_of(size) is None:
+        return size
+    return SizeInt(int(size), size.text, size.guards) if isinstance(size, SizeInt) else int(size)
 
 
 class SizeFloat(float):

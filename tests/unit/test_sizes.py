@@ -402,7 +402,7 @@ def planned_guards(rows: int, length: int) -> list[str]:
 def test_a_second_plan_compares_what_the_first_compared() -> None:
     """Nothing of the first is taken for the second: its guards would be noted nowhere."""
     first, second = planned_guards(8, 6), planned_guards(8, 6)
-    assert "((tokens.shape[0]) % 2) == 0" in second
+    assert any("tokens" in guard for guard in second)
     assert first == second
 
 
