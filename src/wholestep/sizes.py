@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ class SizeGuard:
 class SizeGuards:
     """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
     of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
-    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes.
+    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes, and
+    `busy` surrounds what takes long in the middle of a call, so that other ranks wait for it.
     """
 
     dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
@@ -37,6 +39,7 @@ class SizeGuards:
     symbols: Any = None
     now: tuple[int, ...] = ()
     say: Callable[[str], object] = str
+    busy: Callable[[], AbstractContextManager[object]] = nullcontext
     _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
 
     def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:

@@ -203,10 +203,8 @@ def find(target: Any) -> Rule | None:
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
     """The rule of `call` on its shapes, that of `fallback` if the table has none; None if neither has one."""
     found = find(call.target)
-    if found is None:
-        rule = fallback(call) if fallback else None
-    else:
-        rule = found.bind(call)
+    bind = fallback if found is None else found.bind
+    rule = bind(call) if bind else None
     return None if rule is None else in_whole_units(rule, call)
 
 
