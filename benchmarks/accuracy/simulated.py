@@ -18,6 +18,7 @@ from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
 from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, steady_start
+from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
 from wholestep.cost.timeline import phase
@@ -197,7 +198,7 @@ def staged_step(run: Run, hardware: ws.Hardware) -> StagedStep:
     pipeline = ws.Pipeline(micro_batches=run.accumulate, schedule="1f1b")
     setup = StagedSetup(mesh, compose([*model.strategies(run), pipeline]), None if rest else (each,) * run.stages)
     prices, short = (
-        BlockPrices(hardware, mesh, stack=run.stack),
+        BlockPrices(hardware, mesh, Software(stack=run.stack)),
         replace(_pipelines(alike, hardware), layers=run.layers),
     )
     return short.step(setup, run.micro, passes(hardware, run.stack), prices)

@@ -115,7 +115,7 @@ def plan(
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
         if stages:
-            setups = staged_setups.StagedSetups(shown, asked, spec, {})
+            setups = staged_setups.StagedSetups(shown, asked, spec)
             done = setups.compared() if compare else setups.planned()
         elif compare:
             done = planning.compared(shown, asked)
@@ -155,7 +155,7 @@ def _search(
             refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
         spec = step.spec(None)
         assert spec is not None, "checked before"
-        planner = gpu_command.GpuPlanner(shown, spec, step, hardware_of(hardware or DEFAULT_GPUS))
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS)
         if wanted is not None:
             text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
         else:

@@ -27,15 +27,6 @@ def simulate(
     ] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=8",
     hardware: HardwareName = "dgx-h100",
-    backend: Annotated[
-        str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
-    ] = "eager",
-    stack: Annotated[
-        str | None, typer.Option(help="Kernels and host of other software, as torchtitan-compile; names them if wrong.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Measured kernels: a table, or a trace of torch.profiler with shapes.")
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -43,16 +34,12 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
-    import wholestep as ws
-    from wholestep.backend.build import BACKENDS
     from wholestep.mesh import STAGES
 
     from . import planning, size_sweep, staged_setups
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
-    if backend not in BACKENDS:
-        refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
     sizes = batch_sizes(step.batch, auto=False, sweeps=True) or (1,)
     several = len(sizes) * len(step.lengths or (0,)) > 1
     if several and trace is not None:
@@ -66,25 +53,22 @@ def simulate(
         spec = step.spec(None if step.batch is None else max(sizes))
         found = load(shown, target, spec)
         asked = planning.request(found, mesh, described, described, step)
-        software = None if stack is None else ws.Stack.named(stack)
-        measured = None if profile is None else ws.KernelTimes.load(profile)
-        simulated = partial(planning.simulated, shown, backend=backend, stack=software, profile=measured)
-        staged, made, rows = None, list[tuple[ws.Timeline, Any]](), list[size_sweep.SizeRow]()
+        staged, made, rows = None, list[Any](), list[size_sweep.SizeRow]()
         if has_stages:
-            prices = {"compiled": backend == "inductor", "stack": software, "profile": measured}
-            staged, figures = staged_setups.StagedSetups(shown, asked, spec, prices).simulated()
+            staged, figures = staged_setups.StagedSetups(shown, asked, spec).simulated()
             made = [(staged.timeline, figures)]
         elif several:
-            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, simulated)
+            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, partial(planning.simulated, shown))
         else:
-            made = [simulated(asked)]
-    on = described if stack is None else f"{described}, {stack}"
-    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {on}")
+            made = [planning.simulated(shown, asked)]
+    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {asked.on}")
     of_step = size_sweep.show(rows) if staged is None else staged_setups.summary(staged, asked)
     typer.echo(f"{of_step if staged or rows else made[0][0]}")
     if made:
         typer.echo(str(made[0][1]))
-    shared = {"model": found.name, "mesh": mesh, "hardware": str(described), "backend": backend, "stack": stack}
+    shared = {
+        "model": found.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
+    }  # fmt: skip
     body: dict[str, Any] = shared | (_body(*made[0]) if made else {})
     if staged is not None:
         body["pipeline"] = staged_setups.as_json(staged)

@@ -40,7 +40,6 @@ class StagedSetups:
     shown: Screen
     asked: PlanRequest
     spec: ModelSpec | None
-    prices: dict[str, Any]
 
     def __post_init__(self) -> None:
         kind = self.asked.options.recomputes()
@@ -71,7 +70,7 @@ class StagedSetups:
             PlanError: it cannot be planned.
         """
         mesh, several, hardware = ws.Mesh(self.asked.mesh), compose(list(strategies)), self.asked.hardware
-        prices, setup = BlockPrices(hardware, mesh, **self.prices), StagedSetup(mesh, several)
+        prices, setup = BlockPrices(hardware, mesh, self.asked.options.software), StagedSetup(mesh, several)
         with self.shown.stage("plan and simulate stages"):
             if self.spec is not None:
                 return self.short.step(setup, self.spec.batch, prices=prices)
@@ -95,7 +94,7 @@ class StagedSetups:
         text = "\n".join([str(made), *planning.asked_of(self.shown, made, graph, asked)])
         if asked.planned_on is not None:
             step, figures = self.simulated()
-            text += f"\n\non {asked.hardware}\n{summary(step, asked)}\n{figures}"
+            text += f"\n\non {asked.on}\n{summary(step, asked)}\n{figures}"
         return planning.Done(text, asked.target, graph, made)
 
     def simulated(self) -> tuple[StagedStep, Figures]:
@@ -119,7 +118,7 @@ class StagedSetups:
         rows, name = self.rows(), asked.target.name
         text = f"{name} on mesh {on}\n{show(rows, 'style, order', batch_tokens=self._tokens(1), ranks=on.size)}"
         if rows[0].costs is not None:
-            text += f"\n\n{rows[0].name} on {asked.hardware}\n{self._figures(rows[0].costs, rows[0].batches)}"
+            text += f"\n\n{rows[0].name} on {asked.on}\n{self._figures(rows[0].costs, rows[0].batches)}"
         table = json.dumps(as_rows(rows, on, name, asked.hardware), indent=1) + "\n"
         return planning.Done(text, asked.target, None, None, rows, table)
 

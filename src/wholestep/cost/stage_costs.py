@@ -13,26 +13,24 @@ from ..graph.stage_part import Message, StageBlock
 from ..graph.storage import most_at_once, shared_operand, storage_bytes
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from .kernel_times import KernelTimes
 from .simulation import Clock, clock_of, run_all
-from .stack import Stack
+from .software import OWN, Software
 from .stage_orders import BlockCost
 from .stage_simulation import SEND
 
 
 @dataclass(frozen=True)
 class BlockPrices:
-    """How blocks are priced: as `simulate` prices a program with these arguments, with the links of `mesh`."""
+    """How blocks are priced: as a program is on such hardware and software, with the links of `mesh`."""
 
     hardware: Hardware
     mesh: Mesh
-    compiled: bool = False
-    stack: Stack | None = None
-    profile: KernelTimes | None = None
+    software: Software = OWN
 
     def clock(self, graph: Graph) -> Clock:
         """A clock for `graph` that stands at 0."""
-        return clock_of(graph, self.mesh, self.hardware, self.compiled, self.stack, self.profile)
+        own = self.software
+        return clock_of(graph, self.mesh, self.hardware, own.compiled, own.stack, own.profile)
 
     def sent_us(self, size_bytes: int, axis: str) -> float:
         """Microseconds from a stage to the next one along `axis`."""

@@ -29,6 +29,10 @@ class Spent:
     us: float = 0.0
     waited_us: float = 0.0
 
+    def plus(self, more: Spent, times: float = 1.0) -> Spent:
+        """This and `times` another."""
+        return Spent(self.us + times * more.us, self.waited_us + times * more.waited_us)
+
 
 @dataclass(frozen=True)
 class StageWork:
@@ -39,6 +43,7 @@ class StageWork:
             their own.
         between: what it does outside of the loop, in front of each exchange of stages and after the last one.
         common: the same of what all stages do alike, whose size depends on the layers of all of them.
+        further: the same for each piece above two, of loops that stages do not share.
         rest_bytes: that it keeps between steps.
         loop_bytes: that it holds while pieces run, besides what they hold; `kinds` of tensors.
         other_bytes: that it holds at most outside of the loop.
@@ -51,6 +56,7 @@ class StageWork:
     apart: tuple[BlockCost, ...]
     between: tuple[Spent, ...]
     common: tuple[Spent, ...]
+    further: tuple[Spent, ...]
     rest_bytes: float
     loop_bytes: float
     other_bytes: float
@@ -142,10 +148,16 @@ def _without_blocks(program: LocalGraph) -> LocalGraph:
 
 def _between(
     program: LocalGraph, position: Mapping[str, int], prices: BlockPrices
-) -> tuple[tuple[Spent, ...], tuple[Spent, ...]]:
-    """What runs around each exchange: of this stage, and of all stages alike."""
+) -> tuple[tuple[Spent, ...], tuple[Spent, ...], tuple[Spent, ...]]:
+    """What runs around each exchange: of this stage, of all stages alike, and for further pieces. Changes loops."""
     clock, at = prices.clock(program.graph), 0
-    own, common = ([Spent() for _ in range(len(position) + 1)] for _ in range(2))
+    own, common, further = ([Spent() for _ in range(len(position) + 1)] for _ in range(3))
+
+    def ran(node: Node) -> Spent:
+        before, waited = clock.now, clock.waited
+        clock.run(node)
+        return Spent(clock.now - before, clock.waited - waited)
+
     for node in program.graph.nodes:
         name = node.name.removesuffix("_send")
         if node.op != "call_function":
@@ -154,11 +166,15 @@ def _between(
             at = position[name] + 1
             if not is_collective(node):
                 continue
-        before, waited = clock.now, clock.waited
-        clock.run(node)
         into = common if meta.stage(node) is None else own
-        into[at] = Spent(into[at].us + clock.now - before, into[at].waited_us + clock.waited - waited)
-    return tuple(own), tuple(common)
+        if (loop := loop_of(node)) is None:
+            into[at] = into[at].plus(ran(node))
+            continue
+        node.target = replace(loop, pieces=2)
+        two = ran(node)
+        node.target = replace(loop, pieces=3)
+        into[at], further[at] = into[at].plus(two), further[at].plus(ran(node)).plus(two, -1)
+    return tuple(own), tuple(common), tuple(further)
 
 
 def is_chain(local: LocalGraph) -> bool:

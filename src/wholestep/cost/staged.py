@@ -9,7 +9,7 @@ from ..graph.text import human, seconds, table
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
 from .stage_orders import NAMED, BlockCost, OrderResult, Orders, best_order
-from .stage_work import StageWork
+from .stage_work import Spent, StageWork
 from .timeline import STAGE, Span, Timeline
 
 BEFORE, AFTER = "before pieces", "after pieces"
@@ -129,7 +129,8 @@ def staged_step(
     def spend(at: int) -> None:
         for rank, several in enumerate(works):
             common = max((work.common[at] for work, _ in several), key=lambda one: one.us)
-            spent = [*(work.between[at] for work, _ in several), common]
+            more = [Spent().plus(work.further[at], pieces - 2) for work, _ in several]
+            spent = [*(work.between[at] for work, _ in several), common, *more]
             us = sum(one.us for one in spent)
             waited[rank] += sum(one.waited_us for one in spent)
             if us > 0:

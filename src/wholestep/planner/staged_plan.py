@@ -96,7 +96,8 @@ class ShortStages:
 
     def works(self, prices: BlockPrices, order: str) -> list[StageWork]:
         """What each stage does, at these prices."""
-        at = prices.hardware, prices.mesh, prices.compiled, prices.stack, id(prices.profile)
+        kernels = prices.software
+        at = prices.hardware, prices.mesh, kernels.compiled, kernels.stack, id(kernels.profile)
         key = at, order in APART
         if key not in self.known:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
@@ -299,5 +300,5 @@ def costs_of_staged(made: StagedStep) -> Costs:
     full = made.fullest
     return Costs(
         full.rest_bytes, full.peak_bytes, made.sent_bytes, made.collectives, made.step_us / 1e6, made.waited_us / 1e6,
-        made.model_us / 1e6, made.again_us / 1e6, 0.0, full.kinds, made.bubble * made.step_us / 1e6,
+        made.model_us / 1e6, made.again_us / 1e6, 0.0, full.kinds, idle_s=made.bubble * made.step_us / 1e6,
     )  # fmt: skip

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..backend.pipeline import pipeline
+from ..cost.kernel_times import KernelTimes
+from ..cost.software import OWN, Software
+from ..cost.stack import Stack
 from ..cost.stage_costs import BlockPrices
 from ..cost.staged import StageOfStep
-from ..cost.timeline import Timeline, timeline, title
+from ..cost.timeline import Timeline, title
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
@@ -37,6 +40,9 @@ def report(
     alternatives: Sequence[PlanRow] = (),
     chosen: str = "",
     what_if: Sequence[WhatIf] = (),
+    compiled: bool = False,
+    stack: Stack | None = None,
+    profile: KernelTimes | None = None,
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
@@ -49,6 +55,9 @@ def report(
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
         what_if: rows of `wholestep.report.what_if.what_if`.
+        compiled: ops run as the kernels that `backend="inductor"` makes of them.
+        stack: other software that runs the step.
+        profile: measured kernels.
 
     Raises:
         PlanError: the plan is not for this graph, or no alternative has the name `chosen`.
@@ -62,7 +71,8 @@ def report(
     check_arguments(
         "report", path=(path, str | Path), plan=(plan, Plan), graph=(graph, TrainGraph | LocalGraph),
         hardware=(hardware, Hardware | None), model=(model, str), alternatives=(alternatives, Sequence[PlanRow]),
-        chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]),
+        chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]), compiled=(compiled, bool),
+        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
     )  # fmt: skip
     if chosen and chosen not in [row.name for row in alternatives]:
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
@@ -70,7 +80,7 @@ def report(
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
     local = program(plan, graph, hardware)
-    made, stages = step_of(plan, local, hardware)
+    made, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -90,12 +100,14 @@ def report(
     Path(path).write_text(text, encoding="utf-8")
 
 
-def step_of(plan: Plan, local: LocalGraph, hardware: Hardware) -> tuple[Timeline, tuple[StageOfStep, ...]]:
+def step_of(
+    plan: Plan, local: LocalGraph, hardware: Hardware, software: Software = OWN
+) -> tuple[Timeline, tuple[StageOfStep, ...]]:
     """The timeline of a program for `plan`; of a pipeline that of all stages, and what each spends and holds."""
     if local.stage_axis and local.stage is None and plan.mesh.pieces > 1:
-        step = staged(local, BlockPrices(hardware, local.mesh), plan.options.order)
+        step = staged(local, BlockPrices(hardware, local.mesh, software), plan.options.order)
         return step.timeline, step.stages
-    return timeline(local, hardware), ()
+    return software.timeline(local, hardware), ()
 
 
 def program(
