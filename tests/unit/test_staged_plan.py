@@ -13,6 +13,8 @@ from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
 from wholestep.plan.strategies import compose
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, staged
+from wholestep.planner.staged_search import StagedSearch
+from wholestep.tuning import TUNING
 
 HARDWARE = ws.Hardware.preset("dgx-a100")
 WIDTH, VOCABULARY, LENGTH = 64, 96, 32
@@ -100,3 +102,23 @@ def test_short_stages_stand_for_any_number(
         batch = 2 * pieces * LENGTH * 8  # of which a short step has two pieces
         assert one.rest_bytes == pytest.approx(other.rest_bytes, abs=batch + 128)
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+
+
+@pytest.mark.full
+def test_the_search_of_pipelines_finds_the_fastest_of_all_that_it_lists() -> None:
+    def capture(batch: int, _: int, layers: int) -> ws.TrainGraph:
+        return captured(batch, layers)
+
+    short = ShortPipelines(capture, 8, HARDWARE)
+    search = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 30, None, 1 << 20, ("none",))
+    best, lost = search.run(4, 32)
+    listed = [*best, *lost]
+    assert {str(one.mesh) for one in listed} == {"dp=2,pp=2", "pp=4"}
+    assert {(one.order, one.chunks) for one in listed} >= {("1f1b", 1), ("interleaved", 2)}
+    assert all(one.why for one in lost)
+    times = [short.step(StagedSetup(one.mesh, one.strategies), one.batch).step_us / 1e6 for one in listed]
+    found = [one.costs.step_s for one in best if one.costs]
+    assert min(found) == pytest.approx(min(times), rel=TUNING.setup_estimate_share)
+    none, lost = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 18, None, 1 << 20, ("none",)).run(4, 32)
+    assert not none
+    assert all("too much" in one.why for one in lost)

@@ -61,6 +61,9 @@ def plan(
     sweep: Annotated[
         str | None, typer.Option("--sweep", help="The search for each of gpus=8,16,...,1024 or seq=... or batch=...")
     ] = None,
+    pipelines: Annotated[
+        bool, typer.Option("--pipelines", help="With --gpus: search pipelines too, along an axis pp.")
+    ] = False,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -92,8 +95,10 @@ def plan(
                   "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
         if given := [name for name, value in others.items() if value]:
             refuse(f"--{given[0]} with --gpus: needed one of them")
-        _search(step, gpus, global_batch, sweep, hardware, html, out)
+        _search(step, gpus, global_batch, sweep, hardware, html, out, pipelines)
         return
+    if pipelines:
+        refuse("--pipelines without --gpus: it has no effect; an axis pp in --mesh makes a pipeline")
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
@@ -141,7 +146,7 @@ def plan(
 
 def _search(
     step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
-    html: Path | None, out: Path | None,
+    html: Path | None, out: Path | None, pipelines: bool,
 ) -> None:  # fmt: skip
     """Search setups for a number of GPUs, or for each value of a sweep."""
     from . import gpu_command
@@ -155,7 +160,7 @@ def _search(
             refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
         spec = step.spec(None)
         assert spec is not None, "checked before"
-        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS)
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS, pipelines)
         if wanted is not None:
             text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
         else:

@@ -53,7 +53,8 @@ def simulate(
         spec = step.spec(None if step.batch is None else max(sizes))
         found = load(shown, target, spec)
         asked = planning.request(found, mesh, described, described, step)
-        staged, made, rows = None, list[Any](), list[size_sweep.SizeRow]()
+        staged, rows = None, list[size_sweep.SizeRow]()
+        made: list[tuple[ws.Timeline, Figures]] = []
         if has_stages:
             staged, figures = staged_setups.StagedSetups(shown, asked, spec).simulated()
             made = [(staged.timeline, figures)]
