@@ -270,7 +270,11 @@ def test_columns_of_cross_validation() -> None:
 
 def test_after_calibration_two_clocks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source whose device takes 1.2 and whose host 0.8 of what is predicted: two rows say so, others are exact."""
-    monkeypatch.setattr(simulated, "step_s", lambda run, _, rates: run.layers * rates.device + run.width * rates.host)
+
+    def step_s(run: config.Run, _: ws.Hardware, rates: ws.KernelTimes) -> float:
+        return run.layers * rates.device + run.width * rates.host
+
+    monkeypatch.setattr(simulated, "step_s", step_s)
 
     def one(layers: int, width: int) -> runs.Predicted:
         step = 1.2 * layers + 0.8 * width
