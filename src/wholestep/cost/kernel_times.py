@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
+from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.nodes import operands
-from ..graph.op_kinds import arithmetic, packet_name
+from ..graph.op_kinds import PRODUCTS, arithmetic, packet_name
 from ..typed_json import MalformedError, as_list, as_object, parse, read, wrong
 from ..typed_values import check_arguments
 
@@ -133,7 +134,7 @@ class KernelTimes:
 
 def _class(node: Node) -> str:
     found = arithmetic(node.target)
-    return "" if found is None else found.kind
+    return "product" if node.target in PRODUCTS else "" if found is None else found.kind
 
 
 def _key(node: Node) -> tuple[str, Shapes, str] | None:
@@ -142,6 +143,8 @@ def _key(node: Node) -> tuple[str, Shapes, str] | None:
     if not made:
         return None
     op = packet_name(node.target)
+    if node.target in PRODUCTS and not _torch.is_op(node.target):
+        op, made = "mm", made[-2:]  # a product that a pass wrote, into a bucket
     found = arithmetic(node.target)
     shapes = tuple(tuple(one.shape) for one in made)
     if found is not None and found.kind == "attention":
