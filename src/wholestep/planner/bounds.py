@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 
+from torch.fx import Node
+
 from ..backend.pipeline import pipeline
 from ..cost.compute import flops
 from ..cost.memory import PeakMemory, curve, peak_memory
@@ -16,6 +18,7 @@ from ..cost.simulation import SimulationResult, kind_of, whole_bytes
 from ..cost.software import OWN, Software
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import communicates, is_collective
 from ..graph.op_kinds import is_list_op
 from ..graph.storage import Storage, storages
@@ -146,11 +149,11 @@ def lower_bound(local: LocalGraph, hardware: Hardware, software: Software = OWN)
     """The lower bound of `local` before passes."""
     sent: Counter[tuple[str, str]] = Counter()
     computed, op_us = 0.0, software.op_us(local.graph, hardware)
-    for node in local.graph.nodes:
+    for node, times in with_bodies(local.graph):
         if is_collective(node):
-            sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
-        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)):
-            computed += op_us(node)
+            sent[str(node.args[-1]), kind_of(node)] += times * whole_bytes(node)
+        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)) and not loop_of(node):
+            computed += times * op_us(node)
     return LowerBound(computed, sent)
 
 
@@ -192,14 +195,20 @@ def peak_beside_gradients(program: LocalGraph) -> int:
 
 def fingerprint(local: LocalGraph) -> int:
     """Equal for programs that are equal op for op."""
-    number = {node: i for i, node in enumerate(local.graph.nodes)}
+    nodes = list(with_bodies(local.graph))
+    number = {node: i for i, (node, _) in enumerate(nodes)}
     return hash(
         tuple(
-            (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
+            (_named(n), times, tuple(number[g] for g in n.all_input_nodes),
              tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if communicates(n) else "")
-            for n in local.graph.nodes
+            for n, times in nodes
         )
     )  # fmt: skip
+
+
+def _named(node: Node) -> str:
+    """What a node does; a loop is told by its body."""
+    return "loop" if loop_of(node) else str(node.target) if node.op == "call_function" else node.op
 
 
 # -- rough estimate ------------------------------------------------------------------------------------
