@@ -236,6 +236,8 @@ def clock_of(
     """A clock that knows what each op of `graph` takes, with the links of `mesh`."""
     times = op_times(graph, hardware, compiled, stack, profile)
     begun = None if stack is None or times is None else starts(graph, times, hardware, stack)
+    if begun is not None and profile is not None:
+        begun = {node: us * profile.host for node, us in begun.items()}
     return Clock(hardware, mesh, times=times, starts=begun)
 
 

@@ -96,9 +96,7 @@ class ShortStages:
 
     def works(self, prices: BlockPrices, order: str) -> list[StageWork]:
         """What each stage does, at these prices."""
-        kernels = prices.software
-        at = prices.hardware, prices.mesh, kernels.compiled, kernels.stack, id(kernels.profile)
-        key = at, order in APART
+        key = prices, order in APART
         if key not in self.known:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
             whole, apart = self.costs(prices, order)
