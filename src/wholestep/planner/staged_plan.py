@@ -64,8 +64,11 @@ class StagedSetup:
 
     @property
     def pieces(self) -> int:
-        """Micro-batches."""
-        return next((part.pieces for part in self.strategies.parts if isinstance(part, MicroBatches)), 1)
+        """Micro-batches. Raises PlanError where their number is left open."""
+        found = next((part.pieces for part in self.strategies.parts if isinstance(part, MicroBatches)), 1)
+        if not isinstance(found, int):
+            raise PlanError("a pipeline with MicroBatches('auto')", "a number of micro-batches", "give micro_batches=")
+        return found
 
     @property
     def ranks(self) -> int:
