@@ -116,7 +116,7 @@ class Figures:
     def _reserved(self) -> str:
         costs, room = self.costs, self.memory_bytes
         if costs.reserved_bytes is None:
-            return "unknown from few layers: the command that plans this setup has it"
+            return "not known from few layers, nor of pieces in a loop: `simulate` of this step as written has it"
         over = ", more than there is," if room is not None and costs.reserved_bytes > room else ""
         between = max(costs.reserved_bytes - costs.peak_bytes, 0)
         return (
