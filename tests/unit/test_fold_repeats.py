@@ -102,6 +102,25 @@ def test_the_same_bits(way: str, result: str) -> None:
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-12)
 
 
+class _Tied(nn.Module):
+    """Uses one parameter twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(self.one(x).tanh())
+
+
+def test_tied_parameters() -> None:
+    """The gradient of each piece is a sum of two terms."""
+    model, optimizer = _make(lambda: _Tied().double())
+    graph = ws.capture(_looped(_chunks(4)), model, optimizer, _batch(16, 0))
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("zero1")))
+    assert loops(FoldRepeats()(local)) == [3], why_not(local)
+
+
 def test_pieces_that_are_arguments() -> None:
     """A list of batches, as a loader gives them."""
 

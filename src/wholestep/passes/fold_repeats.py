@@ -114,8 +114,11 @@ def _sums(graph: Graph) -> list[_Sum]:
     """Sums whose intermediate values nothing else reads."""
     adds = [n for n in graph.nodes if n.target is _ADD and not n.kwargs and isinstance(n.args[0], Node)]
     adds = [n for n in adds if isinstance(n.args[1], Node) or n.args[1] == 0]
-    known = set(adds)
-    goes_on = {n: n.args[0] in known and len(node_at(n, 0).users) == 1 and isinstance(n.args[1], Node) for n in adds}
+    known = {n: meta.sums_gradients(n) for n in adds}  # a term may be a sum too: of the uses of a tied parameter
+    goes_on = {
+        n: known.get(node_at(n, 0)) is known[n] and len(node_at(n, 0).users) == 1 and isinstance(n.args[1], Node)
+        for n in adds
+    }
     inner = {node_at(n, 0) for n in adds if goes_on[n]}
     found = list[_Sum]()
     for node in adds:
