@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor import Replicate, Shard
 
 from ..backend.pipeline import pipeline
+from ..cost.software import OWN, Software
 from ..errors import MeshError, PlanError, WholestepError, shown
 from ..graph.gc_control import existing_objects_frozen
 from ..graph.graph import TrainGraph
@@ -138,6 +139,7 @@ class Auto:
         hardware: Hardware | None = None,
         passes: Sequence[Pass] | None = None,
         watch: Watch | None = None,
+        software: Software = OWN,
     ) -> SearchResult:
         """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
@@ -149,6 +151,7 @@ class Auto:
             hardware: replaces the option.
             passes: replace `pipeline(hardware)`.
             watch: called with the name of each candidate that is planned.
+            software: runs the step, where that is not wholestep.
 
         Raises:
             PlanError: none fits, or none can be made.
@@ -160,9 +163,9 @@ class Auto:
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
-        folded = fold_step(graph, hardware, placed, asked.marks(graph))
+        folded = fold_step(graph, hardware, placed, asked.marks(graph), software=software)
         evaluator = Evaluator(
-            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked,
+            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked, software,
             self.micro_batches if self.may_cut else None,
         )  # fmt: skip
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None

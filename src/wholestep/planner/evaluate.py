@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from ..cost.memory import peak_memory
+from ..cost.software import OWN, Software
 from ..errors import PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
@@ -51,6 +52,7 @@ class Evaluator:
     watch: Watch = unwatched
     folded: FoldedStep | None = None
     constraints: Constraints = field(default_factory=Constraints)
+    software: Software = OWN
     micro_batches: MicroBatches | None = None
     may_regather: bool = True
 
@@ -119,7 +121,7 @@ class Evaluator:
 
     def bounded(self, row: Candidate, made: Made) -> Candidate:
         """With its lower bound."""
-        parts = [lower_bound(local, self.hardware) for _, local in made]
+        parts = [lower_bound(local, self.hardware, self.software) for _, local in made]
         found: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
         return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
@@ -131,7 +133,7 @@ class Evaluator:
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
-        return _with_costs(row, costs_of(program, planned, self.hardware))
+        return _with_costs(row, costs_of(program, planned, self.hardware, self.software))
 
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:

@@ -187,7 +187,8 @@ class Compiler:
         except (RankFailedError, RankMismatchError):  # is about other ranks, whatever the sizes
             raise
         except Exception as error:
-            self.sizes.failed(dims, error)
+            if self.sizes.failed(dims, error):
+                return self._with_symbols(self.sizes.chosen(inputs), inputs, held, like, dump)
             return None, []
         if self.options.given.paddings:
             prove(self.options.given.paddings, captured, planned[0].sizes)
