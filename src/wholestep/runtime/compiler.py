@@ -27,6 +27,7 @@ from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import instantiated
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
+from ..passes.fold_repeats import said
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -157,6 +158,8 @@ class Compiler:
             dims, planned, made, lambda local: finish(replace(before, local=local))
         ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
+        if note := said(before.local, made.local):
+            made = replace(made, plan=made.plan.with_notes(note))
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)
