@@ -127,7 +127,7 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         if not isinstance(leaf, (SizeInt, SizeFloat)):
             return leaf
         value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
-        made = value if record is None else type(leaf)(value, leaf.text, record)
+        made: Any = value if record is None else type(leaf)(value, leaf.text, record)
         unit = unit_of(cast(int, leaf))
         return made if unit is None else in_units(made, filled(unit))
 
