@@ -199,7 +199,8 @@ class Compiler:
         """What is planned for some of the sizes that a capture with symbols is for."""
         found: list[PlannedFor] = []
         for far in (False, True)[: 1 if self.options.given.passes is None else 2]:  # of passes= nothing is known
-            sizes = other_sizes(captured, far)
+            budget = self.options.memory_bytes is not None
+            sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
             fixed = instantiated(captured.graph, sizes)
             found.append(PlannedFor(sizes, lowered(fixed, self._plan(replace(captured, graph=fixed)))))
         return found
