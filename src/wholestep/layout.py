@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .mesh import Mesh
-from .sizes import SizeInt, least
+from .sizes import SizeInt, in_units, least, unit_of
 from .typed_values import check_fields
 
 PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
@@ -188,7 +188,12 @@ def sharded(ndim: int, dim: int, *axes: str) -> Layout:
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and length of piece `index`, as of `torch.chunk`: 11 over 8 gives 2,2,2,2,2,1,0,0."""
+    """Return start and length of piece `index`, as of `torch.chunk`: 11 over 8 gives 2,2,2,2,2,1,0,0. A size in units
+    is cut as their number is.
+    """
+    if (unit := unit_of(size)) is not None:
+        first, units = chunk_range(size // unit, parts, index)
+        return first * unit, in_units(units * unit, unit)
     step = -(-size // parts)
     start = least(index * step, size)
     return start, least(step, size - start)
@@ -229,10 +234,12 @@ class Extent:
         for axis, parts in self.axes:
             offset, size = chunk_range(size, parts, coordinate[axis])
             begin += offset
-        return begin if self.start else -(-size // self.chunks)
+        return begin if self.start else largest_part(size, self.chunks)
 
     def __str__(self) -> str:
-        text = f"{self.size}@{','.join(axis for axis, _ in self.axes)}"
+        unit = unit_of(self.size)
+        size = f"{self.size}" if unit is None or int(unit) == 1 else f"{self.size // unit}*{unit}"
+        text = f"{size}@{','.join(axis for axis, _ in self.axes)}"
         return f"start({text})" if self.start else f"{text}/{self.chunks}" if self.chunks > 1 else text
 
     __repr__ = __str__
@@ -241,12 +248,18 @@ class Extent:
 def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int | Extent:
     """Return the length of a rank's shard of a dim: a number if it is equal on all ranks."""
     cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
-    even = size
+    even, unit = size, unit_of(size)
     for _, parts in cut:
-        if isinstance(even, SizeInt) or even % parts:
+        if isinstance(even, SizeInt) or even // (unit or 1) % parts:
             return Extent(size, cut, chunks)
         even //= parts
-    return -(-even // chunks)
+    return largest_part(in_units(even, unit), chunks)
+
+
+def largest_part(size: int, parts: int) -> int:
+    """Return the length of the largest of `parts` pieces of a dim, to which collectives pad."""
+    unit = unit_of(size)
+    return -(-size // parts) if unit is None else -(-(size // unit) // parts) * unit
 
 
 def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ class SizeGuard:
 class SizeGuards:
     """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
     of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
-    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes.
+    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes, and
+    `busy` surrounds what takes long in the middle of a call, so that other ranks wait for it.
     """
 
     dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
@@ -37,6 +39,7 @@ class SizeGuards:
     symbols: Any = None
     now: tuple[int, ...] = ()
     say: Callable[[str], object] = str
+    busy: Callable[[], AbstractContextManager[object]] = nullcontext
     _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
 
     def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:
@@ -100,6 +103,7 @@ class SizeInt(int):
 
     text: str
     guards: SizeGuards
+    unit: int | None = None
 
     def __new__(cls, value: int, text: str, guards: SizeGuards) -> SizeInt:
         """A number and how it is computed."""
@@ -138,6 +142,43 @@ class SizeInt(int):
 
     def __rdivmod__(self, other: int) -> tuple[int, int]:
         return other // self, other % self
+
+
+class UnitInt(int):
+    """The size of a dim that merges an outer dim with others: it is cut between units of so many places alone, so that
+    its pieces are those of the outer dim. As a number it is any other int, and what is computed with it is plain.
+    """
+
+    unit: int
+
+    def __new__(cls, value: int, unit: int) -> UnitInt:
+        """A size, and the places of one unit."""
+        made = super().__new__(cls, value)
+        made.unit = unit
+        return made
+
+
+def unit_of(size: int) -> int | None:
+    """The places between which a dim of this size is cut; None where it may be cut anywhere."""
+    return None if type(size) is int else getattr(size, "unit", None)
+
+
+def in_units(size: int, unit: int | None) -> int:
+    """A size that is cut between units alone."""
+    if unit is None:
+        return size
+    if isinstance(size, SizeInt):
+        made = SizeInt(int(size), size.text, size.guards)
+        made.unit = unit
+        return made
+    return UnitInt(size, unit)
+
+
+def whole(size: int) -> int:
+    """A size that may be cut anywhere."""
+    if unit_of(size) is None:
+        return size
+    return SizeInt(int(size), size.text, size.guards) if isinstance(size, SizeInt) else int(size)
 
 
 class SizeFloat(float):

@@ -56,6 +56,7 @@ class Tuning:
     setups_alike: int = tuned(2, "setups", "of equal computation are simulated: what they send hides alike: a guess")
     setup_memory_share: float = tuned(1.1, "x memory", "that a quick estimate of the peak may miss it by: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
+    pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 78)
     # -- memory
     remat_stages: int = tuned(32, "stages", "of targets between the peak and the bytes of inputs: a guess")
     remat_least_us: float = tuned(0.01, "us", "of recomputing a view: among free ones, the larger goes first")

@@ -39,7 +39,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _trained(rank: int, parallel: Any, options: dict[str, Any]) -> tuple[list[Tensor], ws.CompiledStep]:
+def _trained(rank: int, parallel: Any, options: dict[str, Any], times: int = 1) -> tuple[list[Tensor], ws.CompiledStep]:
     """Losses and parameters."""
     of_steps.clear()
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def _trained(rank: int, parallel: Any, options: dict[str, Any]) -> tuple[list[Te
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     step = ws.compile(train, parallel=parallel, **options)
     generator, found = torch.Generator().manual_seed(rank), list[Tensor]()
-    for number, rows in enumerate(ROWS):
+    for number, rows in enumerate(times * rows for rows in ROWS):
         batch = {
             "x": torch.randn(rows, 12, generator=generator), "y": torch.randint(0, 7, (rows,), generator=generator),
             "weight": torch.rand(rows, generator=generator),
@@ -92,3 +92,31 @@ def test_with_all_passes() -> None:
     for worst, loops in run_ranks(_trains, 2, STYLES[-1] | {"semantics": "global"}, 3, {}):
         assert worst < 1e-10
         assert loops == 2
+
+
+def _chooses(rank: int, world: int, share: float) -> tuple[float, int, str, float]:
+    """Beside the same without micro-batches: the worst difference, the pieces, what the plan says, the share of the
+    peak that is left.
+    """
+    torch.set_default_dtype(torch.float64)
+    data = ws.DataParallel("fully_shard", semantics="global")
+    expected, plain = _trained(rank, data, {}, times=16)
+    assert plain.local_graph is not None
+    peak = ws.peak_memory(plain.local_graph).size_bytes
+    cut = [data, ws.MicroBatches("auto")]
+    found, step = _trained(rank, cut, {"memory_bytes": int(share * peak)}, times=16)
+    assert step.local_graph is not None
+    assert step.plan is not None
+    worst = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    said = next(note for note in step.plan.notes if note.startswith('MicroBatches("auto") chose '))
+    return worst, step.strategies.pieces, said, ws.peak_memory(step.local_graph).size_bytes / peak
+
+
+def test_the_first_rank_chooses_the_number_for_all() -> None:
+    """The choice stays for the smaller batch of the third call."""
+    first, second = run_ranks(_chooses, 2, 0.8)
+    assert first[1:3] == second[1:3]
+    assert first[1] > 1
+    for worst, _, _, left in (first, second):
+        assert worst < 1e-10
+        assert left <= 0.8

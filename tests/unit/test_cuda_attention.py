@@ -125,3 +125,24 @@ def test_without_a_kernel_the_numbers_are_torchs(masked: torch.dtype | None) -> 
     found = attention(None, q, k, v, mask, is_causal=mask is None)
     wanted = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def _of_transformers(model, ids, positions=None):
+    return model(input_ids=ids, position_ids=positions, labels=ids).loss
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_mask_that_transformers_builds_while_it_is_traced(packs: bool) -> None:
+    """Positions that the model counts itself need none: attention is causal. Given ones may begin anew in a row."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.randint(64, (2, 32))
+    positions = torch.arange(32).remainder(16).expand(2, 32).contiguous() if packs else None
+    graph = ws.capture(_of_transformers, model, ids, positions, options=ws.CaptureOptions(kernels="cuda"))
+    calls = {packet_name(node.target): node for node in graph.graph.nodes if node.op == "call_function"}
+    assert {FLASH, EFFICIENT} & {*calls} == {EFFICIENT if packs else FLASH}
+    assert packs or calls[FLASH].args[-1] is True, "causal"

@@ -81,6 +81,68 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+class Tokens(nn.Module):
+    """(b, t, d) to (b, t, d): merges rows and places, and computes on both."""
+
+    def __init__(self, kind: str, t: int, d: int) -> None:
+        super().__init__()
+        self.kind, self.mix, self.out, self.scale = (
+            kind,
+            nn.Linear(d, d),
+            nn.Linear(d, d),
+            nn.Parameter(torch.rand(t, d)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.mix(x).flatten(0, 1)
+        return self.out(MERGED[self.kind](tokens, x, self.scale).view(x.shape)).tanh()
+
+
+def _of_places(tokens: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """What ranks have whole, over merged dims."""
+    return tokens * torch.linspace(0, 1, tokens.shape[0], dtype=x.dtype).unsqueeze(1)
+
+
+MERGED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "elements": lambda tokens, x, scale: tokens.sigmoid() * x.flatten(0, 1) + tokens,
+    "softmax": lambda tokens, x, scale: tokens.softmax(-1) * (tokens.sum(-1, keepdim=True) > 0),
+    "product": lambda tokens, x, scale: tokens @ (x.flatten(0, 1).t() @ tokens),
+    "other order": lambda tokens, x, scale: (tokens.view(x.shape) * scale).transpose(0, 1).reshape(-1, x.shape[2]),
+    "all in one": lambda tokens, x, scale: (tokens.flatten() * x.flatten()).view(tokens.shape),
+    "rows": lambda tokens, x, scale: tokens.view(x.shape[0], -1) * x.flatten(1).mean(),
+    "finer": lambda tokens, x, scale: tokens.view(x.shape[0], x.shape[1], 2, -1).flip(2).flatten(0, 1).flatten(1),
+    "coarser": lambda tokens, x, scale: tokens.reshape(-1, x.shape[1] // 2, x.shape[2]).cumsum(1) - tokens.mean(0),
+    "of places": _of_places,
+    "shifted": lambda tokens, x, scale: tokens + tokens.roll(1, 0) + torch.cat([tokens[1:], tokens[:1]]),
+    "summed up": lambda tokens, x, scale: tokens.cumsum(0) / tokens.shape[0] + tokens.amax(0),
+    "expanded": lambda tokens, x, scale: tokens + scale.expand(x.shape).reshape(tokens.shape),
+    "gathered": lambda tokens, x, scale: tokens[torch.arange(tokens.shape[0] - 1, -1, -1)] * tokens,
+}
+ONCE = {"elements", "softmax", "product", "all in one", "rows", "finer"}
+"""Those that need no token of another rank."""
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("rows", [5, 7])
+@pytest.mark.parametrize("kind", MERGED)
+def test_tokens_are_cut_between_rows(kind: str, rows: int) -> None:
+    """Also where ranks have other numbers of rows: numbers are those of one device, and only sums are sent."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Tokens(kind, 4, 6)
+        return model, SGD(model.parameters(), lr=0.05)
+
+    drawn = torch.Generator().manual_seed(3)
+    batches = [({"x": torch.randn(rows, 4, 6, generator=drawn, dtype=torch.float64)},) for _ in range(2)]
+    one = OneDevice(make, _step(lambda model, b: model(b["x"]).square().mean()), batches)
+    for mesh in (*WORLDS, HYBRID):
+        found = compare(one, mesh, ws.DataParallel("replicate", semantics="global"))
+        assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"
+        gathers = [n for n in found.local.graph.nodes if "all_gather" in str(n.target)]
+        if kind in ONCE and mesh == "dp=2":
+            assert not gathers
+
+
 def mlp() -> nn.Module:
     return SimpleMlp(33, 8)
 

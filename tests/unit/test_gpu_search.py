@@ -12,10 +12,11 @@ import wholestep as ws
 from wholestep.cli import app, hf
 from wholestep.cli.gpu_command import sweep_of
 from wholestep.cli.hf import ModelSpec, build
-from wholestep.planner.bounds import Costs, costs
-from wholestep.planner.gpu_search import GpuSearch
-from wholestep.planner.recompute_kinds import passes_of
-from wholestep.planner.short_steps import ShortSteps, repeated
+from wholestep.passes.bucket_sizes import smaller_buckets
+from wholestep.planner.bounds import Costs, costs, least_bytes
+from wholestep.planner.gpu_search import ALL_KINDS, GpuSearch
+from wholestep.planner.recompute_kinds import passes_of, recomputing
+from wholestep.planner.short_steps import ShortSteps, accumulating, repeated
 
 pytestmark = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 H100 = ws.Hardware.preset("dgx-h100")
@@ -62,13 +63,14 @@ def steps(tiny: str) -> ShortSteps:
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any) -> None:
     """Three micro-batches, from one and what a second adds to the fewest layers, are nearly what three captured ones
-    take, and hold the same.
+    take, and hold the same: what one holds besides gradients, and the gradients.
     """
     strategies = ws.plan(captured(tiny, 2, 1, 2), "dp=8", ws.DataParallel(style)).strategies
     assert strategies is not None
     mesh, passes = ws.Mesh("dp=8"), passes_of("none", H100)
-    one = steps.made(mesh, strategies, 2, 1).costs(passes, H100)
-    few, more = (steps.fewest(mesh, strategies, 2, count).costs(passes, H100) for count in (1, 2))
+    params = sum(p.numel() * p.element_size() for p in build(ModelSpec(tiny)).args[0].parameters())
+    one = accumulating(steps.made(mesh, strategies, 2, 1).costs("none"), params)
+    few, more = (steps.fewest(mesh, strategies, 2, count).costs("none").costs for count in (1, 2))
     two = one.grown(few, more)
     graph = captured(tiny, 2, 3, LAYERS)
     plan = ws.plan(graph, mesh, ws.DataParallel(style), hardware=H100)
@@ -77,6 +79,26 @@ def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any
     assert found.model_s == pytest.approx(exact.model_s, rel=1e-3)
     assert found.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.1)
     assert found.rest_bytes == exact.rest_bytes
+
+
+def simulated(steps: ShortSteps) -> int:
+    return sum(len(made.known) for made in steps.planned.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
+def test_no_schedule_holds_less_than_is_sure(tiny: str, style: Any) -> None:
+    """Of each kind of recomputation, with the same buckets as are simulated and with smaller ones."""
+    graph, mesh = captured(tiny, 4, 1, 4), ws.Mesh("dp=8")
+    plan = ws.plan(graph, mesh, ws.DataParallel(style), hardware=H100)
+    local = ws.partition(graph, plan)
+    for kind in ALL_KINDS:
+        least = least_bytes(ws.run_passes(local, recomputing(kind)))
+        peaks = [
+            ws.peak_memory(ws.run_passes(local, (*recomputing(kind), *passes))).size_bytes
+            for passes in smaller_buckets(ws.pipeline(H100))
+        ]
+        assert 0.3 * min(peaks) < least <= min(peaks), (kind, least, peaks)
 
 
 @pytest.mark.full
@@ -93,9 +115,9 @@ def test_the_search(steps: ShortSteps, tiny: str) -> None:
         assert setup.batch * setup.micro_batches * 16 // split == 32, "all setups train on the same batch"
     assert all(one.costs.peak_bytes <= 1 << 30 for one in found.best if one.costs)
     assert all(one.why for one in found.lost)
-    before = len(search.simulated)
+    before = simulated(steps)
     assert [one.costs for one in search.run(16, 32).best] == [one.costs for one in found.best]
-    assert len(search.simulated) == before, "nothing is simulated twice"
+    assert simulated(steps) == before, "nothing is simulated twice"
     least = min(one.costs.peak_bytes for one in found.best if one.costs)
     tight = GpuSearch(steps, H100, int(least * 0.8), tensor, 1_000_000).run(16, 32)
     assert all(one.costs.peak_bytes <= least * 0.8 for one in tight.best if one.costs)
@@ -208,7 +230,7 @@ def test_costs_grow_evenly() -> None:
     two = Costs(10, 150, 9, 3, 1.8, 0.6, 0.8, 0.2, 0.4, {"a": 90, "c": 60})
     four = repeated(one, two, 4)
     assert (four.step_s, four.model_s, four.sent_bytes) == pytest.approx((3.4, 1.6, 17))
-    assert (four.peak_bytes, four.held, four.rest_bytes) == (150, two.held, 10)
-    assert repeated(one, two, 1).peak_bytes == 100
+    assert (four.peak_bytes, four.held, four.rest_bytes) == (100, one.held, 10)
+    assert repeated(one, two, 1).step_s == 1.0
     with pytest.raises(ws.PlanError, match="0 micro-batches"):
         repeated(one, two, 0)

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 import wholestep as ws
 from wholestep.cost.allocator import Allocator, Block
-from wholestep.cost.reserved import reserved
+from wholestep.cost.reserved import reserved, reserved_bytes
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 
@@ -115,6 +115,14 @@ def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -
     assert plain.allocated_bytes == ws.peak_memory(local).size_bytes
     assert plain.allocated_bytes < plain.reserved_bytes < 1.5 * plain.allocated_bytes
     assert reserved(local, PAGES).reserved_bytes < plain.reserved_bytes + 2 * plain.allocated_bytes
+
+
+def test_what_a_device_reserves(local: ws.LocalGraph) -> None:
+    """Ranges that grow reserve less than segments; a device without such an allocator reserves nothing."""
+    plain = reserved(local, ws.Stack.named("wholestep")).reserved_bytes
+    assert reserved_bytes(local, ws.Hardware.preset("dgx-h100")) == plain
+    assert reserved_bytes(local, ws.Hardware.preset("dgx-h100"), PAGES) == reserved(local, PAGES).reserved_bytes
+    assert reserved_bytes(local, ws.Hardware.default()) is None
 
 
 def test_what_a_stack_holds_is_reserved(local: ws.LocalGraph) -> None:

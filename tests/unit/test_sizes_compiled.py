@@ -15,7 +15,9 @@ import wholestep as ws
 from tests.steps import mean_square
 from wholestep.backend.inductor import inductor_backend as backend
 from wholestep.backend.inductor.sized_regions import SizedRegion
+from wholestep.distributed.activity import ACTIVITY
 
+IN_A_CALL = "compiling a region for other sizes"
 SIZES = ((4, 8), (3, 5), (7, 32), (2, 2), (13, 31), (64, 33), (3, 5))
 
 
@@ -73,9 +75,16 @@ def test_inductor_compiles_each_region_once_for_all_sizes(scope: Any, monkeypatc
 
 
 def test_what_the_compiler_compares_makes_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compiler(monkeypatch, lambda size: bool(size <= 16))
+    doing: list[str] = []
+
+    def ask(size: Any) -> bool:
+        doing.append(ACTIVITY.busy)
+        return bool(size <= 16)
+
+    compiled = compiler(monkeypatch, ask)
     step = beside_eager("inductor", dynamic={"x": (0, 1)})
     assert len(compiled) == 2 * len(set(compiled)), "each region for short and for long batches"
+    assert doing == ["compiling mean_square"] * len(set(compiled)) + [IN_A_CALL] * len(set(compiled)), "others wait"
     again = [miss for miss in step.misses if miss.startswith("a region is compiled again at ")]
     assert len(again) == len(set(compiled))
     assert "x.shape[0] = 7, x.shape[1] = 32: Inductor compares sizes in %" in again[0]

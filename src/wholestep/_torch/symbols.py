@@ -96,8 +96,8 @@ class Symbols:
         if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self._traced):
             return None
         other = copy.copy(self)
-        now, say = tuple(hints.values()), self.record.say
-        other.record = SizeGuards(dict(self.record.dims), dict(hints), symbols=other, now=now, say=say)
+        now, of = tuple(hints.values()), self.record
+        other.record = SizeGuards(dict(of.dims), dict(hints), symbols=other, now=now, say=of.say, busy=of.busy)
         other.record.noted.update({guard.text: None for guard in self._traced})
         self.env.sizes = other
         return other

@@ -61,6 +61,36 @@ def _rate_of_transformers(original: Any, group: dict[str, Any], state: dict[str,
     return state["RMS"].clamp(min=group["eps"][1]) * rate if group["scale_parameter"] else rate
 
 
+_SAME_LAST = frozenset({
+    torch.ops.aten.unsqueeze.default, torch.ops.aten.expand.default, torch.ops.aten.add.Tensor,
+    torch.ops.aten.clone.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default,
+})  # fmt: skip
+_COUNTS = frozenset({torch.ops.aten.arange.default, torch.ops.aten.arange.start})
+
+
+def _packed_sequences(original: Any, position_ids: Any, *more: Any, **named: Any) -> Any:
+    """`find_packed_sequence_indices` of transformers, which asks whether positions begin anew inside of a row. While it
+    is traced it does not look, and masks in case they do, so that attention gets a mask where it could be causal.
+    """
+    found = _torch.traced_node(position_ids) if isinstance(position_ids, Tensor) else None
+    return None if found is not None and _counts_up(found[0]) else original(position_ids, *more, **named)
+
+
+def _counts_up(node: Any) -> bool:
+    """True for what counts up by 1 along its last dim, for any size: an `arange` plus a number, in rows alike."""
+    while node.op == "call_function" and node.target in _SAME_LAST:
+        given, *rest = node.args
+        rank = len(meta.value(given).shape)
+        if node.target is torch.ops.aten.unsqueeze.default and rest[0] % (rank + 1) == rank:
+            return False
+        if node.target is torch.ops.aten.expand.default and rest[0][-1] != -1:
+            return False
+        if node.target is torch.ops.aten.add.Tensor and not isinstance(rest[0], int):
+            return False
+        node = given
+    return node.op == "call_function" and node.target in _COUNTS
+
+
 def _rms(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).norm(2).double() / tensor.numel() ** 0.5
 
@@ -261,6 +291,8 @@ _FUNCTIONS_OF_GROUPS = (
 def methods() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return the replacements as (owner, name, form); each form is called with the original and its arguments."""
     transformers: Any = sys.modules.get("transformers.optimization")
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    packed = [(masks, "find_packed_sequence_indices", _packed_sequences)] if masks else []
     return [
         (_torch.LOADER_ITERATOR, "__next__", _refuse_batches_inside),
         *((place, name, refuse_seeds) for place in (torch, torch.random) for name in ("manual_seed", "seed")),
@@ -271,6 +303,7 @@ def methods() -> list[tuple[Any, str, Callable[..., Any]]]:
         (_torch.ADAFACTOR, "_single_tensor_adafactor", _adafactor),
         (_torch.ADAFACTOR, "_multi_tensor_adafactor", _adafactor),
         *([(transformers.Adafactor, "_get_lr", _rate_of_transformers)] if transformers else []),
+        *(one for one in packed if hasattr(masks, one[1])),
         (_torch.BATCH_NORM, "forward", _batch_norm),
         (torch, "cond", _cond),
         (torch.amp.GradScaler, "_unscale_grads_", _unscale),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import wholestep as ws
 from wholestep.errors import PlanError, WholestepError, shown
@@ -24,7 +24,7 @@ from .hf import ModelSpec, build
 from .planning import capture
 from .screen import Screen
 from .shared_options import Recompute, Semantics, SharedOptions
-from .target import refuse, write_output
+from .target import hardware_of, refuse, write_output
 
 _SHOWN = 5
 _DOTS = "..."
@@ -70,14 +70,15 @@ def sweep_of(text: str) -> Sweep:
 
 @dataclass
 class GpuPlanner:
-    """Searches for a model of `--hf`; captures are shared by all numbers of GPUs."""
+    """Searches for a model of `--hf` on the `machine` of `--hardware`; captures are shared by all numbers of GPUs."""
 
     screen: Screen
     spec: ModelSpec
     options: SharedOptions
-    hardware: ws.Hardware
+    machine: str
 
     def __post_init__(self) -> None:
+        self.hardware = hardware_of(self.machine)
         with self.screen.stage("model") as details:
             self.model = build(self.spec)
             details.append(self.model.name)
@@ -85,7 +86,10 @@ class GpuPlanner:
         self.layers = int(module.config.num_hidden_layers)
         self.param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         try:
-            self.tensor = ws.TensorParallel.of(module, axis=self.options.tp_axis)
+            overlapped = self.options.async_tp
+            self.tensor = ws.TensorParallel.of(
+                module, axis=self.options.tp_axis, async_tp=cast(Any, overlapped and overlapped.value)
+            )
         except PlanError as error:
             self.screen.note(f"without tensor parallelism: {error.found}")
             self.tensor = None
@@ -101,7 +105,7 @@ class GpuPlanner:
             chosen = self.options.recompute
             kinds = ALL_KINDS if chosen in (None, Recompute.auto) else (self.options.recomputes(),)
             styles = None if self.options.style is None else (self.options.style.value,)
-            steps = ShortSteps(partial(self._capture, seq), self.layers, self.hardware)
+            steps = ShortSteps(partial(self._capture, seq), self.layers, self.hardware, self.options.software)
             self.searches[seq] = GpuSearch(
                 steps, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds, styles
             )
@@ -116,10 +120,11 @@ class GpuPlanner:
     @property
     def given(self) -> str:
         """The options of the model and the hardware, for another command."""
-        layers = f" --layers {self.spec.layers}" if self.spec.layers is not None else ""
-        precision = f" --precision {self.options.precision.value}" if self.options.precision else ""
-        dtype = f" --dtype {self.spec.dtype}" if self.spec.dtype != "bfloat16" else ""
-        return f"--hf {self.spec.config} --seq {self.seq}{layers}{dtype}{precision} --hardware {self.hardware.name}"
+        names = "layers", "dtype", "optimizer", "precision", "async_tp", "backend", "stack", "profile"
+        asked = {name: getattr(self.options, name) for name in names} | {"hardware": self.machine}
+        given = {name: getattr(value, "value", value) for name, value in asked.items() if value not in (None, "eager")}
+        more = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+        return " ".join([f"--hf {self.spec.config} --seq {self.seq}", *more])
 
     @property
     def seq(self) -> int:
@@ -187,7 +192,7 @@ def _report(planner: GpuPlanner, found: GpuResult, best: Sequence[Figures], gpus
     ]  # fmt: skip
     lines = [
         f"{planner.model.name} on {gpus} GPUs, {global_batch} sequences of {planner.seq} tokens in a step, "
-        f"{planner.hardware}",
+        f"{planner.hardware}{f', {planner.options.stack}' if planner.options.stack else ''}",
         "",
         *table(cells, left=(0, 1, 2, 3)),
         "",

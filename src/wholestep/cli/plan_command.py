@@ -146,7 +146,7 @@ def _search(
             refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
         spec = step.spec(None)
         assert spec is not None, "checked before"
-        planner = gpu_command.GpuPlanner(shown, spec, step, hardware_of(hardware or DEFAULT_GPUS))
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS)
         if wanted is not None:
             text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
         else:

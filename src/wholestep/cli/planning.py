@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import wholestep as ws
+from wholestep.cost.reserved import reserved_bytes
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
@@ -67,6 +68,11 @@ class PlanRequest:
     def passes_on(self, hardware: ws.Hardware) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`."""
         return passes_of(self.options.recomputes(), hardware, self.options.memory)
+
+    @property
+    def on(self) -> str:
+        """The hardware, and the software where that is not wholestep."""
+        return f"{self.hardware}, {self.options.stack}" if self.options.stack else str(self.hardware)
 
     @property
     def batch_tokens(self) -> float | None:
@@ -161,8 +167,9 @@ def planned(shown: Screen, asked: PlanRequest) -> Done:
     text = "\n".join([str(made), *_asked_of(shown, made, graph, asked)])
     if asked.planned_on is not None:
         with shown.stage("simulate"):
-            found = costs(ws.partition(graph, made), made, asked.hardware, asked.passes_on(asked.hardware))
-        text += f"\n\non {asked.hardware}\n{asked.figures(found, made.mesh, batches_of(made))}"
+            local, passes = ws.partition(graph, made), asked.passes_on(asked.hardware)
+            found = costs(local, made, asked.hardware, passes, asked.options.software)
+        text += f"\n\non {asked.on}\n{asked.figures(found, made.mesh, batches_of(made))}"
     return Done(text, asked.target, graph, made)
 
 
@@ -174,7 +181,7 @@ def chosen(
     if sizes is not None and len(sizes) != 1 and spec is not None:
         return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
     with shown.each(len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
-        found = auto.search(graph, asked.mesh, watch=watch, passes=passes)
+        found = auto.search(graph, asked.mesh, watch=watch, passes=passes, software=asked.options.software)
     return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec
 
 
@@ -192,8 +199,9 @@ def _chosen_by_batch(
 
     with shown.each(0) as watch:
         best = batch_sizes.search_batches(
-            auto, of_size, asked.mesh, sizes or None, watch=watch, passes=searched_passes(asked)
-        )
+            auto, of_size, asked.mesh, sizes or None, watch=watch, passes=searched_passes(asked),
+            software=asked.options.software,
+        )  # fmt: skip
     head = (
         f"{asked.target.name} on mesh {asked.mesh}, by batch\n{batch_sizes.show(best)}\n\nwith batches of {best.batch}"
     )
@@ -207,13 +215,14 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
     among = templates(on, asked.tensor, asked.options.tp_axis, asked.data)
     graph = captured(shown, asked)
     with shown.each(len(among)) as watch:
-        rows = compare(graph, on, among, asked.hardware, watch, asked.passes_on(asked.hardware))
+        passes = asked.passes_on(asked.hardware)
+        rows = compare(graph, on, among, asked.hardware, watch, passes, asked.options.software)
     best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
     made = ws.plan(graph, on, list(best), hardware=asked.hardware) if isinstance(best, tuple) else None
     table = json.dumps(as_json(rows, on, name, asked.hardware), indent=1) + "\n"
     text = f"{name} on mesh {on}\n{show(rows, batch_tokens=asked.batch_tokens, ranks=on.size)}"
     if rows[0].costs is not None:
-        text += f"\n\n{rows[0].name} on {asked.hardware}\n{asked.figures(rows[0].costs, on, rows[0].batches)}"
+        text += f"\n\n{rows[0].name} on {asked.on}\n{asked.figures(rows[0].costs, on, rows[0].batches)}"
     return Done(text, asked.target, graph, made, rows, table)
 
 
@@ -254,7 +263,7 @@ def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked
     parts = [head, search_result.show(found)]
     if best.costs is not None:
         figures = asked.figures(best.costs, best.mesh, best.batches)
-        parts.append(f"\n{best.name} on {best.mesh}, {asked.hardware}\n{figures}")
+        parts.append(f"\n{best.name} on {best.mesh}, {asked.on}\n{figures}")
     return Done("\n".join([*parts, f"\n{made}", *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
 
 
@@ -290,7 +299,7 @@ def what_ifs(
     made = [_case(shown, text, replace(asked, target=done.target), spec) for text in cases]
     with shown.stage("what if"):
         others = made or what_if.other_sizes(done.made.mesh)
-        return what_if.what_if(done.made, done.graph, asked.hardware, others, asked.passes_on)
+        return what_if.what_if(done.made, done.graph, asked.hardware, others, asked.passes_on, asked.options.software)
 
 
 def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
@@ -309,29 +318,30 @@ def draw(
     shown: Screen, done: Done, asked: PlanRequest, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
 ) -> None:
     """Write the page and the trace, after a comparison of the fastest template."""
-    hardware = asked.hardware
+    hardware, software = asked.hardware, asked.options.software
     with shown.stage("simulate"):
         local = program(done.made, done.graph, hardware, asked.passes_on(hardware))
     chosen = done.rows[0].name if done.rows else ""
-    page = partial(ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases)
+    page = partial(
+        ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases,
+        compiled=software.compiled, stack=software.stack, profile=software.profile,
+    )  # fmt: skip
     write_output(shown, html, lambda path: page(path, done.made, local, hardware))
-    write_output(shown, trace, lambda path: ws.timeline(local, hardware).save(path))
+    write_output(shown, trace, lambda path: software.timeline(local, hardware).save(path))
 
 
-def simulated(
-    shown: Screen, asked: PlanRequest, backend: str = "eager", stack: ws.Stack | None = None,
-    profile: ws.KernelTimes | None = None, graph: ws.TrainGraph | None = None,
-) -> tuple[ws.Timeline, Figures]:  # fmt: skip
+def simulated(shown: Screen, asked: PlanRequest, graph: ws.TrainGraph | None = None) -> tuple[ws.Timeline, Figures]:
     """The timeline of one style, and its figures; of `graph`, where the step is captured already."""
-    strategies, hardware = asked.strategies, asked.hardware
+    strategies, hardware, software = asked.strategies, asked.hardware, asked.options.software
     graph = graph or captured(shown, asked)
     with shown.stage("plan"):
         planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
     with shown.stage("schedule"):
         local = program(planned, graph, hardware, asked.passes_on(hardware))
     with shown.stage("simulate"):
-        made = ws.timeline(local, hardware, compiled=backend == "inductor", stack=stack, profile=profile)
-    found = costs_from(local, planned, made.simulated, made.peak)
+        made = software.timeline(local, hardware)
+        taken = reserved_bytes(local, hardware, software.stack)
+    found = replace(costs_from(local, planned, made.simulated, made.peak), reserved_bytes=taken)
     return made, asked.figures(found, planned.mesh, batches_of(planned))
 
 

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import wraps
+from functools import cached_property, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
@@ -18,6 +19,7 @@ from .target import AsyncTp, Hf, Layers, Style, Target, Tp, refuse
 
 if TYPE_CHECKING:
     from wholestep.capture.capture_options import CaptureOptions
+    from wholestep.cost.software import Software
     from wholestep.hardware.hardware import Hardware
     from wholestep.planner.recompute_kinds import RecomputeKind
 
@@ -72,6 +74,13 @@ class SharedOptions:
     batch_tokens: Annotated[
         int | None, _option("With MODEL: tokens in the batch that its function returns.", least=1)
     ] = None
+    backend: Annotated[str, _option("eager or inductor: ops one by one, or as the kernels of a compiler.")] = "eager"
+    stack: Annotated[
+        str | None, _option("Kernels and host of other software, as torchtitan-compile; names them if wrong.")
+    ] = None
+    profile: Annotated[Path | None, _option("Measured kernels: a table, or a trace of torch.profiler with shapes.")] = (
+        None
+    )
 
     def check(self, chooses: bool, sweeps: bool = False) -> None:
         """Refuse options that would have no effect; `chooses`: a search fits plans into --memory, `sweeps`: the command
@@ -92,7 +101,20 @@ class SharedOptions:
             refuse("--price without --tokens: it has no effect")
         if self.memory is not None:
             parse_bytes(self.memory, "--memory")
-        _ = self.wanted_tokens, self.gpu_hour
+        _ = self.wanted_tokens, self.gpu_hour, self.software
+
+    @cached_property
+    def software(self) -> Software:
+        """What runs the step, by `--backend`, `--stack` and `--profile`."""
+        import wholestep as ws
+        from wholestep.backend.build import BACKENDS
+        from wholestep.cost.software import Software
+
+        if self.backend not in BACKENDS:
+            refuse(f"--backend {self.backend} is unknown: give one of {', '.join(BACKENDS)}")
+        stack = None if self.stack is None else ws.Stack.named(self.stack)
+        profile = None if self.profile is None else ws.KernelTimes.load(self.profile)
+        return Software(self.backend == "inductor", stack, profile)
 
     @property
     def _of_hf(self) -> dict[str, Any]:

@@ -27,15 +27,6 @@ def simulate(
     ] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=8",
     hardware: HardwareName = "dgx-h100",
-    backend: Annotated[
-        str, typer.Option(help="eager or inductor: ops one by one, or as the kernels of a compiler.")
-    ] = "eager",
-    stack: Annotated[
-        str | None, typer.Option(help="Kernels and host of other software, as torchtitan-compile; names them if wrong.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Measured kernels: a table, or a trace of torch.profiler with shapes.")
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
 ) -> None:
@@ -43,15 +34,10 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
-    import wholestep as ws
-    from wholestep.backend.build import BACKENDS
-
     from . import planning, size_sweep
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
-    if backend not in BACKENDS:
-        refuse(f"--backend {backend} is unknown: give one of {', '.join(BACKENDS)}")
     sizes = batch_sizes(step.batch, auto=False, sweeps=True) or (1,)
     several = len(sizes) * len(step.lengths or (0,)) > 1
     if several and trace is not None:
@@ -62,15 +48,14 @@ def simulate(
         described = hardware_of(hardware)
         found = load(shown, target, step.spec(None if step.batch is None else max(sizes)))
         asked = planning.request(found, mesh, described, described, step)
-        software = None if stack is None else ws.Stack.named(stack)
-        measured = None if profile is None else ws.KernelTimes.load(profile)
-        simulated = partial(planning.simulated, shown, backend=backend, stack=software, profile=measured)
+        simulated = partial(planning.simulated, shown)
         made = [] if several else [simulated(asked)]
         rows = size_sweep.simulated(shown, asked, sizes, step.lengths, simulated) if several else []
-    on = described if stack is None else f"{described}, {stack}"
-    head = f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {on}"
+    head = f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {asked.on}"
     typer.echo("\n".join([head, size_sweep.show(rows)] if rows else [head, *map(str, made[0])]))
-    shared = {"model": found.name, "mesh": mesh, "hardware": str(described), "backend": backend, "stack": stack}
+    shared = {
+        "model": found.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
+    }  # fmt: skip
     body: dict[str, Any] = shared | (_body(*made[0]) if made else {})
     if rows:
         body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.made, row.figures)} for row in rows]

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
+from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.nodes import operands
-from ..graph.op_kinds import arithmetic, packet_name
+from ..graph.op_kinds import PRODUCTS, arithmetic, packet_name
 from ..typed_json import MalformedError, as_list, as_object, parse, read, wrong
 from ..typed_values import check_arguments
 
@@ -92,6 +93,8 @@ class KernelTimes:
         if not made:
             return None
         op = packet_name(node.target)
+        if node.target in PRODUCTS and not _torch.is_op(node.target):
+            op, made = "mm", made[-2:]  # a product that a pass wrote, into a bucket
         found = arithmetic(node.target)
         shapes = tuple(tuple(one.shape) for one in made)
         if found is not None and found.kind == "attention":

@@ -179,7 +179,7 @@ def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
 
 def _kind(storage: Storage) -> str:
     node = storage.node
-    if _is_sent(node):
+    if _is_sent(node) and (collective_kind(node.target) == "all_gather" or meta.is_backward(node)):
         return "gathered" if collective_kind(node.target) == "all_gather" else "gradient"
     readers = [user for member in storage.members for user in member.users]
     if any(_is_sent(user) for user in readers):

@@ -11,6 +11,7 @@ from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.storage import Storage, storages
+from ..hardware.hardware import Hardware
 from .allocator import Allocator, Block
 from .stack import Stack
 
@@ -68,6 +69,15 @@ def reserved(
     for number in range(_STEPS):
         run.step(lives, len(calls), (states if number == 0 else [], updated))
     return Reserved(run.allocator.reserved_bytes, run.peak_bytes)
+
+
+def reserved_bytes(local: LocalGraph, hardware: Hardware, stack: Stack | None = None) -> int | None:
+    """What torch reserves on a GPU of `hardware` while `local` runs, with the allocator of `stack`, torch's default if
+    None; None for what is no GPU, and for the program of all stages of a pipeline, which none of them runs.
+    """
+    if not hardware.has_gpus or (local.stage_axis and local.stage is None):
+        return None
+    return reserved(local, stack or Stack.named("wholestep")).reserved_bytes
 
 
 def _lives(one: Storage, place: Mapping[Node, int], stack: Stack, until: Mapping[Node, Node]) -> list[_Life]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Graph, Node
 
-from .nodes import function_of
+from .nodes import function_of, operands
 from .stage_part import StageParts, part_of
 
 
@@ -27,19 +27,20 @@ class Loop:
     stages: StageParts | None = None
     __name__ = "loop"
 
-    def __call__(self, *operands: Any) -> list[Any]:
+    def __call__(self, *inputs: Any) -> list[Any]:
         """Run the pieces node by node, once the loop is bound to a rank. The backend `eager` compiles the body."""
-        end = next(iter(reversed(self.body.nodes)))
-        totals: list[Any] = [None] * len(end.args[0])  # pyright: ignore
+        ends = operands(next(iter(reversed(self.body.nodes))))
+        totals: list[Any] = [None] * len(ends)
         for piece in range(self.pieces):
-            given = iter([*operands, *totals])
+            given = iter([*inputs, *totals])
             values: dict[Node, Any] = {}
 
             def read(value: Any, piece: int = piece, values: dict[Node, Any] = values) -> Any:
                 if isinstance(value, Node):
                     return values[value]
                 if isinstance(value, (list, tuple)):
-                    return type(value)(read(one) for one in value)  # pyright: ignore
+                    entries = map(read, cast(Sequence[Any], value))
+                    return list(entries) if isinstance(value, list) else tuple(entries)
                 return value.values[piece] if isinstance(value, ByPiece) else value
 
             for node in self.body.nodes:
@@ -48,7 +49,7 @@ class Loop:
                     values[node] = function_of(node)(*map(read, node.args), **kwargs)
                 elif node.op == "placeholder":
                     values[node] = next(given)
-            totals = list(map(read, end.args[0]))  # pyright: ignore
+            totals = list(map(read, ends))
         return totals
 
     def with_body(self, body: Graph) -> Loop:

@@ -69,6 +69,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)[::-1] if shape else ()
 
 
+def with_sizes(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
+    """Return `found` with the same sizes, as numbers that know more."""
+    return replace(found, shape=shape)
+
+
 def contiguous(shape: Sequence[int], like: TensorMeta) -> TensorMeta:
     """Return a row-major TensorMeta of `shape` with the dtype and device of `like`."""
     return replace(like, shape=tuple(shape), stride=row_major(shape))

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .. import _torch
-from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator
+from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator, in_units, unit_of
 from . import meta
 from .graph import Input, TrainGraph
 from .loop import ByPiece, with_bodies
@@ -127,7 +127,9 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         if not isinstance(leaf, (SizeInt, SizeFloat)):
             return leaf
         value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
-        return value if record is None else type(leaf)(value, leaf.text, record)
+        made: Any = value if record is None else type(leaf)(value, leaf.text, record)
+        unit = unit_of(cast(int, leaf))
+        return made if unit is None else in_units(made, filled(unit))
 
     for node, _ in with_bodies(graph):
         _replace(node, filled)

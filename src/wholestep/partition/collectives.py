@@ -20,8 +20,9 @@ from ..graph.stage_part import transfer
 from ..layout import Extent, Layout, extent, has_extent
 from ..mesh import Mesh
 from ..reshard import Path, Step
+from ..sizes import SizeInt, unit_of
 from . import rank_ops
-from .rank_ops import cut_to, only_first, pad_to, share, take_chunk
+from .rank_ops import cut_to, only_first, pad_to, share, take_chunk, take_units
 
 funcol = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -86,7 +87,11 @@ class Emitter:
             return node
         if step.kind == "slice":
             made = replace(made, stride=one_tensor(node).stride)
-            new = self.call(take_chunk, (node, step.dim, self.mesh.axis_size(step.axis), step.axis), made, node)
+            parts, unit = self.mesh.axis_size(step.axis), unit_of(whole.shape[step.dim])
+            if unit is None:
+                new = self.call(take_chunk, (node, step.dim, parts, step.axis), made, node)
+            else:
+                new = self.call(take_units, (node, step.dim, unit, parts, step.axis), made, node)
             meta.set_strided(new, meta.is_strided(node) or step.dim > 0)
             return new
         if step.kind == "share":
@@ -149,8 +154,11 @@ class Emitter:
         return length.at(self.mesh.coordinate(0)) if isinstance(length, Extent) else length
 
     def _even(self, size: int, outer: tuple[str, ...], parts: int) -> bool:
-        """Return whether each rank's piece of a dim, sharded over `outer`, divides into `parts`."""
-        return size % (prod(self.mesh.axis_size(a) for a in outer) * parts) == 0
+        """Return whether each rank's piece of a dim, sharded over `outer`, divides into `parts`; false for a size that
+        is another one in other batches.
+        """
+        pieces = prod(self.mesh.axis_size(a) for a in outer) * parts
+        return not isinstance(size, SizeInt) and size // (unit_of(size) or 1) % pieces == 0
 
     def _ranked(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
         node = self.call(target, args, made, like)

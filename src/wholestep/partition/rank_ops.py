@@ -24,6 +24,14 @@ def take_chunk(x: Tensor, dim: int, parts: int, coordinate: int) -> Tensor:
     return x.narrow(dim, start, length)
 
 
+@priced_like(FREE)
+@shares("view")
+def take_units(x: Tensor, dim: int, unit: int, parts: int, coordinate: int) -> Tensor:
+    """Return piece `coordinate` of `parts` along a dim that is cut between units of `unit` places alone; a view."""
+    start, length = chunk_range(x.shape[dim] // unit, parts, coordinate)
+    return x.narrow(dim, start * unit, length * unit)
+
+
 @shares("if alike")
 def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
     """Pad `dim` with zeros to the length `chunks * chunk`; returns `x` itself if it is long enough."""
@@ -100,5 +108,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             torch.cuda.set_rng_state(outside_gpu)
 
 
-RANK_DEPENDENT = (take_chunk, only_first, share, put_piece, kept_piece)
-MAY_ALIAS = (take_chunk, pad_to, only_first, share, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)
+RANK_DEPENDENT = (take_chunk, take_units, only_first, share, put_piece, kept_piece)
+MAY_ALIAS = (take_chunk, take_units, pad_to, only_first, share, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..cost.memory import peak_memory
+from ..cost.memory import PeakMemory, peak_memory
 from ..cost.simulation import simulate
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
@@ -66,6 +66,8 @@ class FitMemory:
         local, peak = self.applied(local, found), self._peak_after(smaller_buckets(self.after)[found.way])
         if peak(local).size_bytes <= self.budget_bytes:
             return local
+        if any(map(loop_of, local.graph.nodes)):
+            raise self._loops_over(peak(local))
         return fitted(SavedTensors(local, gathers=False), self.budget_bytes, self.hardware, peak)
 
     def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
@@ -114,22 +116,30 @@ class FitMemory:
 
     def _choose_buckets(self, local: LocalGraph) -> Fitting:
         """The largest buckets that fit."""
-        peaks = [self._peak_after(way)(local) for way in smaller_buckets(self.after)]
+        peaks = self._peaks(local)
         fits = [number for number, peak in enumerate(peaks) if peak.size_bytes <= self.budget_bytes]
         if not fits:
-            least = min(peaks, key=lambda peak: peak.size_bytes)
-            next_step = "give MicroBatches more pieces, or torch.utils.checkpoint in the model"
-            raise PlanError(f"{least} with micro-batches", f"at most {human(self.budget_bytes)}", next_step)
+            raise self._loops_over(min(peaks, key=lambda peak: peak.size_bytes))
         return Fitting(fits[0], ())
+
+    def _loops_over(self, peak: PeakMemory) -> PlanError:
+        next_step = "give MicroBatches more pieces, or torch.utils.checkpoint in the model"
+        return PlanError(f"{peak} with micro-batches", f"at most {human(self.budget_bytes)}", next_step)
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
         """The choice with the smallest peak, and that peak in bytes."""
-        saved = SavedTensors(local, gathers=self.gathers)
-        path = choices(saved, held_by(local), self.hardware)
-        names = min(path, key=lambda choice: choice.peak_bytes).names
-        changed = rematerialized(saved, names)
-        peaks = [self._peak_after(way)(changed).size_bytes for way in smaller_buckets(self.after)]
+        names, changed = tuple[str, ...](), local
+        if not any(map(loop_of, local.graph.nodes)):
+            saved = SavedTensors(local, gathers=self.gathers)
+            path = choices(saved, held_by(local), self.hardware)
+            names = min(path, key=lambda choice: choice.peak_bytes).names
+            changed = rematerialized(saved, names)
+        peaks = [peak.size_bytes for peak in self._peaks(changed)]
         return Fitting(peaks.index(min(peaks)), names), min(peaks)
+
+    def _peaks(self, local: LocalGraph) -> list[PeakMemory]:
+        """The peak with each size of buckets."""
+        return [self._peak_after(way)(local) for way in smaller_buckets(self.after)]
 
     def _peak_after(self, passes: tuple[Pass, ...]) -> Peak:
         return lambda local: self.peak(run_passes(local, passes))

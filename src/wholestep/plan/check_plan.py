@@ -187,7 +187,8 @@ class _Check:
                         node, f"cuts one factor by {found[factor]} and by {cut_by}", "one order of axes"
                     )
         for factor, axes in found.items():
-            if axes and not group.splits(factor, prod(self.mesh.axis_size(axis) for axis in axes)):
+            parts = prod(self.mesh.axis_size(axis) for axis in axes)
+            if axes and not group.splits(factor, parts, equal=TIME in axes):
                 raise self._refused(node, f"cannot be cut by {', '.join(axes)}", "equal parts, or none that is empty")
 
     def _check_results(self, graph: TrainGraph) -> None:

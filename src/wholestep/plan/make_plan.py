@@ -31,6 +31,7 @@ from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, var
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
+from .whole_units import mark_units
 
 aten = torch.ops.aten
 _SCALE = {
@@ -112,6 +113,7 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
     """Decisions, and the ops that are decomposed because they would need a sharded operand whole."""
     expanded = list(strategies.pins(start.graph, start.mesh).decomposed)
     start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
+    mark_units(start.graph, start.rest)
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start, scout=True)
@@ -120,6 +122,7 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
             break
         expanded += [n.name for n in more]
         start = replace(start, graph=expand(start.graph, {n.name for n in more}))
+        mark_units(start.graph, start.rest)
     else:
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
@@ -23,23 +24,25 @@ class MicroBatches:
     pieces do not change them. Pieces may differ in size: they are those of `torch.chunk`.
 
     Args:
-        pieces: how many.
+        pieces: how many. `"auto"`: as many as make the step fit into a budget of memory, where that is faster than
+            recomputing activations; the budget is `compile(memory_bytes=...)`, or that of `Auto(micro_batches=...)`.
         input_batch_dim: the dim of batch tensors that counts samples, as in `DataParallel`.
 
     Example:
         >>> plan = ws.plan(graph, "dp=8", [ws.DataParallel("zero1"), ws.MicroBatches(4)])
         >>> step = ws.compile(train_step, parallel=[ws.DataParallel("fully_shard"), ws.MicroBatches(4)])
+        >>> step = ws.compile(train_step, parallel=ws.MicroBatches("auto"), memory_bytes="3GiB")
 
     Raises:
         PlanError: `pieces` is not positive.
     """
 
-    pieces: int
+    pieces: int | Literal["auto"]
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.pieces < 1:
+        if self.pieces != "auto" and self.pieces < 1:
             raise PlanError(f"MicroBatches({self.pieces})", "at least one piece", "correct the number")
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -69,4 +72,4 @@ class MicroBatches:
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"{self.pieces} micro-batches"
+        return f"{'some' if self.pieces == 'auto' else self.pieces} micro-batches"

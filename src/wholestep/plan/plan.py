@@ -28,6 +28,7 @@ from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
+from .whole_units import mark_units
 
 FORMAT = "wholestep.plan"
 VERSION = 7
@@ -100,7 +101,9 @@ class Plan:
         """
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
         graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
-        return expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
+        graph = expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
+        mark_units(graph, self.storage)
+        return graph
 
     def check(self, graph: TrainGraph) -> None:
         """Raise PlanError naming the difference if the plan was not made for `graph`."""

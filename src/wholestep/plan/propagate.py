@@ -337,7 +337,8 @@ class _CallOnAxis:
         return takes, gives, why
 
     def _splits(self, number: int, group: Group, factor: str) -> bool:
-        return not factor or group.splits(factor, self.parts * self.cut.get((number, factor), 1))
+        parts = self.parts * self.cut.get((number, factor), 1)
+        return not factor or group.splits(factor, parts, equal=self.axis == TIME)
 
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""

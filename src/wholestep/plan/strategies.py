@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar, cast
 
@@ -40,9 +40,40 @@ class Strategies:
         return self.data or DataParallel("replicate", axis=(), semantics="global")
 
     @property
+    def micro_batches(self) -> MicroBatches | None:
+        """The strategy that cuts the batch of a rank into pieces."""
+        return next((part for part in self.parts if isinstance(part, MicroBatches)), None)
+
+    @property
     def pieces(self) -> int:
-        """Number of pieces in which a rank goes through its batch."""
-        return next((part.pieces for part in self.parts if isinstance(part, MicroBatches)), 1)
+        """Number of pieces in which a rank goes through its batch. Raises PlanError while it is to be chosen."""
+        asked = self.micro_batches
+        if asked is not None and asked.pieces == "auto":
+            raise PlanError(
+                'MicroBatches("auto") without a budget of memory',
+                "a bound: the number of pieces is the one that fits",
+                'give memory_bytes= to compile, plan by Auto(memory_bytes=..., micro_batches=MicroBatches("auto")),'
+                " or give a number",
+            )
+        return asked.pieces if asked is not None and asked.pieces != "auto" else 1
+
+    @property
+    def has_open_pieces(self) -> bool:
+        """True if the number of pieces is to be chosen."""
+        return self.micro_batches is not None and self.micro_batches.pieces == "auto"
+
+    def in_pieces(self, asked: MicroBatches) -> Strategies:
+        """These strategies with `asked` in place of their micro-batches."""
+        others = tuple(part for part in self.parts if not isinstance(part, MicroBatches))
+        return Strategies((*others, asked) if asked.pieces != 1 or not others else others)
+
+    def gathering(self, again: bool | None, keep_gathered_bytes: int | None = None) -> Strategies:
+        """These strategies with other `reshard_after_forward` and `keep_gathered_bytes` of data parallelism."""
+        if self.data is None:
+            return self
+        kept = self.data.keep_gathered_bytes if keep_gathered_bytes is None else keep_gathered_bytes
+        data = replace(self.data, reshard_after_forward=again, keep_gathered_bytes=kept)
+        return Strategies(tuple(data if part is self.data else part for part in self.parts))
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -66,15 +97,21 @@ class Strategies:
         if self.async_axes(mesh):
             found = f"async_tp with MicroBatches({self.pieces})"
             raise PlanError(found, "one of them: products inside a loop are not cut into blocks", "leave out async_tp")
-        most, asked = 1, with_pieces(mesh, self.pieces)
+        most = 1
+        for rows in self.rows(graph, mesh):
+            made = -(-rows // -(-rows // self.pieces))
+            most = max(most, int(made)) if made == int(made) else most  # compared: a loop has so many
+        return with_pieces(mesh, most) if most > 1 else mesh
+
+    def rows(self, graph: TrainGraph, mesh: Mesh) -> list[int]:
+        """For each batch tensor that micro-batches cut, the samples that a rank has at most."""
+        found, asked = list[int](), with_pieces(mesh, 2)
         for given in graph.inputs:
             for cut in self.batch_cuts(asked, given.name, len(given.meta.shape)) if given.role is Role.BATCH else ():
                 parts = prod(mesh.axis_size(axis) for axis in cut.axes if axis != TIME)
                 rows = -(-given.meta.shape[cut.dim] // parts)
-                if TIME in cut.axes and rows:
-                    made = -(-rows // -(-rows // self.pieces))
-                    most = max(most, int(made)) if made == int(made) else most  # compared: a loop has so many
-        return with_pieces(mesh, most) if most > 1 else mesh
+                found += [rows] if TIME in cut.axes and rows else []
+        return found
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
@@ -179,6 +216,9 @@ def _with_pieces_of_pipeline(parts: tuple[Strategy, ...]) -> tuple[Strategy, ...
         raise PlanError("two Pipeline strategies", "one axis of stages", "pass one, with chunks= for several a rank")
     pieces = pipelines[0].micro_batches if pipelines else 1
     given = next((part.pieces for part in parts if isinstance(part, MicroBatches)), None)
+    if pipelines and given == "auto":
+        found, needed = 'MicroBatches("auto") with Pipeline', "a number of pieces: stages share them"
+        raise PlanError(found, needed, "give a number, as Pipeline(micro_batches=8)")
     if pieces > 1 and given is not None and given != pieces:
         found = f"Pipeline(micro_batches={pieces}) beside MicroBatches({given})"
         raise PlanError(found, "one number of pieces", "leave out one of them")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.tensor import Replicate, Shard
 
 from ..backend.pipeline import pipeline
-from ..errors import MeshError, PlanError, shown
+from ..cost.software import OWN, Software
+from ..errors import MeshError, PlanError, WholestepError, shown
 from ..graph.gc_control import existing_objects_frozen
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -16,6 +17,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel
+from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
@@ -29,7 +31,7 @@ from .folded_step import fold_step
 from .ilp.solve import IlpResult
 from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
 from .search import Search
-from .search_result import SearchResult, Watch, explained, unwatched
+from .search_result import Candidate, SearchResult, Watch, explained, unwatched
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -54,6 +56,8 @@ class Auto:
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
         styles: the styles that may be used; all if None.
+        micro_batches: pieces of the batch of a rank, with `MicroBatches(4)` in every candidate. `MicroBatches("auto")`
+            tries more and more of them in candidates that do not fit otherwise.
         recompute: tensors may be rematerialized in the backward where candidates that fit are slower, or none fits.
         solve: False compares templates alone.
         solved_meshes: on a mesh `"auto=N"`, the number of meshes on which integer programs are solved: the ones whose
@@ -75,6 +79,7 @@ class Auto:
     tensor: TensorParallel | None = None
     data: DataParallel = field(default_factory=DataParallel)
     styles: Sequence[str] | None = None
+    micro_batches: MicroBatches | None = None
     recompute: bool = True
     solve: bool = True
     solved_meshes: int = 3
@@ -88,6 +93,10 @@ class Auto:
             raise PlanError(f"Auto(solved_meshes={shown(self.solved_meshes)})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
+        if self.may_cut and self.memory_bytes is None:
+            found = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
+            needed = "a budget: the number of pieces is the one that fits"
+            raise PlanError(found, needed, 'give memory_bytes="80GiB", say, or a number of pieces')
         known = [style.name for style in STYLES.values() if style.searched]
         if self.styles is not None and not (
             is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*known}
@@ -107,6 +116,11 @@ class Auto:
         """`memory_bytes` as a number."""
         return None if self.memory_bytes is None else parse_bytes(self.memory_bytes)
 
+    @property
+    def may_cut(self) -> bool:
+        """True if the number of micro-batches is to be chosen."""
+        return self.micro_batches is not None and self.micro_batches.pieces == "auto"
+
     def choose(self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None) -> Plan:
         """The plan that `search` finds, with notes on all candidates.
 
@@ -125,6 +139,7 @@ class Auto:
         hardware: Hardware | None = None,
         passes: Sequence[Pass] | None = None,
         watch: Watch | None = None,
+        software: Software = OWN,
     ) -> SearchResult:
         """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
@@ -136,6 +151,7 @@ class Auto:
             hardware: replaces the option.
             passes: replace `pipeline(hardware)`.
             watch: called with the name of each candidate that is planned.
+            software: runs the step, where that is not wholestep.
 
         Raises:
             PlanError: none fits, or none can be made.
@@ -147,8 +163,11 @@ class Auto:
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
-        folded = fold_step(graph, hardware, placed, asked.marks(graph))
-        evaluator = Evaluator(graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked)
+        folded = fold_step(graph, hardware, placed, asked.marks(graph), software=software)
+        evaluator = Evaluator(
+            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked, software,
+            self.micro_batches if self.may_cut else None,
+        )  # fmt: skip
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
 
         def programs(on: Mesh, free: str | None = None) -> IlpCandidates:
@@ -167,8 +186,12 @@ class Auto:
         layouts, solved, program = auto._solved(mesh, same_batches, programs, watch)
         solver = MeshSolver(rough, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
         chosen = auto.candidates(mesh, same_batches, hardware, layouts)
-        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *solved]
-        found = Search(evaluator).run(chosen, solver if is_open(mesh) and self.solve else None)
+        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *auto._cut(solved)]
+
+        def more(rows: Sequence[Candidate]) -> Candidates:
+            return auto._cut(solver(rows))
+
+        found = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
         return replace(found, solved=program or solver.program(found.best.mesh))
 
@@ -191,11 +214,20 @@ class Auto:
             MeshError: the mesh has no axis for `tensor`.
         """
         if is_open(mesh):
-            return [row for one in self.meshes(mesh.size, hardware) for row in self._open(one)]
+            return self._cut(row for one in self.meshes(mesh.size, hardware) for row in self._open(one))
         tensor = self.tensor.axis if self.tensor else "tp"
         exact, symmetric = layouts
         found = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric)
-        return [(mesh, template) for template in found if self._allows(template)]
+        return self._cut((mesh, template) for template in found if self._allows(template))
+
+    def _cut(self, candidates: Iterable[tuple[Mesh, Template]]) -> Candidates:
+        """Candidates with the number of pieces that was given."""
+        asked = () if self.micro_batches is None or self.may_cut else (self.micro_batches,)
+        return [
+            (mesh, t if isinstance(t.strategies, WholestepError) else replace(
+                t, strategies=(*t.strategies, *asked), symmetric=t.symmetric and (*t.symmetric, *asked)
+            )) for mesh, t in candidates
+        ]  # fmt: skip
 
     def _solved(
         self, mesh: Mesh, same_batches: bool, programs_on: Callable[[Mesh, str | None], IlpCandidates], watch: Watch
@@ -228,7 +260,7 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        asked = "".join(f", {one!r}" for one in (self.pinned, self.replicated) if one)
+        asked = "".join(f", {one!r}" for one in (self.micro_batches, self.pinned, self.replicated) if one)
         return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from ..cost.software import OWN, Software
 from ..errors import BudgetError, PlanError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
@@ -47,12 +48,14 @@ class BatchSearch:
 def search_batches(
     auto: Auto, capture: Callable[[int], TrainGraph], mesh: Mesh | str, sizes: Sequence[int] | None = None,
     hardware: Hardware | None = None, watch: Watch | None = None, passes: Sequence[Pass] | None = None,
+    software: Software = OWN,
 ) -> BatchSearch:  # fmt: skip
     """Lets `auto` choose for each of `sizes` (sequences in a captured batch), and compares the winners by time for each
     sequence. Without `sizes`: 1, 2, 4 and on, until nothing fits, or a sequence is hardly faster.
 
     `capture` captures the step with a batch size. It is called in growing order, and for no size above one that does
-    not fit. `watch` is called with the size and the name of each candidate; `passes` replace `pipeline(hardware)`.
+    not fit. `watch` is called with the size and the name of each candidate; `passes` replace `pipeline(hardware)`, and
+    `software` prices.
 
     Example:
         >>> search_batches(Auto("80GiB", hardware), lambda size: capture(step, model, optimizer, batch(size)), "dp=16")
@@ -70,7 +73,7 @@ def search_batches(
         graph = capture(size)
         try:
             found = auto.search(
-                graph, mesh, hardware=hardware, passes=passes,
+                graph, mesh, hardware=hardware, passes=passes, software=software,
                 watch=lambda name, size=size: told(f"batch {size}: {name}"),
             )  # fmt: skip
         except BudgetError as error:

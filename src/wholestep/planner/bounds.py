@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
+from torch.fx import Node
+
 from ..backend.pipeline import pipeline
-from ..cost.compute import flops, node_us
-from ..cost.memory import PeakMemory, peak_memory
-from ..cost.simulation import SimulationResult, kind_of, simulate, whole_bytes
+from ..cost.compute import flops
+from ..cost.memory import PeakMemory, curve, peak_memory
+from ..cost.reserved import reserved_bytes
+from ..cost.simulation import SimulationResult, kind_of, whole_bytes
+from ..cost.software import OWN, Software
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import communicates, is_collective
 from ..graph.op_kinds import is_list_op
+from ..graph.storage import Storage, storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
+from ..passes.overlap import forward_backward
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
@@ -32,6 +40,7 @@ class Costs:
         again_s: the same of what is recomputed.
         host_s: that the host of a GPU needs to start the step op by op.
         held: bytes at the peak by kind (`PeakMemory.by_kind`).
+        reserved_bytes: of torch's allocator; None where the device has none, or the program not all layers.
     """
 
     rest_bytes: int
@@ -44,6 +53,7 @@ class Costs:
     again_s: float = 0.0
     host_s: float = 0.0
     held: Mapping[str, int] = field(default_factory=dict[str, int])
+    reserved_bytes: int | None = None
 
     @property
     def mfu(self) -> float:
@@ -75,17 +85,29 @@ class Costs:
         added = {name: getattr(self, name) + getattr(more, name) - getattr(few, name) for name in names}
         kinds = {**self.held, **more.held}
         held = {kind: self.held.get(kind, 0) + more.held.get(kind, 0) - few.held.get(kind, 0) for kind in kinds}
-        return replace(self, **added, held={kind: size for kind, size in held.items() if size > 0})
+        kept = {kind: size for kind, size in held.items() if size > 0}
+        return replace(self, **added, held=kept, reserved_bytes=None)
 
 
-def costs(local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None) -> Costs:
+def costs(
+    local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None, software: Software = OWN
+) -> Costs:
     """The costs of a rank's program after `passes`, the standard pipeline if None."""
-    return costs_of(run_passes(local, pipeline(hardware) if passes is None else passes), planned, hardware)
+    program = run_passes(local, pipeline(hardware) if passes is None else passes)
+    return costs_of(program, planned, hardware, software)
 
 
-def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware) -> Costs:
-    """The costs of a program that has been through all passes."""
-    return costs_from(program, planned, simulate(program, hardware), peak_memory(program))
+def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
+    """The costs of a program with all layers that has been through all passes."""
+    found = costs_of_part(program, planned, hardware, software)
+    return replace(found, reserved_bytes=reserved_bytes(program, hardware, software.stack))
+
+
+def costs_of_part(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
+    """The same of one with few layers, from which costs are extrapolated. What an allocator reserves is not even in
+    layers, so that it is not asked for.
+    """
+    return costs_from(program, planned, software.simulate(program, hardware), peak_memory(program))
 
 
 def costs_from(program: LocalGraph, planned: Plan, took: SimulationResult, peak: PeakMemory) -> Costs:
@@ -123,28 +145,70 @@ class LowerBound:
         return max([self.computed_us, *wires.values()])
 
 
-def lower_bound(local: LocalGraph, hardware: Hardware) -> LowerBound:
+def lower_bound(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> LowerBound:
     """The lower bound of `local` before passes."""
     sent: Counter[tuple[str, str]] = Counter()
-    computed = 0.0
-    for node in local.graph.nodes:
+    computed, op_us = 0.0, software.op_us(local.graph, hardware)
+    for node, times in with_bodies(local.graph):
         if is_collective(node):
-            sent[str(node.args[-1]), kind_of(node)] += whole_bytes(node)
-        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)):
-            computed += node_us(node, hardware)
+            sent[str(node.args[-1]), kind_of(node)] += times * whole_bytes(node)
+        elif node.op == "call_function" and (flops(node) or is_list_op(node.target)) and not loop_of(node):
+            computed += times * op_us(node)
     return LowerBound(computed, sent)
+
+
+def least_bytes(local: LocalGraph) -> int:
+    """Bytes that a rank holds at least, whatever passes do to `local`: its inputs, and between two ops of the forward
+    and backward, whose order no pass changes, what ops before made and ops behind read. Gathered parameters and
+    gradients come and go as they are scheduled, and do not count.
+    """
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    place = {node: i for i, node in enumerate(calls)}
+    varying, main = forward_backward(local, later_stages=False)
+    ordered = {node for node in calls if node in varying and node in main}
+    changes, rest = [0] * (len(calls) + 1), 0
+    for one in storages(local.graph):
+        if one.first < 0:
+            rest += one.size_bytes
+            continue
+        reads = [place[user] for member in one.members for user in member.users if user in ordered]
+        last = max(reads, default=0)
+        if one.node in ordered and last > one.first + 1:
+            changes[one.first + 1] += one.size_bytes
+            changes[last] -= one.size_bytes
+    return rest + max(accumulate(changes), default=0)
+
+
+def peak_beside_gradients(program: LocalGraph) -> int:
+    """The most bytes that a rank holds besides the gradients of parameters and what is made of them."""
+    varying, main = forward_backward(program, later_stages=False)
+    calls = sum(node.op == "call_function" for node in program.graph.nodes)
+
+    def counts(one: Storage) -> bool:
+        if one.first < 0:
+            return True
+        ends = any(user in varying and user not in main for member in one.members for user in member.users)
+        return one.node not in varying or (one.node in main and not (meta.is_backward(one.node) and ends))
+
+    return max(curve([one for one in storages(program.graph) if counts(one)], calls), default=0)
 
 
 def fingerprint(local: LocalGraph) -> int:
     """Equal for programs that are equal op for op."""
-    number = {node: i for i, node in enumerate(local.graph.nodes)}
+    nodes = list(with_bodies(local.graph))
+    number = {node: i for i, (node, _) in enumerate(nodes)}
     return hash(
         tuple(
-            (str(n.target) if n.op == "call_function" else n.op, tuple(number[g] for g in n.all_input_nodes),
+            (_named(n), times, tuple(number[g] for g in n.all_input_nodes),
              tuple(m and m.shape for m in meta.tensors(n)), str(n.args[-1]) if communicates(n) else "")
-            for n in local.graph.nodes
+            for n, times in nodes
         )
     )  # fmt: skip
+
+
+def _named(node: Node) -> str:
+    """What a node does; a loop is told by its body."""
+    return "loop" if loop_of(node) else str(node.target) if node.op == "call_function" else node.op
 
 
 # -- rough estimate ------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from ..cost.memory import peak_memory
+from ..cost.software import OWN, Software
 from ..errors import PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
+from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
@@ -17,6 +19,7 @@ from ..passes.base import Pass, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
 from ..plan.make_plan import stored_bytes
+from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.strategies import compose
 from .bounds import Costs, LowerBound, costs_of, lower_bound
@@ -24,6 +27,7 @@ from .candidates import Template, batches
 from .constraints import Constraints
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
+from .piece_counts import piece_counts
 from .resolve import plan_strategies
 from .search_result import Candidate, Status, Watch, first_line, unwatched
 
@@ -35,7 +39,8 @@ Made = Sequence[tuple[Plan, LocalGraph]]
 class Evaluator:
     """Evaluates candidates for one step, whose programs go through `passes`. `recompute`: tensors may be rematerialized
     to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always. A plan
-    that breaks one of the user's `constraints` is refused.
+    that breaks one of the user's `constraints` is refused. `micro_batches`: batches of candidates that do not fit may
+    be cut into pieces. `may_regather`: to fit, gathered parameters that a candidate keeps may be gathered again.
     """
 
     graph: TrainGraph
@@ -47,6 +52,9 @@ class Evaluator:
     watch: Watch = unwatched
     folded: FoldedStep | None = None
     constraints: Constraints = field(default_factory=Constraints)
+    software: Software = OWN
+    micro_batches: MicroBatches | None = None
+    may_regather: bool = True
 
     def candidate(self, mesh: Mesh, template: Template) -> Candidate:
         """A template with the bytes that it stores between steps; nothing is planned."""
@@ -70,6 +78,30 @@ class Evaluator:
         """True for more bytes than the budget, times `tolerance`."""
         return self.budget_bytes is not None and size_bytes > self.budget_bytes * tolerance
 
+    def in_more_pieces(self, row: Candidate) -> Candidate | None:
+        """`row` in the next larger number of pieces; None where its batch has no more, or is not to be cut."""
+        if self.micro_batches is None or row.strategies is None:
+            return None
+        rows = row.strategies.in_pieces(self.micro_batches).rows(self.graph, row.mesh)
+        number = next((n for n in piece_counts(max(rows, default=1)) if n > row.pieces), None)
+        if number is None:
+            return None
+        asked, whole = replace(self.micro_batches, pieces=number), row.whole or row.name
+        symmetric = row.symmetric and row.symmetric.in_pieces(asked)
+        return Candidate(
+            f"{whole}, {number} micro-batches", row.mesh, row.strategies.in_pieces(asked), batches=row.batches,
+            blocks=row.blocks, symmetric=symmetric, pieces=number, whole=whole,
+        )  # fmt: skip
+
+    def keeping(self, row: Candidate, size_bytes: int) -> Candidate:
+        """`row`, which gathers parameters again for each piece, with so many bytes of them kept."""
+        assert row.strategies is not None, "it has a plan"
+        name = f"{row.name}, {human(size_bytes)} of parameters kept"
+        strategies = row.strategies.gathering(None, size_bytes)
+        return Candidate(
+            name, row.mesh, strategies, batches=row.batches, symmetric=strategies, pieces=row.pieces, whole=row.whole
+        )
+
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
         """Plan and program on `graph`, the step or a folded one; raises if there is none, or it breaks a constraint."""
         strategies = row.strategies if graph is self.graph else row.symmetric
@@ -89,7 +121,7 @@ class Evaluator:
 
     def bounded(self, row: Candidate, made: Made) -> Candidate:
         """With its lower bound."""
-        parts = [lower_bound(local, self.hardware) for _, local in made]
+        parts = [lower_bound(local, self.hardware, self.software) for _, local in made]
         found: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
         return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
@@ -101,12 +133,12 @@ class Evaluator:
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
-        return _with_costs(row, costs_of(program, planned, self.hardware))
+        return _with_costs(row, costs_of(program, planned, self.hardware, self.software))
 
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:
         """Fits a program into the budget, by rematerialization."""
-        return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather, self.passes)
+        return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather and self.may_regather, self.passes)
 
     def folded_fit(self, row: Candidate) -> FoldedFit:
         """The same on the folded steps."""
@@ -134,7 +166,7 @@ class Evaluator:
         if not self.recompute:
             peaks = (peak_memory(run_passes(local, passes)).size_bytes for passes in smaller_buckets(self.passes))
             return replace(row, needs_bytes=min(peaks))
-        if self.folded is not None and row.blocks:
+        if self.folded is not None and row.blocks and row.pieces == 1:
             folded = self.folded_fit(row)
             least = folded.least()
             found = folded.unfolded(local, least)

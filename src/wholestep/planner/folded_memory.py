@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from ..cost.simulation import simulate
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
@@ -181,8 +180,8 @@ class FoldedFit:
             made = [rematerialized(one.saved, one.names(classes)) for one in (self.few, self.more)]
             passes = resized(smaller_buckets(self.fit.after)[way], whole=self.folded.carried(self.pair, made))
             a, b = (run_passes(local, passes) for local in made)
-            hardware = self.folded.hardware
-            took = simulate(a, hardware).step_us, simulate(b, hardware).step_us
+            hardware, software = self.folded.hardware, self.folded.software
+            took = software.simulate(a, hardware).step_us, software.simulate(b, hardware).step_us
             peaks = self.fit.peak(a).size_bytes, self.fit.peak(b).size_bytes
             self.known[way, classes] = self.folded.whole(self.pair, took), self.folded.whole(self.pair, peaks)
         return self.known[way, classes]

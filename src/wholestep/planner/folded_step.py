@@ -8,6 +8,7 @@ from math import ceil, prod
 
 from torch.fx import Node
 
+from ..cost.software import OWN, Software
 from ..errors import GraphError, WholestepError
 from ..graph.folding.fold import fold
 from ..graph.folding.repeats import Repeats, find_repeats
@@ -24,7 +25,7 @@ from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from ..plan.strategy import Resting, Strategy
 from ..tuning import TUNING
-from .bounds import Costs, LowerBound, costs_of
+from .bounds import Costs, LowerBound, costs_of_part
 
 FEWEST = TUNING.folded_layers
 
@@ -39,6 +40,7 @@ class FoldedStep:
     repeats: Repeats
     hardware: Hardware
     left_out: int = 0
+    software: Software = OWN
     graphs: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
     symmetric: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
@@ -94,8 +96,19 @@ class FoldedStep:
 
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
         """Costs of the whole step from the plans and programs of a pair; `passes` size buckets for the whole step."""
+        scheduled = zip(made, self.scheduled(pair, made, passes), strict=True)
+        return self.costs_from(pair, [(planned, local) for (planned, _), local in scheduled])
+
+    def scheduled(
+        self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]
+    ) -> list[LocalGraph]:
+        """The programs of a pair after `passes`, which size buckets for the whole step."""
         passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
-        a, b = (costs_of(run_passes(local, passes), planned, self.hardware) for planned, local in made)
+        return [run_passes(local, passes) for _, local in made]
+
+    def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:
+        """Costs of the whole step from programs that have been through all passes."""
+        a, b = (costs_of_part(local, planned, self.hardware, self.software) for planned, local in scheduled)
         return a.towards(b, (self.count - pair[0]) / (pair[1] - pair[0]))
 
     def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> CollectiveTraffic:
@@ -142,7 +155,7 @@ class FoldedStep:
 
 def fold_step(
     graph: TrainGraph, hardware: Hardware, placed: Mapping[str, Layout] | None = None,
-    marks: Mapping[Node, Hashable] | None = None, layers_left_out: int = 0,
+    marks: Mapping[Node, Hashable] | None = None, layers_left_out: int = 0, software: Software = OWN,
 ) -> FoldedStep | None:  # fmt: skip
     """`graph` as a step that can be folded; None where it has too few equal layers, or they are `placed` differently.
     Nodes with different `marks` are not equal. `layers_left_out`: equal layers that `graph` was captured without.
@@ -157,7 +170,7 @@ def fold_step(
     for columns in zip(*repeats.blocks, strict=True):
         if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
             return None
-    step = FoldedStep(graph, repeats, hardware, left_out)
+    step = FoldedStep(graph, repeats, hardware, left_out, software)
     try:
         step.with_blocks(FEWEST[0])
     except GraphError:

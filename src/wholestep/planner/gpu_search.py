@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 from ..errors import BudgetError, PlanError, WholestepError
 from ..graph.gc_control import existing_objects_frozen
@@ -18,10 +19,15 @@ from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
 from .bounds import Costs
 from .candidates import Template, meshes, templates
-from .recompute_kinds import RecomputeKind, passes_of
+from .recompute_kinds import RecomputeKind
 from .search_result import Watch, first_line, unwatched
 from .setup_estimate import SetupEstimate
-from .short_steps import MadeStep, ShortSteps, repeated
+from .short_steps import ShortSteps, accumulating, repeated
+
+
+def _step_s(setup: Setup) -> float:
+    return setup.costs.step_s if setup.costs else float("inf")
+
 
 ALL_KINDS: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
@@ -32,6 +38,7 @@ class Setup:
 
     Args:
         estimate_s: quick estimate of a step, by which setups are tried in order.
+        rest_bytes: that a rank holds besides one micro-batch: between steps, and as gathered and summed.
         costs: simulated; None where `why` says why not.
         why: it lost.
     """
@@ -42,6 +49,7 @@ class Setup:
     micro_batches: int
     recompute: RecomputeKind
     estimate_s: float = 0.0
+    rest_bytes: int = 0
     costs: Costs | None = None
     why: str = ""
 
@@ -94,7 +102,6 @@ class GpuSearch:
     kinds: tuple[RecomputeKind, ...] = ALL_KINDS
     styles: Sequence[str] | None = None
     watch: Watch = unwatched
-    simulated: dict[tuple[object, ...], Costs] = field(default_factory=dict[tuple[object, ...], Costs])
 
     def __post_init__(self) -> None:
         self.estimate = SetupEstimate(self.steps, self.hardware, self.tensor.axis if self.tensor else "")
@@ -114,26 +121,34 @@ class GpuSearch:
                 f"{sequences} sequences on {ranks} GPUs: no mesh has a number of data-parallel ranks that divides them",
                 "a batch that some number of ranks divides", "give another --global-batch, or other --gpus",
             )  # fmt: skip
-        best, alike, put_off = list[Setup](), Counter[tuple[object, ...]](), list[Setup]()
-        ordered = sorted(fit, key=lambda one: one.estimate_s)
-        for again, setup in chain(((False, one) for one in ordered), ((True, one) for one in put_off)):
-            fastest = min((one.costs.step_s for one in best if one.costs), default=float("inf"))
-            late = len(best) >= TUNING.setups_shown and setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
-            late = late or len(best) >= TUNING.most_setups
-            group = self.estimate.split(setup.mesh), setup.batch
-            if not (late or again) and alike[group] >= TUNING.setups_alike:
-                put_off.append(setup)  # of a kind that is shown already: if others do not fill the page
-                continue
-            if late or (again and len(best) >= TUNING.setups_shown):
-                lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
-                continue
-            found = self._simulated(setup, fastest if len(best) >= TUNING.setups_shown else float("inf"))
-            alike[group] += found.costs is not None
-            (lost if found.why else best).append(found)
+        best = self._raced(fit, lost)
         if not best:
             raise self._nothing(ranks, lost)
-        best.sort(key=lambda one: one.costs.step_s if one.costs else float("inf"))
-        return GpuResult(tuple(best), tuple(lost), self.memory_bytes)
+        return GpuResult(tuple(sorted(best, key=_step_s)), tuple(lost), self.memory_bytes)
+
+    def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
+        """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
+        best, alike = list[Setup](), Counter[tuple[object, ...]]()
+        waiting, put_off = sorted(fit, key=lambda one: one.estimate_s), list[Setup]()
+        while waiting or put_off:
+            again = not waiting  # others do not fill the page
+            setup = put_off.pop(0) if again else waiting.pop(0)
+            full, fastest = len(best) >= TUNING.setups_shown, min(map(_step_s, best), default=float("inf"))
+            late = full and setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
+            if late or (full and again) or len(best) >= TUNING.most_setups:
+                lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
+                continue
+            group = self.estimate.split(setup.mesh), setup.batch
+            if not again and alike[group] >= TUNING.setups_alike:
+                put_off.append(setup)  # of a kind that is shown already
+                continue
+            found = self._simulated(setup, fastest if full else float("inf"))
+            if found.why and (heavier := self._recomputing_more(found)) is not None:
+                insort(put_off if again else waiting, heavier, key=lambda one: one.estimate_s)
+                continue
+            alike[group] += found.costs is not None
+            (lost if found.why else best).append(found)
+        return best
 
     def _setups(self, ranks: int, sequences: int) -> Iterator[Setup]:
         """A setup for each mesh, template and size of micro-batch, with the least recomputation that seems to fit."""
@@ -159,39 +174,68 @@ class GpuSearch:
             yield replace(first, why=f"no plan: {first_line(error)}")
             return
         if rest > self.memory_bytes:
-            yield replace(first, why=f"keeps {human(rest)} between steps, {human(rest - self.memory_bytes)} too much")
+            yield replace(first, why=f"keeps {human(rest)} between steps, {self._too_much(rest)}")
             return
         if key.regathers is False:  # between forward and backward all parameters are whole
             rest += self.param_bytes // self.estimate.split(mesh)
         if rest > self.memory_bytes:
-            text = f"holds {human(rest)} with its parameters gathered"
-            yield replace(first, why=f"{text}, {human(rest - self.memory_bytes)} too much")
+            yield replace(first, why=f"holds {human(rest)} with its parameters gathered, {self._too_much(rest)}")
             return
         sizes = [size for size in (1 << power for power in range(each.bit_length())) if each % size == 0]
         for size in sizes:
-            setup = replace(first, batch=size, micro_batches=each // size)
+            setup = replace(first, batch=size, micro_batches=each // size, rest_bytes=rest)
             if key.style == "zero2" and setup.micro_batches == 1:
                 continue  # the program of zero1
-            found = self._with_kind(setup, rest)
-            yield found
-            if found.why:
-                return  # a larger micro-batch needs more
+            if setup.micro_batches > 1:
+                setup = replace(setup, rest_bytes=rest + self._accumulated(setup))
+            if setup.rest_bytes > self.memory_bytes:
+                text = f"holds {human(setup.rest_bytes)} with the gradients of micro-batches"
+                yield replace(setup, why=f"{text}, {self._too_much(setup.rest_bytes)}")
+                continue
+            least = setup.rest_bytes + self.estimate.least_bytes_of(mesh, size, self.kinds[-1])
+            if least > self.memory_bytes:
+                text = f"holds about {human(least)} at least, {self._too_much(least)}"
+                yield replace(setup, recompute=self.kinds[-1], why=text)
+                continue
+            yield self._with_kind(setup)
 
-    def _with_kind(self, setup: Setup, rest: int) -> Setup:
-        probe, beside = self._probe(setup), 0
+    def _accumulated(self, setup: Setup) -> int:
+        """Bytes of the gradients that a rank holds while it works on a second micro-batch: they are reduced once, at
+        the end, unless a style reduces each.
+        """
+        data = setup.strategies.data
+        ranks = prod(map(setup.mesh.axis_size, data.axes(setup.mesh))) if data and data.kind.shards_gradients else 1
+        return self.param_bytes // self.estimate.split(setup.mesh) // ranks
+
+    def _too_much(self, size_bytes: int) -> str:
+        return f"{human(size_bytes - self.memory_bytes)} too much"
+
+    def _with_kind(self, setup: Setup) -> Setup:
+        """With the first kind of recomputation, from its own on, that seems to fit, and the time of that."""
+        probe, least, likely = self._probe(setup), 0, 0
         try:
             self.estimate.probe(probe.mesh, probe.strategies, setup.batch)
-            for kind in self.kinds:
-                beside = self.estimate.beside_rest_bytes(setup.mesh, setup.batch, kind)
-                if rest + beside <= self.memory_bytes * TUNING.setup_memory_share:
+            for kind in self.kinds[self.kinds.index(setup.recompute) :]:
+                held = self.estimate.batch_bytes(setup.mesh, setup.batch, kind)
+                least, likely = setup.rest_bytes + held.least, setup.rest_bytes + held.likely
+                if least <= self.memory_bytes and likely <= self.memory_bytes * TUNING.setup_memory_share:
                     us = self.estimate.step_us(
                         setup.mesh, setup.strategies, setup.batch, setup.micro_batches, kind, self.param_bytes
                     )
                     return replace(setup, recompute=kind, estimate_s=us / 1e6)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
-        text = f"holds about {human(rest + beside)} at most, {human(rest + beside - self.memory_bytes)} too much"
+        needs, how = (least, "at least") if least > self.memory_bytes else (likely, "by a quick estimate")
+        text = f"holds {human(needs)} {how}, {self._too_much(needs)}"
         return replace(setup, recompute=self.kinds[-1], why=text)
+
+    def _recomputing_more(self, setup: Setup) -> Setup | None:
+        """The next kind for a setup that held too much; None where there is none."""
+        later = self.kinds[self.kinds.index(setup.recompute) + 1 :]
+        if not later or not setup.why.endswith("too much"):
+            return None
+        found = self._with_kind(replace(setup, recompute=later[0], why=""))
+        return None if found.why else found
 
     def _probe(self, setup: Setup) -> Setup:
         """Parameters sharded over all data-parallel ranks, beside the same tensor parallelism."""
@@ -204,45 +248,38 @@ class GpuSearch:
         return replace(setup, template=replace(setup.template, strategies=parts))
 
     def _simulated(self, setup: Setup, fastest_s: float) -> Setup:
-        """With simulated costs and the first kind of recomputation, from the estimated one on, that fits. One that is
-        slower than `fastest_s` by its first micro-batch alone is not simulated further.
+        """With simulated costs, if it fits. One that is slower than `fastest_s` by its first micro-batch alone is not
+        simulated further.
         """
         self.watch(str(setup))
-        made: dict[int, MadeStep] = {}
-        needs = 0
-        for kind in self.kinds[self.kinds.index(setup.recompute) :]:
-            try:
-                found = self._costs(replace(setup, recompute=kind), made, fastest_s)
-            except WholestepError as error:
-                return replace(setup, why=f"no plan: {first_line(error)}")
-            if not isinstance(found, Costs):
-                return replace(setup, recompute=kind, why=f"takes {seconds(found)} at least")
-            needs = found.peak_bytes
-            if needs <= self.memory_bytes:
-                return replace(setup, recompute=kind, costs=found)
-        text = f"holds about {human(needs)} at most, {human(needs - self.memory_bytes)} too much"
-        return replace(setup, recompute=self.kinds[-1], costs=None, why=text)
+        try:
+            found = self._costs(setup, fastest_s)
+        except WholestepError as error:
+            return replace(setup, why=f"no plan: {first_line(error)}")
+        if not isinstance(found, Costs):
+            return replace(setup, why=f"takes {seconds(found)} at least")
+        if found.peak_bytes <= self.memory_bytes:
+            return replace(setup, costs=found)
+        needs = found.peak_bytes
+        return replace(setup, why=f"holds about {human(needs)} at its peak, {self._too_much(needs)}")
 
-    def _costs(self, setup: Setup, made: dict[int, MadeStep], fastest_s: float) -> Costs | float:
+    def _costs(self, setup: Setup, fastest_s: float) -> Costs | float:
         """Costs with one micro-batch, or of all, from those with one and what a second adds; or a bound above
         `fastest_s`. What it adds is known from the fewest layers.
         """
-
-        def of(count: int) -> Costs:
-            key = setup.mesh, setup.template.name, setup.batch, count, setup.recompute
-            if key not in self.simulated:
-                if count not in made:
-                    make = self.steps.fewest if count else self.steps.made
-                    made[count] = make(setup.mesh, setup.strategies, setup.batch, count or 1)
-                self.simulated[key] = made[count].costs(passes_of(setup.recompute, self.hardware), self.hardware)
-            return self.simulated[key]
-
-        one = of(0)
-        if setup.micro_batches == 1 or one.peak_bytes > self.memory_bytes:
+        mesh, strategies, batch, kind = setup.mesh, setup.strategies, setup.batch, setup.recompute
+        made = self.steps.made(mesh, strategies, batch, 1).costs(kind)
+        if setup.micro_batches == 1:
+            return made.costs
+        one = accumulating(made, self._accumulated(setup))
+        if one.peak_bytes > self.memory_bytes:
             return one
-        more_us = self.estimate.batch_us(setup.mesh, setup.batch)
+        more_us = self.estimate.batch_us(mesh, batch)
         least_s = one.step_s + (setup.micro_batches - 1) * more_us / 1e6
-        return least_s if least_s > fastest_s else repeated(one, one.grown(of(1), of(2)), setup.micro_batches)
+        if least_s > fastest_s:
+            return least_s
+        few, more = (self.steps.fewest(mesh, strategies, batch, count).costs(kind).costs for count in (1, 2))
+        return repeated(one, one.grown(few, more), setup.micro_batches)
 
     def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         over = [setup for setup in lost if setup.why.endswith("too much")]

@@ -21,5 +21,10 @@ def passes_of(kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str |
     """
     if kind == "auto":
         return pipeline(hardware, memory_bytes=memory_bytes or hardware.memory_bytes)
-    before = () if kind == "none" else (RecomputeLayers(kind),)
-    return (*before, *pipeline(hardware))
+    return (*recomputing(kind), *pipeline(hardware))
+
+
+def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:
+    """The pass that comes before the standard pipeline; none for "none"."""
+    assert kind != "auto", "that is a budget"
+    return () if kind == "none" else (RecomputeLayers(kind),)

@@ -47,7 +47,10 @@ class Search:
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)
         rows += self._race(more(rows)) if more is not None else []
-        rows = self._confirm(rows) if folded is not None else rows
+        rows = self._in_pieces(rows)
+        if folded is not None:
+            rows = self._in_pieces(self._confirm(rows))
+        rows += self._keeping_some(rows)
         before = tuple(rows)
         if self.evaluator.recompute and budget is not None:
             if folded is not None:
@@ -140,6 +143,39 @@ class Search:
             return replace(row, status=Status.OVER_AT_PEAK)
         return self._compared(row, made[-1][0])
 
+    # -- pieces of a batch -----------------------------------------------------------------------------
+    def _in_pieces(self, rows: list[Candidate]) -> list[Candidate]:
+        """`rows`, and those over the budget in more and more pieces, until the tensors of one fit."""
+        found, last = list(rows), dict[tuple[Mesh, str], Candidate]()
+        for row in rows:
+            last[row.mesh, row.whole or row.name] = row
+        over = {(row.mesh, row.name) for row in rows if row.status is Status.OVER_AT_PEAK}
+        for row in sorted(last.values(), key=lambda row: row.batch_s):
+            is_over = (row.mesh, row.name) in over or (row.mesh, row.why) in over
+            more = self.evaluator.in_more_pieces(row) if is_over else None
+            while more is not None:
+                found.append(tried := self._try(more))
+                if tried.status is Status.OVER_AT_PEAK:
+                    over.add((tried.mesh, tried.name))
+                elif tried.status is not Status.NO_PLAN and (tried.mesh, tried.why) not in over:
+                    break  # it fits, or is slower than one that does: in more pieces it is slower still
+                more = self.evaluator.in_more_pieces(tried)
+        return found
+
+    def _keeping_some(self, rows: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates that gather parameters again for each piece, and fit, with as many of them kept as fit."""
+        found, budget = list[Candidate](), self.evaluator.budget_bytes or 0
+        for row in rows:
+            data = row.strategies.data if row.strategies else None
+            if row.pieces == 1 or row.status is not Status.SLOWER or not (data and data.reshard_after_forward):
+                continue
+            left = budget - row.needs_bytes
+            for part in (left, left // 2):
+                found.append(self._try(self.evaluator.keeping(row, part)))
+                if found[-1].status is not Status.OVER_AT_PEAK:
+                    break
+        return found
+
     # -- memory ----------------------------------------------------------------------------------------
     def _fit(self, row: Candidate) -> Candidate:
         """Fits a candidate into the budget on all layers; it stays over it where that fails."""
@@ -157,7 +193,7 @@ class Search:
         most_s = self._best_s
         for i in _by_time(rows):
             row = rows[i]
-            over = row.status is Status.OVER_AT_PEAK and row.blocks
+            over = row.status is Status.OVER_AT_PEAK and row.blocks and row.pieces == 1
             if over and max(row.batch_s, row.bound_s) < most_s * (1 + SURE):
                 self.evaluator.watch(f"made to fit: {row.name}")
                 fit = self.evaluator.folded_fit(row)

@@ -53,6 +53,7 @@ class Candidate:
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.
         symmetric: the strategies of those steps, equal in equal layers.
+        pieces: of a batch, in a candidate that is tried because the one named `whole` is over the budget.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Candidate:
     why: str = ""
     blocks: tuple[int, int] | None = None
     symmetric: Strategies | None = None
+    pieces: int = 1
+    whole: str = ""
 
     @property
     def may_regather(self) -> bool:
@@ -86,7 +89,7 @@ class Candidate:
 @dataclass(frozen=True)
 class SearchResult:
     """The winner's plan, and all candidates, the best first. `folded` is the step that costs were extrapolated from,
-    `solved` the first integer program.
+    `solved` the first integer program, `by` what was asked to choose.
     """
 
     plan: Plan
@@ -95,6 +98,7 @@ class SearchResult:
     budget_bytes: int | None
     folded: FoldedStep | None = None
     solved: IlpResult | None = None
+    by: str = "Auto"
 
     @property
     def bound_s(self) -> float:
@@ -147,7 +151,7 @@ def notes(found: SearchResult) -> tuple[str, ...]:
     several = len({row.mesh for row in found.rows}) > 1
     few = f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
     head = (
-        f"Auto chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{few}, "
+        f"{found.by} chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{few}, "
         f"{found.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} at most on a "
         f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
         f"less than {shown_seconds(found.bound_s)}"

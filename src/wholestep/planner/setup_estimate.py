@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from ..cost.compute import flops, node_us
+from ..cost.compute import flops
+from ..cost.memory import peak_memory
 from ..cost.simulation import sent_us
 from ..graph import meta
 from ..graph.graph import LocalGraph
@@ -13,8 +14,8 @@ from ..graph.nodes import is_collective
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..plan.strategies import Strategies
-from .bounds import data_collectives
-from .recompute_kinds import RecomputeKind, passes_of
+from .bounds import data_collectives, least_bytes
+from .recompute_kinds import RecomputeKind
 from .short_steps import MadeStep, ShortSteps
 
 
@@ -36,16 +37,28 @@ class BatchTimes:
         return self.forward_us + self.backward_us + self.tensor_us + again
 
 
+@dataclass(frozen=True)
+class BatchBytes:
+    """Bytes of a rank besides those that it keeps between steps while it works on one micro-batch: that no schedule
+    avoids, and of the program before it is scheduled.
+    """
+
+    least: int
+    likely: int
+
+
 @dataclass
 class SetupEstimate:
-    """Estimates for one model; profiles and peaks are those of parameters sharded over all data-parallel axes."""
+    """Estimates for one model; profiles and bytes are those of parameters sharded over all data-parallel axes."""
 
     steps: ShortSteps
     hardware: Hardware
     tensor_axis: str
     made: dict[tuple[int, int], MadeStep] = field(default_factory=dict[tuple[int, int], MadeStep])
     profiles: dict[tuple[int, int], BatchTimes] = field(default_factory=dict[tuple[int, int], BatchTimes])
-    peaks: dict[tuple[int, int, RecomputeKind], int] = field(default_factory=dict[tuple[int, int, RecomputeKind], int])
+    held: dict[tuple[int, int, RecomputeKind], BatchBytes] = field(
+        default_factory=dict[tuple[int, int, RecomputeKind], BatchBytes]
+    )
 
     def probe(self, mesh: Mesh, strategies: Strategies, batch: int) -> None:
         """Plan what is profiled for the ranks that share a layer on `mesh`."""
@@ -65,7 +78,7 @@ class SetupEstimate:
         return BatchTimes(*(summed(one) for one in ("forward", "elementwise", "backward", "update", "tensor")))
 
     def _summed(self, local: LocalGraph, wanted: str) -> float:
-        total = 0.0
+        total, op_us = 0.0, self.steps.software.op_us(local.graph, self.hardware)
         for node in local.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -75,20 +88,36 @@ class SetupEstimate:
                 continue
             phase = "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
             if phase == wanted or (wanted == "elementwise" and phase == "forward" and not flops(node)):
-                total += node_us(node, self.hardware)
+                total += op_us(node)
         return total
 
     def batch_us(self, mesh: Mesh, batch: int) -> float:
         """Microseconds that the ops of one micro-batch take at least, nothing recomputed."""
         return self.profiles[self.split(mesh), batch].batch_us("none")
 
-    def beside_rest_bytes(self, mesh: Mesh, batch: int, kind: RecomputeKind) -> int:
-        """Bytes at the peak beside those that are kept between steps."""
+    def batch_bytes(self, mesh: Mesh, batch: int, kind: RecomputeKind) -> BatchBytes:
+        """Bytes of one micro-batch with a kind of recomputation."""
         key = self.split(mesh), batch, kind
-        if key not in self.peaks:
-            found = self.made[key[:2]].costs(passes_of(kind, self.hardware), self.hardware)
-            self.peaks[key] = found.peak_bytes - found.rest_bytes
-        return self.peaks[key]
+        if key not in self.held:
+            made = self.made[key[:2]]
+            found = (made.whole(least_bytes, kind), made.whole(_unscheduled, kind))
+            self.held[key] = BatchBytes(*(round(size - made.whole(_inputs)) for size in found))
+        return self.held[key]
+
+    def least_bytes_of(self, mesh: Mesh, batch: int, kind: RecomputeKind) -> int:
+        """`BatchBytes.least` of a batch that is perhaps not captured, from the two next smaller ones: as a maximum of
+        bytes that are each even in the batch it grows at least as fast from there on.
+        """
+        split = self.split(mesh)
+        smaller = sorted(size for size in self._captured(split) if size <= batch)[-2:]
+        if not smaller:
+            return 0
+        last, *_ = found = [self.batch_bytes(mesh, size, kind).least for size in reversed(smaller)]
+        more = (last - found[-1]) // max(smaller[-1] - smaller[0], 1)
+        return last + more * (batch - smaller[-1])
+
+    def _captured(self, split: int) -> list[int]:
+        return [batch for ranks, batch in self.made if ranks == split]
 
     def step_us(
         self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind, param_bytes: int
@@ -98,9 +127,22 @@ class SetupEstimate:
         one_us = profile.batch_us(kind)
         if data is None:
             return micro_batches * one_us + profile.update_us
-        ranks = prod(mesh.axis_size(axis) for axis in data.axes(mesh))
-        sent = data_collectives(mesh, data, param_bytes / self.split(mesh))
-        each = sum(self.hardware.collective_us(kind_, size, mesh, axis) for kind_, size, axis in sent)
-        times = micro_batches if data.kind.shards_gradients or data.kind.gathers_parameters else 1
-        update_us = profile.update_us * (1 if data.kind.shards_state else ranks)
-        return micro_batches * one_us + update_us + times * max(each - one_us, 0.02 * each)
+        axes = data.axes(mesh)
+        whole = axes[:-1] if data.kind.grouped else () if data.kind.shards_state else axes
+        each_us = all_us = 0.0
+        for sent, size, axis in data_collectives(mesh, data, param_bytes / self.split(mesh)):
+            us = self.hardware.collective_us(sent, size, mesh, axis)
+            gathers = sent == "all_gather" and data.kind.gathers_parameters
+            each_us += us if gathers or data.kind.shards_gradients else 0.0
+            all_us += us
+        waits = [max(us - one_us, 0.02 * us) for us in (each_us, all_us)]
+        update_us = profile.update_us * prod(map(mesh.axis_size, whole))
+        return micro_batches * one_us + update_us + (micro_batches - 1) * waits[0] + waits[1]
+
+
+def _unscheduled(local: LocalGraph) -> int:
+    return peak_memory(local).size_bytes
+
+
+def _inputs(local: LocalGraph) -> int:
+    return peak_memory(local).rest_bytes

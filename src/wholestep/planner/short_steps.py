@@ -2,60 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..backend.pipeline import pipeline
+from ..cost.software import OWN, Software
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..partition.lower import lowered
-from ..passes.base import Pass
+from ..passes.base import run_passes
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
-from .bounds import Costs, costs
+from .bounds import Costs, costs_of, peak_beside_gradients
 from .folded_step import FEWEST, FoldedStep, fold_step
+from .recompute_kinds import RecomputeKind, recomputing
 from .resolve import plan_strategies
 
 CaptureStep = Callable[[int, int, int], TrainGraph]
 """From sequences of a rank at a time, micro-batches and layers, to the step."""
+Programs = tuple[tuple[Plan, LocalGraph], ...]
+
+
+@dataclass(frozen=True)
+class MadeCosts:
+    """Costs of a step, and the most bytes that a rank holds besides gradients of parameters, which may add up."""
+
+    costs: Costs
+    beside_gradients_bytes: int
 
 
 @dataclass(frozen=True)
 class MadeStep:
-    """Plans and programs of a step: of all layers (`pair` is None), or of two numbers of layers."""
+    """Plans and programs of a step: of all layers (`pair` is None), or of two numbers of layers. `programs` recompute,
+    and are not scheduled; `known` are their costs.
+    """
 
     step: FoldedStep | None
     pair: tuple[int, int] | None
-    made: tuple[tuple[Plan, LocalGraph], ...]
+    made: Programs
+    hardware: Hardware
+    software: Software = OWN
+    programs: dict[RecomputeKind, Programs] = field(default_factory=dict[RecomputeKind, "Programs"], compare=False)
+    known: dict[RecomputeKind, MadeCosts] = field(default_factory=dict[RecomputeKind, "MadeCosts"], compare=False)
 
-    def costs(self, passes: tuple[Pass, ...], hardware: Hardware) -> Costs:
-        """Costs of the whole step after `passes`."""
+    def of(self, kind: RecomputeKind) -> Programs:
+        """Plans and programs that recompute, not scheduled."""
+        if kind not in self.programs:
+            self.programs[kind] = tuple((plan, run_passes(one, recomputing(kind))) for plan, one in self.made)
+        return self.programs[kind]
+
+    def costs(self, kind: RecomputeKind) -> MadeCosts:
+        """Costs of the whole step with a kind of recomputation."""
+        if kind not in self.known:
+            made, passes = self.of(kind), pipeline(self.hardware)
+            if self.step is None or self.pair is None:
+                (plan, local), *_ = made
+                programs = [run_passes(local, passes)]
+                found = costs_of(programs[0], plan, self.hardware, self.software)
+            else:
+                programs = self.step.scheduled(self.pair, made, passes)
+                plans = [plan for plan, _ in made]
+                found = self.step.costs_from(self.pair, list(zip(plans, programs, strict=True)))
+            beside = self._whole([peak_beside_gradients(one) for one in programs])
+            self.known[kind] = MadeCosts(found, round(beside))
+        return self.known[kind]
+
+    def whole(self, found: Callable[[LocalGraph], float], kind: RecomputeKind = "none") -> float:
+        """A quantity that is linear in the number of layers, of the whole step before it is scheduled."""
+        return self._whole([found(local) for _, local in self.of(kind)])
+
+    def _whole(self, found: Sequence[float]) -> float:
         if self.step is None or self.pair is None:
-            return costs(self.made[0][1], self.made[0][0], hardware, passes)
-        return self.step.priced(self.pair, self.made, passes)
-
-    def whole(self, found: Callable[[LocalGraph], float]) -> float:
-        """A quantity that is linear in the number of layers, of the whole step."""
-        values = [found(local) for _, local in self.made]
-        return (
-            values[0] if self.step is None or self.pair is None else self.step.whole(self.pair, (values[0], values[1]))
-        )
+            return found[0]
+        return self.step.whole(self.pair, (found[0], found[1]))
 
 
 @dataclass
 class ShortSteps:
     """The steps of a model with `layers` layers. One with a micro-batch is captured with few of them, and again with
     more where a strategy needs that, or with all; one with several is captured with the numbers of layers that the
-    first is folded to.
+    first is folded to. What was planned once is kept.
     """
 
     capture: CaptureStep
     layers: int
     hardware: Hardware
+    software: Software = OWN
     known: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
     several: dict[tuple[int, int, int], TrainGraph] = field(default_factory=dict[tuple[int, int, int], TrainGraph])
+    planned: dict[tuple[object, ...], MadeStep] = field(default_factory=dict[tuple[object, ...], MadeStep])
 
     def step(self, batch: int, layers: int = FEWEST[1] + 1) -> FoldedStep | TrainGraph:
         """The step with at least so many layers; all of them where it cannot be extrapolated from few."""
@@ -66,11 +104,12 @@ class ShortSteps:
 
     def _captured(self, batch: int, layers: int) -> FoldedStep | TrainGraph:
         if 2 * layers <= self.layers:
-            folded = fold_step(self.capture(batch, 1, layers), self.hardware, layers_left_out=self.layers - layers)
+            graph, left_out = self.capture(batch, 1, layers), self.layers - layers
+            folded = fold_step(graph, self.hardware, layers_left_out=left_out, software=self.software)
             if folded is not None:
                 return folded
         graph = self.capture(batch, 1, self.layers)
-        return fold_step(graph, self.hardware) or graph
+        return fold_step(graph, self.hardware, software=self.software) or graph
 
     def _graph(self, step: FoldedStep | TrainGraph, blocks: int | None, batch: int, micro_batches: int) -> TrainGraph:
         """The step with so many equal blocks, or with all layers."""
@@ -109,9 +148,13 @@ class ShortSteps:
         self, step: FoldedStep | TrainGraph, pair: tuple[int, int] | None, mesh: Mesh, strategies: Strategies,
         batch: int, micro_batches: int,
     ) -> MadeStep:  # fmt: skip
-        graphs = [self._graph(step, blocks, batch, micro_batches) for blocks in (pair or (None,))]
-        made = tuple(_made(one, mesh, strategies, self.hardware) for one in graphs)
-        return MadeStep(step if isinstance(step, FoldedStep) else None, pair, made)
+        key = mesh, repr(strategies), batch, micro_batches, pair
+        if key not in self.planned:
+            graphs = [self._graph(step, blocks, batch, micro_batches) for blocks in (pair or (None,))]
+            made = tuple(_made(one, mesh, strategies, self.hardware) for one in graphs)
+            folded = step if isinstance(step, FoldedStep) else None
+            self.planned[key] = MadeStep(folded, pair, made, self.hardware, self.software)
+        return self.planned[key]
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies) -> int:
         """Bytes that a rank keeps between steps.
@@ -132,10 +175,19 @@ def _made(graph: TrainGraph, mesh: Mesh, strategies: Strategies, hardware: Hardw
 
 def repeated(one: Costs, two: Costs, micro_batches: int) -> Costs:
     """Costs of a step with so many micro-batches from those with one and with two. Each further one takes what the
-    second takes; the peak is that of two, as gradients accumulate in place.
+    second takes; the peak is that of one.
     """
     if micro_batches < 1:
         raise PlanError(f"{micro_batches} micro-batches", "at least 1", "correct it")
     grown = one.towards(two, micro_batches - 1)
-    same = two if micro_batches > 1 else one
-    return replace(grown, rest_bytes=same.rest_bytes, peak_bytes=same.peak_bytes, held=same.held)
+    return replace(grown, rest_bytes=one.rest_bytes, peak_bytes=one.peak_bytes, held=one.held)
+
+
+def accumulating(one: MadeCosts, gradient_bytes: int) -> Costs:
+    """Costs of one micro-batch of several: a rank holds `gradient_bytes` that add up, and the most that it holds
+    besides gradients.
+    """
+    peak = max(one.beside_gradients_bytes + gradient_bytes, one.costs.peak_bytes)
+    held = dict(one.costs.held)
+    held["gradient"] = held.get("gradient", 0) + max(peak - one.costs.peak_bytes, 0)
+    return replace(one.costs, peak_bytes=peak, held=held)

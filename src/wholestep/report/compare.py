@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..backend.pipeline import pipeline
+from ..cost.software import OWN, Software
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
@@ -50,30 +51,31 @@ def compare(
     hardware: Hardware | None = None,
     watch: Callable[[str], None] | None = None,
     passes: Sequence[Pass] | None = None,
+    software: Software = OWN,
 ) -> list[PlanRow]:
     """A row for each template, the fastest for each batch first, errors last.
 
     Costs of a deep step are extrapolated from steps with few of its equal layers, except those of the fastest template.
     `watch` is called with the name of each template before it is planned. Programs go through `passes`, the standard
-    pipeline if None.
+    pipeline if None; `software` runs them.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
     passes = pipeline(hardware) if passes is None else passes
     whole = any(isinstance(one, FitMemory) for one in passes)  # a budget is for all layers
-    short, rows = None if whole else fold_step(graph, hardware), list[PlanRow]()
+    short, rows = None if whole else fold_step(graph, hardware, software=software), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
-        rows.append(_row(graph, mesh, template, hardware, passes, short))
+        rows.append(_row(graph, mesh, template, hardware, passes, software, short))
     rows = sorted(rows, key=lambda row: row.batch_s)
     while rows and rows[0].layers is not None:
-        rows[0] = _row(graph, mesh, by_name[rows[0].name], hardware, passes)
+        rows[0] = _row(graph, mesh, by_name[rows[0].name], hardware, passes, software)
         rows = sorted(rows, key=lambda row: row.batch_s)
     return rows
 
 
 def _row(
-    graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, passes: Sequence[Pass],
+    graph: TrainGraph, mesh: Mesh, template: Template, hardware: Hardware, passes: Sequence[Pass], software: Software,
     short: FoldedStep | None = None,
 ) -> PlanRow:  # fmt: skip
     """A row with all layers, or extrapolated if `short` can."""
@@ -88,10 +90,10 @@ def _row(
         if short and layers:
             found = short.priced(layers, made, passes)
         else:
-            found = costs(made[0][1], made[0][0], hardware, passes)
+            found = costs(made[0][1], made[0][0], hardware, passes, software)
     except WholestepError as error:
         return (
-            _row(graph, mesh, template, hardware, passes)
+            _row(graph, mesh, template, hardware, passes, software)
             if layers
             else PlanRow(template.name, 1, None, first_line(error))
         )

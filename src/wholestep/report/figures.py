@@ -71,8 +71,8 @@ class Figures:
             "ranks": self.ranks, "step_s": costs.step_s, "step_tokens": self.step_tokens,
             "tokens_per_s": self.tokens_per_s, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "mfu": costs.mfu,
             "hfu": costs.hfu, "peak_bytes": costs.peak_bytes, "peak_bytes_by_kind": dict(costs.held),
-            "memory_bytes": self.memory_bytes, "exposed_s": costs.exposed_s, "host_s": costs.host_s,
-            "run_tokens": self.run_tokens, "run_s": self.run_s, "run_price": self.run_price,
+            "reserved_bytes": costs.reserved_bytes, "memory_bytes": self.memory_bytes, "exposed_s": costs.exposed_s,
+            "host_s": costs.host_s, "run_tokens": self.run_tokens, "run_s": self.run_s, "run_price": self.run_price,
             "validation": asdict(validated) if validated else None,
         }  # fmt: skip
 
@@ -91,6 +91,8 @@ class Figures:
             yield "tokens/s", "unknown: give --batch-tokens, the tokens in the batch"
         yield "MFU, HFU", f"{costs.mfu:.1%}, {costs.hfu:.1%} with what is recomputed"
         yield "peak a GPU", self._memory()
+        if self.hardware.has_gpus:
+            yield "reserved", self._reserved()
         share = costs.exposed_s / costs.step_s if costs.step_s else 0.0
         yield "exposed", f"{seconds(costs.exposed_s)} of communication, {share:.1%} of the step"
         if costs.host_s > costs.step_s:
@@ -107,6 +109,17 @@ class Figures:
         )
         over = "" if room is None else f" of {human(room)}" + (", too much" if costs.peak_bytes > room else "")
         return f"{human(costs.peak_bytes)}{over}" + (f": {parts}" if parts else "")
+
+    def _reserved(self) -> str:
+        costs, room = self.costs, self.memory_bytes
+        if costs.reserved_bytes is None:
+            return "unknown from few layers: the command that plans this setup has it"
+        over = ", more than there is," if room is not None and costs.reserved_bytes > room else ""
+        between = max(costs.reserved_bytes - costs.peak_bytes, 0)
+        return (
+            f"{human(costs.reserved_bytes)}{over} by torch's allocator, {human(between)} of it between tensors; "
+            "driver and NCCL take more"
+        )
 
     def _run(self, took_s: float) -> str:
         hours = took_s / _HOUR * self.ranks

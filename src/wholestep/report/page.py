@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..backend.pipeline import pipeline
+from ..cost.kernel_times import KernelTimes
+from ..cost.stack import Stack
 from ..cost.timeline import Timeline, timeline, title
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
@@ -34,6 +36,9 @@ def report(
     alternatives: Sequence[PlanRow] = (),
     chosen: str = "",
     what_if: Sequence[WhatIf] = (),
+    compiled: bool = False,
+    stack: Stack | None = None,
+    profile: KernelTimes | None = None,
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
@@ -46,6 +51,9 @@ def report(
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
         what_if: rows of `wholestep.report.what_if.what_if`.
+        compiled: ops run as the kernels that `backend="inductor"` makes of them.
+        stack: other software that runs the step.
+        profile: measured kernels.
 
     Raises:
         PlanError: the plan is not for this graph, or no alternative has the name `chosen`.
@@ -59,7 +67,8 @@ def report(
     check_arguments(
         "report", path=(path, str | Path), plan=(plan, Plan), graph=(graph, TrainGraph | LocalGraph),
         hardware=(hardware, Hardware | None), model=(model, str), alternatives=(alternatives, Sequence[PlanRow]),
-        chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]),
+        chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]), compiled=(compiled, bool),
+        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
     )  # fmt: skip
     if chosen and chosen not in [row.name for row in alternatives]:
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
@@ -70,7 +79,7 @@ def report(
         found = "a page for a plan with a Pipeline is not built"
         raise PlanError(found, "a plan without stages", "print the plan, and save wholestep.timeline(local, hardware)")
     local = program(plan, graph, hardware)
-    made = timeline(local, hardware)
+    made = timeline(local, hardware, compiled, stack=stack, profile=profile)
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,

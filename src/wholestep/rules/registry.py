@@ -12,10 +12,11 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import RuleError, shown
 from ..graph.meta import TensorMeta
-from ..sizes import SizeFloat, SizeGuards, SizeInt
+from ..sizes import SizeFloat, SizeGuards, SizeInt, UnitInt, text_of, unit_of
 from ..typed_values import check_arguments
 from .apply import apply, choose
 from .call import Call
+from .cut_in_units import in_whole_units
 from .language import RuleText, cases
 from .rule import BoundRule
 
@@ -202,9 +203,9 @@ def find(target: Any) -> Rule | None:
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
     """The rule of `call` on its shapes, that of `fallback` if the table has none; None if neither has one."""
     found = find(call.target)
-    if found is None:
-        return fallback(call) if fallback else None
-    return found.bind(call)
+    bind = fallback if found is None else found.bind
+    rule = bind(call) if bind else None
+    return None if rule is None else in_whole_units(rule, call)
 
 
 bound: dict[Any, BoundRule | None] = {}
@@ -227,7 +228,10 @@ def _frozen(value: Any, records: list[SizeGuards]) -> Any:
         return tuple(_frozen(v, records) for v in cast(Sequence[Any], value))
     if isinstance(value, (SizeInt, SizeFloat)):
         records.append(value.guards)
-        return type(value), value.text
+        unit = unit_of(cast(int, value))
+        return type(value), value.text, unit if unit is None else text_of(unit)
+    if isinstance(value, UnitInt):
+        return UnitInt, int(value), value.unit
     if not isinstance(value, TensorMeta):
         return type(value), value
     if any(type(n) is not int for n in (*value.shape, *value.stride)):

@@ -31,7 +31,8 @@ class Group:
 
     `reduces` maps a factor that an output lacks to the partial op of that output if the factor is sharded. `even` has
     sizes of factors that need equal parts (outer factors of merged dims), `filled` of factors that need non-empty
-    parts; other factors are split as by torch.chunk. Values of `opaque` outputs are never read.
+    parts; other factors are split as by torch.chunk. `in_units` are those of `even` whose merged dims are cut between
+    whole units, so that parts may differ. Values of `opaque` outputs are never read.
     Invariants: a factor stands at most once in a term; operands in no group are shared and stay whole.
     """
 
@@ -42,6 +43,7 @@ class Group:
     even: Mapping[str, int] = field(default_factory=dict[str, int])
     filled: Mapping[str, int] = field(default_factory=dict[str, int])
     opaque: frozenset[int] = frozenset()
+    in_units: frozenset[str] = frozenset()
 
     def factors_at(self, operand: int, dim: int) -> str | None:
         """The factor of one dim of one operand."""
@@ -53,10 +55,11 @@ class Group:
         """Factors of the operands, in order of appearance."""
         return tuple(dict.fromkeys(f for term in self.operands.values() for f in term if f))
 
-    def splits(self, factor: str, parts: int) -> bool:
-        """True if `factor` may be split into `parts`."""
+    def splits(self, factor: str, parts: int, equal: bool = False) -> bool:
+        """True if `factor` may be split into `parts`. `equal`: merged dims are not cut in units."""
         size = self.filled.get(factor)
-        return self.even.get(factor, 0) % parts == 0 and (size is None or -(-size // parts) * (parts - 1) < size)
+        fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % parts == 0
+        return fits and (size is None or -(-size // parts) * (parts - 1) < size)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `Auto` chooses for a job: the first rank searches, on the hardware as it was measured, and broadcasts."""
+"""What `Auto` or `MicroBatches("auto")` chooses: the first rank searches, on the measured hardware, and broadcasts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel, PerParameterStorage
+from ..plan.micro_batches import MicroBatches
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..planner.auto import Auto
+from ..planner.piece_search import PieceSearch
 from ..planner.search_result import explained
 from ..tuning import TUNING
 from .finalize import Finalizer
@@ -45,7 +47,7 @@ def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
 
 
 def choose_strategy(
-    auto: Auto, captured: Capture, finalizer: Finalizer, label: str
+    auto: Auto | PieceSearch, captured: Capture, finalizer: Finalizer, label: str
 ) -> tuple[AutoChoice, Strategies, Hardware]:
     """The first rank's choice, its strategies, and the hardware that plans were compared on. Placed state stays."""
     graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
@@ -63,7 +65,7 @@ def choose_strategy(
     return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
 
 
-def strategies_of(chosen: AutoChoice, auto: Auto, mesh: Mesh) -> Strategies:
+def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> Strategies:
     """The solved strategies, or the strategies of the chosen candidate. Raises PlanError: a file names another."""
     if chosen.solved is not None:
         return same_numbers(chosen.solved, auto.base(mesh))
@@ -87,8 +89,10 @@ def same_numbers(cached: Strategies, asked: Strategies) -> Strategies:
     return cached
 
 
-def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]) -> AutoChoice:
-    """What `Auto` chooses on this rank. Raises PlanError: nothing fits."""
+def _chosen(
+    auto: Auto | PieceSearch, captured: Capture, world: World, measured: Hardware, passes: Sequence[Pass]
+) -> AutoChoice:  # fmt: skip
+    """What `auto` chooses on this rank. Raises PlanError: nothing fits."""
     layouts, hardware = placed(captured.state, world), auto.hardware or measured
     found = auto.search(captured.graph, world.mesh, layouts, same_batches=True, hardware=hardware, passes=passes)
     best = found.best.strategies
@@ -96,7 +100,7 @@ def _chosen(auto: Auto, captured: Capture, world: World, measured: Hardware, pas
     made = explained(found)
     assert made.objective is not None, "it was chosen for one"
     notes = tuple(made.notes[len(found.plan.notes) :])
-    if any(isinstance(part, (SolvedLayouts, PerParameterStorage)) for part in best.parts):
+    if any(isinstance(part, (SolvedLayouts, PerParameterStorage, MicroBatches)) for part in best.parts):
         return AutoChoice(made.objective, solved=best, notes=notes)
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
     return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)

@@ -28,7 +28,9 @@ from ..plan.plan import Plan
 from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
+from ..plan.tensor_parallel import TensorParallel
 from ..planner.auto import Auto
+from ..planner.piece_search import PieceSearch
 from ..precision import Float8, MixedPrecision
 from ..typed_values import check_fields
 from ..units import parse_bytes, parse_seconds
@@ -69,8 +71,9 @@ class CompileOptions:
             numbers are the same bits. `step.tuning` says what was found, or why nothing is tuned. `"off"` keeps the
             schedule of the measured hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
-            recomputes activations and re-gathers parameters, the cheapest first. It replaces `keep_gathered_bytes`; an
-            explicit `reshard_after_forward` is respected.
+            recomputes activations and re-gathers parameters, the cheapest first; with `MicroBatches("auto")`, the first
+            call also chooses a number of pieces. It replaces `keep_gathered_bytes`; an explicit `reshard_after_forward`
+            is respected.
         mixed_precision: dtypes of the modules' computation and of gradient reductions.
         float8: linear layers whose products multiply numbers of 8 bits ([page](mixed-precision.md#float8)).
         offload: `"cpu"` stores parameters, gradients and optimizer state in host memory, where the update runs; shards
@@ -194,8 +197,9 @@ class CompileOptions:
 class StepOptions:
     """The options of one compiled step, resolved.
 
-    `strategies`: as given; if `auto` chooses, the strategies that decide how ranks share batches. `plan`: the plan to
-    apply. `may_regather`: a budget may re-gather parameters that the plan keeps gathered.
+    `strategies`: as given; if `auto` (`Auto`, or the search for a number of micro-batches) chooses, the strategies that
+    decide how ranks share batches. `plan`: the plan to apply. `may_regather`: a budget may re-gather parameters that
+    the plan keeps gathered.
     """
 
     given: CompileOptions
@@ -203,7 +207,7 @@ class StepOptions:
     strategies: Strategies
     mesh: Mesh | None
     memory_bytes: int | None
-    auto: Auto | None
+    auto: Auto | PieceSearch | None
     plan: Plan | None
     may_regather: bool
     capture: CaptureOptions
@@ -233,12 +237,14 @@ class StepOptions:
             raise BackendError(found, needed, 'use backend="eager"')
         if strategies.pipeline is not None and given.paddings:
             raise PlanError("pad_to with Pipeline is not built", "batches of one size, or of a few", "leave out pad_to")
-        if strategies.pieces > 1 and backend.name == "inductor":
-            found = f"backend 'inductor' with MicroBatches({strategies.pieces})"
+        cut = auto.micro_batches if auto is not None else strategies.micro_batches
+        if cut is not None and cut.pieces != 1 and backend.name == "inductor":
+            found = f"backend 'inductor' with MicroBatches({cut.pieces!r})"
             raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
-        keeps = strategies.options.reshard_after_forward is False
+        keeps = auto is None and strategies.options.reshard_after_forward is False
         if budget is not None:
             strategies = _with_kept_gathers(strategies, given)
+        chooser = _piece_search(strategies, budget, not keeps, given) if strategies.has_open_pieces else auto
         if mesh is not None:
             strategies.axes(refuse_time(mesh))
         elif (style := strategies.options.kind).grouped:
@@ -257,7 +263,7 @@ class StepOptions:
             device=given.device,
         )
         may_regather, cache = keeps if plan is not None else not keeps, folder_of(given.cache)
-        return StepOptions(given, backend, strategies, mesh, budget, auto, plan, may_regather, capture, cache)
+        return StepOptions(given, backend, strategies, mesh, budget, chooser, plan, may_regather, capture, cache)
 
 
 def _check_backend(backend: Backend, given: CompileOptions) -> None:
@@ -326,6 +332,18 @@ def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strateg
         return strategies
     keeping = replace(data, reshard_after_forward=False)
     return Strategies(tuple(keeping if part is data else part for part in strategies.parts))
+
+
+def _piece_search(
+    strategies: Strategies, budget: int | None, may_regather: bool, given: CompileOptions
+) -> PieceSearch:  # fmt: skip
+    """What chooses the number of micro-batches. Raises PlanError: without a budget, or layouts are to be found too."""
+    if budget is None:
+        assert strategies.pieces, "it raises"
+    if any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts):
+        found, needed = 'MicroBatches("auto") with TensorParallel("auto")', "one of them to choose"
+        raise PlanError(found, needed, 'give Auto(tensor=TensorParallel("auto"), micro_batches=...), or a number')
+    return PieceSearch(strategies, budget or 0, may_regather, given.hardware)
 
 
 def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:

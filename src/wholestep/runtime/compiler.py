@@ -151,7 +151,7 @@ class Compiler:
         self.finalizer.label = self._consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
-        finish = partial(self.finalizer.finish, may_regather=keeps if self._choice else self.options.may_regather)
+        finish = partial(self.finalizer.finish, may_regather=self.options.may_regather and (keeps or not self._choice))
         before, made = made, finish(made, watch=watch)
         if planned and not self._same_after_passes(
             dims, planned, made, lambda local: finish(replace(before, local=local))
@@ -184,7 +184,8 @@ class Compiler:
         except (RankFailedError, RankMismatchError):  # is about other ranks, whatever the sizes
             raise
         except Exception as error:
-            self.sizes.failed(dims, error)
+            if self.sizes.failed(dims, error):
+                return self._with_symbols(self.sizes.chosen(inputs), inputs, held, like, dump)
             return None, []
         if self.options.given.paddings:
             prove(self.options.given.paddings, captured, planned[0].sizes)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ..backend.build import BACKENDS
@@ -14,6 +17,7 @@ from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
 from ..capture.fake_inputs import dynamic_dims
 from ..capture.sizes_fixed import SizesFixedError
+from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World
 from ..errors import PlanError
 from ..graph import meta
@@ -32,8 +36,9 @@ _MOST_TRIED = 33  # a mesh of up to 32 ranks divides one of so many sizes in a r
 
 @dataclass
 class SymbolicSizes:
-    """The dims of batch tensors of one step that are captured as symbols: those that had two sizes, and those that
-    `dynamic` names; not those whose size a capture has fixed. `log` gets why.
+    """The dims of batch tensors of one step that are captured as symbols: those that had two sizes, and with them those
+    that are likely to (`_likely`), or those that `dynamic` names; not those whose size a capture has fixed. `log` gets
+    why, of a likely dim once it had two sizes.
 
     What is made with symbols is right only if nothing depends on the sizes that symbols do not show: a program of the
     user that asks `isinstance(n, int)`, say. So what it is for known sizes is compared, to the letter, with what a
@@ -46,12 +51,18 @@ class SymbolicSizes:
     varying: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     fixed: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     captures: int = 0
+    _guessed: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    _unsaid: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def note(self, dims: Dims) -> None:
         """These dims had two sizes."""
         if isinstance(self.options.given.dynamic, bool):
             for name, found in dims.items():
                 self.varying.setdefault(name, set()).update(found)
+                for place in {(name, dim) for dim in found} & self._unsaid.keys():
+                    del self.fixed[place]
+                    if where := self._unsaid.pop(place):
+                        self._fix(place, where)
 
     @property
     def why_not(self) -> str:
@@ -76,13 +87,27 @@ class SymbolicSizes:
             raise PlanError(f"pad_to: {self.why_not}", needed, "leave out pad_to, or what stands against symbols")
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
+        asked = {name: self._asked(name) for name in shapes}
+        found = self._free(inputs, shapes, asked)
+        self._guessed = set()
+        if not found or not self.varying:
+            return found
+        pairs = zip(inputs.names, inputs.leaves, strict=True)
+        likely = {name: _likely(leaf) | {*asked[name]} for name, leaf in pairs if name in shapes}
+        more = self._free(inputs, shapes, likely)
+        self._guessed = {(n, dim) for n, dims in more.items() for dim in dims if dim not in found.get(n, ())}
+        return more
+
+    def _free(
+        self, inputs: StepInputs, shapes: Mapping[str, tuple[int, ...]], asked: Mapping[str, Collection[int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Those of the dims that no capture has fixed, and whose size can be a symbol."""
         found: dict[str, tuple[int, ...]] = {}
         for name, leaf in zip(inputs.names, inputs.leaves, strict=True):
-            asked = self._asked(name)
-            if name in shapes and asked:
+            if asked.get(name):
                 given = meta.with_shape(meta_of(leaf), shapes[name])
-                dims = tuple(dim for dim in sorted(asked) if dim < len(given.shape) and (name, dim) not in self.fixed)
-                found[name] = dynamic_dims(given, dims)
+                dims = (dim for dim in sorted(asked[name]) if dim < len(given.shape) and (name, dim) not in self.fixed)
+                found[name] = dynamic_dims(given, tuple(dims))
         return {name: dims for name, dims in found.items() if dims}
 
     def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -107,26 +132,51 @@ class SymbolicSizes:
         return padded | set(next(named, ()))
 
     def left(self, captured: Capture) -> bool:
-        """Whether a capture has symbols whose size it did not fix; those that it did are captured one by one."""
+        """Whether a capture has symbols that vary, whose size it did not fix; those that it did are captured one by
+        one.
+        """
         assert captured.symbols is not None, "captured with symbols"
-        captured.symbols.record.say = self.log
+        captured.symbols.record.say, captured.symbols.record.busy = self.log, self._compiling
         fixed = captured.symbols.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
-        return len(fixed) < len(captured.symbols.record.dims)
+        return any(place not in fixed and place not in self._guessed for place in captured.symbols.record.dims.values())
 
-    def failed(self, dims: Mapping[str, Sequence[int]], error: Exception) -> None:
-        """A capture with these dims as symbols failed: their sizes are captured one by one."""
+    def _compiling(self) -> AbstractContextManager[object]:
+        """This rank compiles a region alone, in a call."""
+        return ACTIVITY.doing("compiling a region for other sizes", self.options.given.agree_timeout_s)
+
+    def failed(self, dims: Mapping[str, Sequence[int]], error: Exception) -> bool:
+        """A capture with these dims as symbols failed. True if it may do with fewer: those of which one size is known
+        are left out. Else their sizes are captured one by one.
+        """
+        if self._guessed:
+            left_out = dict.fromkeys(self._guessed, "")
+            self.fixed.update(left_out)
+            self._unsaid.update(left_out)
+            return True
         where = getattr(error, "where", "") or ""
         found = getattr(error, "found", f"{type(error).__name__}: {error}").splitlines()[0]
         for name, those in dims.items():
             for dim in those:
                 self._fix((name, dim), f"{where}: {found}" if where else found)
+        return False
 
     def _fix(self, place: tuple[str, int], where: str) -> None:
         if place not in self.fixed:
             self.fixed[place] = where
-            self.log(f"each size of dim {place[1]} of {place[0]} is captured: {where}")
+            if place in self._guessed:
+                self._unsaid[place] = where
+            else:
+                self.log(f"each size of dim {place[1]} of {place[0]} is captured: {where}")
+
+
+def _likely(leaf: Any) -> set[int]:
+    """The dims of a batch tensor that vary with any other of the batch: rows, and all dims of whole numbers, which are
+    texts, classes and counts. What is found fixed costs nothing.
+    """
+    counts = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool
+    return set(range(leaf.dim() if counts else min(leaf.dim(), 1)))
 
 
 def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:

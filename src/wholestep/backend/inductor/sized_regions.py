@@ -100,7 +100,8 @@ class SizedRegion:
             self.record.say(f"a region runs op by op at {sizes}: it was compiled {self.compiles} times")
             return self.module
         self.record.say(f"a region is compiled again at {sizes}: Inductor compares sizes in %{self.name}")
-        return self.compile_at(now) or self.module
+        with self.record.busy():
+            return self.compile_at(now) or self.module
 
     def compile_at(self, now: tuple[int, ...]) -> Callable[..., Any] | None:
         """Compile it with symbols that have these sizes now; None where that fails, which is said."""
