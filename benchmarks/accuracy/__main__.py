@@ -123,7 +123,7 @@ def _runs(most: int, sheet: list[Case], path: Path) -> Iterator[Table]:
 
 
 def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]:
-    """Errors of step times in three columns, of memory, and what is left out."""
+    """Errors of step times in four columns, of memory, and what is left out."""
     columns = (
         ("from the data sheet", "presets as they are: of runs, A100's memory rate and one host were fitted to some",
          runs.from_the_data_sheet(found)),
@@ -131,6 +131,10 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
          runs.by_other_sources(found)),
         ("after one row", "one factor for a source and a hardware, from its row of median length, which is left out",
          runs.after_one_row(found)),
+        ("after calibration",
+         "one factor for a source's device, from a row, and where its host costs 2 % of a step, one for that, from a "
+         "second row: both are left out",
+         runs.after_calibration(found)),
     )  # fmt: skip
     for title, said, cases in columns:
         if cases:
@@ -139,10 +143,13 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
     if sheet:
         yield errors("Step times by device, from the data sheet", columns[0][1], sheet, _hardware, ("hardware",))
         yield errors("Step times by device, after one row", columns[2][1], columns[2][2], _hardware, ("hardware",))
+        calibrated = columns[3][1:]
+        yield errors("Step times by device, after calibration", *calibrated, _hardware, ("hardware",))
         yield errors("Step times by parallelism, from the data sheet", columns[0][1], sheet, _kind, ("kind",))
+        yield errors("Step times by parallelism, after calibration", *calibrated, _kind, ("kind",))
         yield worst("Step times, from the data sheet: the worst (seconds)", sheet)
         yield far("Step times, from the data sheet: what is far off", sheet)
-        yield far("Step times, after one row: what is far off", columns[2][2])
+        yield far("Step times, after calibration: what is far off", columns[3][2])
     held = runs.memory(found)
     if held:
         yield errors("Memory", "nothing is fitted", held, _source, ("source", "hardware"))

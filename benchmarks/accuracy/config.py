@@ -1,10 +1,11 @@
 """A published run as the configuration of a transformer's training step, or the reason why it cannot be one."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import wholestep as ws
 from benchmarks.accuracy.read import Row, data_sheet, hardware_of, number, whole
+from wholestep.cost.stack import STACKS
 
 COLUMNS = (
     "source_id", "hw", "n_gpus", "gpus_per_node", "model", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff",
@@ -47,6 +48,7 @@ class Run:
         ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
         biased: linear layers add biases.
+        normed: queries and keys are normalized, head by head.
         pure: gradients are scattered in half precision too.
         eight: large linear layers multiply in float8.
         stack: which software runs it.
@@ -77,6 +79,7 @@ class Run:
     ac: str
     checkpointed: float
     biased: bool
+    normed: bool
     pure: bool
     eight: bool
     stack: ws.Stack
@@ -123,7 +126,8 @@ def read(row: Row) -> Run | str:
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
         tp > 1 and (stack.name.startswith("torchtitan") or "sequence parallel" in notes), micro, accumulate, recompute,
         _checkpointed(row["ac"].lower(), layers),
-        bool(re.search(r"gpt", model)), "pure" in dtype or stack.name.startswith("megatron"),
+        bool(re.search(r"gpt", model)), bool(re.search(r"qwen-?3|olmo-?2|gemma-?3", model)),
+        "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
         _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware),
     )  # fmt: skip
@@ -192,16 +196,23 @@ def _recompute(text: str, stack: ws.Stack) -> str | None:
 
 
 _STACKS = (  # the first whose pattern is found in source, reference, sharding, notes, compile and recomputation
-    # torchtitan's trainer of whole graphs is an experiment beside it: those pull requests, or by name
     (r"vtrain|megatron-deepspeed", "megatron-deepspeed-2022"),
     (r"seqsel|2205\.05198|megatron-lm.*202[12]", "megatron-2022"),
     (r"megatron|nemo", "megatron"),
-    (r"torchtitan.*(pr #[1-3]\d\d\)|pr #\d\d\)|torchtrain)", "torchtrain-2024"),
-    (r"torchtitan.*(pr #(2570|3129|3132|3141|3429)\)|graph.?trainer|graph sac|regional inductor|no inductor)",
-     "torchtitan-graph"),
+    (r"torchtrain", "torchtrain-2024"), (r"torchtitan_2024", "torchtitan-2024"),
+    (r"graph.?trainer|graph sac|regional inductor|autoresearch", "torchtitan-graph"),
+    (r"simple.?fsdp|no inductor", "torchtitan-simple-fsdp"),
     (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
     (r"deepspeed", "deepspeed"), (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
 )  # fmt: skip
+_PULL = r"torchtitan.*?(?:pr #|pull/)(\d+)"
+_BY_PULL = (  # of torchtitan: below which number a pull request ran what; `cost.stack` has the commits
+    (400, "torchtrain-2024"), (1776, "torchtitan-2024"),
+)  # fmt: skip
+_GRAPH_PULLS = {  # experiments/graph_trainer, where a row does not say so, and what its commits ran
+    2570: "torchtitan-graph-2026-03", 3129: "torchtitan-graph", 3132: "torchtitan-graph", 3429: "torchtitan-graph",
+    3141: "torchtitan-graph-2026-04",  # merged two hours behind 9ed1a028d, measured before
+}  # fmt: skip
 
 
 def _stack(row: Row) -> ws.Stack:
@@ -210,12 +221,18 @@ def _stack(row: Row) -> ws.Stack:
         return ws.Stack.named(row["stack"])
     said = " ".join(row.get(name, "") for name in ("source_id", "ref", "sharding", "notes", "compile", "ac")).lower()
     name = next(stack for pattern, stack in _STACKS if re.search(pattern, said))
+    pull = int(found[1]) if (found := re.search(_PULL, said)) else 0
+    name = _GRAPH_PULLS.get(pull, name)
+    if pull and name == "torchtitan":
+        name = next((older for below, older in _BY_PULL if pull < below), name)
     built = row["compile"].lower()
     compiled = built in ("yes", "true", "1") or bool(re.search(r"(?<!no )(?<!regional )inductor", built))
-    if name == "torchtitan" and compiled and "cudagraph" in built:
+    if compiled and "cudagraph" in built and name.startswith("torchtitan"):
         return ws.Stack.named("torchtitan-cudagraph")
-    has_both = name in ("fsdp", "torchtitan", "torchtrain-2024")
-    return ws.Stack.named(f"{name}-compile" if compiled and has_both else name)
+    if not compiled or ws.Stack.named(name).compiled or not name.startswith(("fsdp", "torch")):
+        return ws.Stack.named(name)
+    known = next((one for one in STACKS if one.name == f"{name}-compile"), None)
+    return known or replace(ws.Stack.named(name), name=f"{name}-compile", compiled=True)
 
 
 def _checkpointed(text: str, layers: int) -> float:

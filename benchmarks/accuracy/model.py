@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -38,14 +38,24 @@ class Attention(nn.Module):
         self.run = run
         inner, keys = run.heads * run.head, run.kv_heads * run.head
         linear = partial(nn.Linear, bias=run.biased)
-        self.q, self.k, self.v = linear(run.width, inner), linear(run.width, keys), linear(run.width, keys)
-        self.out = linear(inner, run.width)
+        self.joint = run.stack.joint_qkv and run.kv_heads == run.heads
+        if self.joint:
+            self.qkv = linear(run.width, 3 * inner)
+        else:
+            self.q, self.k, self.v = linear(run.width, inner), linear(run.width, keys), linear(run.width, keys)
+        self.out = nn.Linear(inner, run.width, bias=False)
+        norm = partial(nn.LayerNorm, run.head, bias=False) if run.normed else nn.Identity
+        self.norm_q, self.norm_k, self.turn = norm(), norm(), Turn()
 
     def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         """(batch, tokens, width)."""
-        parts = [made(x).view(*x.shape[:2], -1, self.run.head) for made in (self.q, self.k, self.v)]
+        if self.joint:
+            parts = list(self.qkv(x).view(*x.shape[:2], -1, 3 * self.run.head).chunk(3, -1))
+        else:
+            parts = [made(x).view(*x.shape[:2], -1, self.run.head) for made in (self.q, self.k, self.v)]
+        parts[:2] = [self.norm_q(parts[0]), self.norm_k(parts[1])]
         if turns is not None:
-            parts[:2] = [_rotated(part, turns) for part in parts[:2]]
+            parts[:2] = [self.turn(part, turns) for part in parts[:2]]
         heads = [part.transpose(1, 2) for part in parts]
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=self.run.kv_heads < self.run.heads)
         again = self.run.ac == "attention"
@@ -53,10 +63,13 @@ class Attention(nn.Module):
         return self.out(made.transpose(1, 2).flatten(2))
 
 
-def _rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Pairs of numbers turned as complex ones, in float32; (batch, tokens, heads, head)."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+class Turn(nn.Module):
+    """Rotates pairs of numbers, as complex ones in float32; (batch, tokens, heads, head)."""
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Of the shape of `x`."""
+        pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 class Mlp(nn.Module):
@@ -66,7 +79,7 @@ class Mlp(nn.Module):
         super().__init__()
         linear = partial(nn.Linear, bias=run.biased)
         self.gate = linear(run.width, run.hidden) if run.gated else None
-        self.up, self.down = linear(run.width, run.hidden), linear(run.hidden, run.width)
+        self.up, self.down = linear(run.width, run.hidden), nn.Linear(run.hidden, run.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, width)."""
@@ -74,17 +87,24 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Attention and an MLP, each behind a norm. Biases of their last products are added with the residual, behind the
+    sum over ranks, as Megatron's `RowParallelLinear` has it (`skip_bias_add`).
+    """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.norm_1, self.attention = _norm(run), Attention(run)
         self.norm_2, self.mlp = _norm(run), Mlp(run)
+        self.bias_1, self.bias_2 = (nn.Parameter(torch.empty(run.width)) if run.biased else None for _ in range(2))
 
     def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         """(batch, tokens, width)."""
-        x = x + self.attention(self.norm_1(x), turns)
-        return x + self.mlp(self.norm_2(x))
+        x = _added(x, self.attention(self.norm_1(x), turns), self.bias_1)
+        return _added(x, self.mlp(self.norm_2(x)), self.bias_2)
+
+
+def _added(x: Tensor, made: Tensor, bias: Tensor | None) -> Tensor:
+    return x + (made if bias is None else made + bias)
 
 
 class Decoder(nn.Module):
@@ -167,17 +187,23 @@ def strategies(run: Run) -> list[Any]:
     made: list[Any] = []
     if run.replicate * run.shard > 1:
         axes = tuple(axis for axis, ranks in (("rep", run.replicate), ("dp", run.shard)) if ranks > 1)
-        again = True if run.style == "full" else None
+        again = run.stack.regathers if run.style == "full" else None
         kind = "hybrid" if run.style == "full" and len(axes) == 2 else {"full": "fully_shard"}.get(run.style, run.style)
         made.append(ws.DataParallel(kind, axis=axes, reshard_after_forward=again))
     if run.tp > 1:
         last: Any = RowwiseParallel(output_layouts=Shard(1)) if run.sequence else "rowwise"
-        first = ("attention.q", "attention.k", "attention.v", "mlp.up", *(["mlp.gate"] if run.gated else ()))
+        joint = run.stack.joint_qkv and run.kv_heads == run.heads
+        read = ("attention.qkv",) if joint else ("attention.q", "attention.k", "attention.v")
+        first = (*read, "mlp.up", *(["mlp.gate"] if run.gated else ()))
         names = dict.fromkeys((f"layers.*.{name}" for name in first), "colwise")
         named: dict[str, Any] = {**names, "layers.*.attention.out": last, "layers.*.mlp.down": last,
                                  "embedding": last, "head": "colwise"}  # fmt: skip
         if run.sequence:
             named |= dict.fromkeys(("layers.*.norm_1", "layers.*.norm_2", "norm"), "sequence")
+        if run.normed and run.stack.gathers_heads:
+            # all heads behind these norms, each rotated on every rank
+            whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
+            named |= dict.fromkeys((f"layers.*.attention.{name}" for name in ("norm_q", "norm_k", "turn")), whole)
         made.append(ws.TensorParallel(named, axis="tp"))
     return made
 

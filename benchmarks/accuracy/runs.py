@@ -10,15 +10,20 @@ from benchmarks.accuracy import config, simulated
 from benchmarks.accuracy.read import Case, Left, Row, hardware_of
 
 _FAR, _NEARLY_FULL = 0.2, 0.9
+_HOSTED = 0.02
+"""Share of a step that the host may cost where it counts as hidden."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, seconds of its step on presets, and GiB that its allocator reserves, of a run that reports them."""
+    """A run, seconds of its step on presets, and GiB that its allocator reserves, of a run that reports them. `hosted`:
+    the share of the step that a host which takes no time would save.
+    """
 
     run: config.Run
     step_s: float
     peak_gib: float = 0.0
+    hosted: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -38,7 +43,9 @@ def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
             continue
         try:
             held = simulated.peak_gib(run, hardware) if run.memory_gib else 0.0
-            found.append(Predicted(run, simulated.step_s(run, hardware), held))
+            step = simulated.step_s(run, hardware)
+            hosted = 1 - simulated.step_s(run, hardware, replace(simulated.PREDICTED, host=0.0)) / step
+            found.append(Predicted(run, step, held, hosted))
         except ws.WholestepError as error:
             left.append(Left(row["source_id"], where, str(error).splitlines()[0]))
     return found, left
@@ -72,6 +79,55 @@ def after_one_row(found: Sequence[Predicted]) -> list[Case]:
     return cases
 
 
+def after_calibration(found: Sequence[Predicted]) -> list[Case]:
+    """With what a user measures first: the device's factor on all kernels, from the row of median length; and where the
+    host matters, the host's factor too, from a second row. A profiled layer says both; a published row says one.
+
+    The device's row is one of those in which the host matters least, the host's row one of those in which it matters
+    most, both by simulation. They are left out.
+    """
+    cases: list[Case] = []
+    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
+        most = max(one.hosted for one in members)
+        if most < _HOSTED:
+            cases += _calibrated(members, _middle(members), None)
+            continue
+        least = min(one.hosted for one in members)
+        device = _middle([one for one in members if one.hosted <= max(least, _HOSTED)])
+        cases += _calibrated(members, device, _middle([one for one in members if one.hosted >= most / 2]))
+    return cases
+
+
+def _middle(members: Sequence[Predicted]) -> Predicted:
+    chosen = median_low(one.step_s for one in members)
+    return next(one for one in members if one.step_s == chosen)
+
+
+def _calibrated(members: list[Predicted], device: Predicted, host: Predicted | None) -> list[Case]:
+    rates = simulated.PREDICTED
+    for _ in range(2 if host else 1):  # one matters a little where the other is measured
+        rates = replace(rates, device=_solved(device, lambda x, now=rates: replace(now, device=x)))
+        if host is not None:
+            rates = replace(rates, host=_solved(host, lambda x, now=rates: replace(now, host=x)))
+    rest = [one for one in members if one is not device and one is not host]
+    return [_case(one, _step_s(one, rates)) for one in rest]
+
+
+def _step_s(one: Predicted, rates: ws.KernelTimes) -> float:
+    hardware = hardware_of(one.run.hardware)
+    assert hardware is not None, "it was simulated"
+    return simulated.step_s(one.run, hardware, rates)
+
+
+def _solved(one: Predicted, rates: Callable[[float], ws.KernelTimes]) -> float:
+    """The factor with which a run takes what was measured, as far as one between a third and three does that."""
+    low, high = 1 / 3, 3.0
+    for _ in range(12):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _step_s(one, rates(middle)) < (one.run.step_s or 0.0) else (low, middle)
+    return (low * high) ** 0.5
+
+
 def memory(found: Sequence[Predicted]) -> list[Case]:
     """Peaks of the runs that report one."""
     return [
@@ -99,8 +155,12 @@ def _grouped(found: Sequence[Predicted], key: Callable[[Predicted], object]) -> 
 
 def case(one: Predicted, factor: float) -> Case:
     """A run as predicted after a factor."""
+    return _case(one, factor * one.step_s)
+
+
+def _case(one: Predicted, step_s: float) -> Case:
     run = one.run
-    made = Case(run.source, run.hardware, label(run), kind(run), run.step_s or 0.0, factor * one.step_s)
+    made = Case(run.source, run.hardware, label(run), kind(run), run.step_s or 0.0, step_s)
     return replace(made, reason=_reason(one, made.error) if abs(made.error) > _FAR / 2 else "")
 
 

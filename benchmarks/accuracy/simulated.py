@@ -17,15 +17,16 @@ import wholestep as ws
 from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
 from wholestep.cost.reserved import Reserved, reserved
-from wholestep.cost.simulation import priced, steady_start
+from wholestep.cost.simulation import priced, run_all, steady_start
 from wholestep.cost.timeline import phase
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import module_path, size_bytes
-from wholestep.graph.op_kinds import collective_kind
+from wholestep.graph.op_kinds import collective_kind, packet_name
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
 from wholestep.passes.overlap import Overlap
+from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
 
@@ -44,9 +45,13 @@ class Microseconds:
     adding: float
 
 
-def step_s(run: Run, hardware: ws.Hardware) -> float:
-    """Seconds of one step."""
-    return sum(share * _step_us(one, hardware) for share, one in _kinds_of_layers(run)) / 1e6
+PREDICTED = ws.KernelTimes((), device=1.0)
+"""Nothing is measured."""
+
+
+def step_s(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICTED) -> float:
+    """Seconds of one step. `rates`: what the device and the host take, as multiples of what is predicted."""
+    return sum(share * _step_us(one, hardware, rates) for share, one in _kinds_of_layers(run)) / 1e6
 
 
 def peak_gib(run: Run, hardware: ws.Hardware) -> float:
@@ -65,16 +70,50 @@ def _kinds_of_layers(run: Run) -> list[tuple[float, Run]]:
     return [(run.checkpointed, again), (1 - run.checkpointed, kept)]
 
 
-def _step_us(run: Run, hardware: ws.Hardware) -> float:
+def _step_us(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes) -> float:
     shape = _shape(run)
-    first = [_microseconds(shape, hardware, layers, run.stack) for layers in TIMED]
+    first = [_microseconds(shape, hardware, layers, run.stack, rates) for layers in TIMED]
     whole = _line(TIMED, [one.step for one in first], run.layers)
-    if run.accumulate == 1:
+    one_by_one = run.style != "full" and run.ac == "full" and run.stack.call_us(hardware) > 0
+    if run.accumulate == 1 and not one_by_one:
         return whole
     once = run.style != "full" and run.replicate * run.shard > 1
-    alone = replace(shape, replicate=1, shard=1, style="replicate")
-    more = [_microseconds(alone, hardware, layers, run.stack) for layers in TIMED] if once else first
-    return whole + (run.accumulate - 1) * _line(TIMED, [m.step - m.update + m.adding for m in more], run.layers)
+    alone = replace(shape, replicate=1, shard=1, style="replicate") if once else shape
+    more = [_microseconds(alone, hardware, layers, run.stack, rates) for layers in TIMED] if once else first
+    adding = _line(TIMED, [m.adding for m in more], run.layers)
+    batch = _line(TIMED, [m.step - m.update for m in more], run.layers)
+    if not one_by_one:
+        return whole + (run.accumulate - 1) * (batch + adding)
+    begun, then = _batches(alone, hardware, run.layers, run.stack, rates)
+    return whole + begun - batch + (run.accumulate - 1) * (then + adding)
+
+
+@cache
+def _batches(
+    shape: Run, hardware: ws.Hardware, layers: int, stack: ws.Stack, rates: ws.KernelTimes
+) -> tuple[float, float]:
+    """Microseconds of the first micro-batch and of each further one where the host starts ops one by one. They are not
+    linear in layers: it gets ahead where kernels are long, as in the loss, and lives on that for some layers. Of three
+    layers, which are recomputed, the middle one stands for all but the first and the last.
+    """
+    local = _program(shape, hardware, 3)
+    calls = [node for node in local.graph.nodes if node.op == "call_function" and phase(node) != "update"]
+
+    def first(layer: int, kind: str) -> int:
+        return next(i for i, node in enumerate(calls) if phase(node) == kind and _is_in(node, f"layers.{layer}"))
+
+    forward, behind = first(1, "forward"), first(2, "forward")
+    backward, before = first(1, "backward"), first(0, "backward")
+    order = [
+        *calls[:forward], *(layers - 2) * calls[forward:behind], *calls[behind:backward],
+        *(layers - 2) * calls[backward:before], *calls[before:],
+    ]  # fmt: skip
+    clock = priced(local, hardware, stack=stack, profile=rates)
+    run_all(clock, order)
+    begun = clock.now
+    clock.host = begun if stack.reads_back else clock.host
+    run_all(clock, order)
+    return begun, clock.now - begun
 
 
 def _line(at: tuple[int, int], found: list[float] | tuple[float, ...], layers: int) -> float:
@@ -87,28 +126,34 @@ def _shape(run: Run) -> Run:
         run, source="", ref="", hardware="", device="", model="", step_s=None, memory_gib=None, device_gib=0.0,
         layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1, per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
-                      backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False),
+                      backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False,
+                      reads_back=False),
     )  # fmt: skip
 
 
 @cache
-def _microseconds(shape: Run, hardware: ws.Hardware, layers: int, stack: ws.Stack) -> Microseconds:
+def _microseconds(
+    shape: Run, hardware: ws.Hardware, layers: int, stack: ws.Stack, rates: ws.KernelTimes
+) -> Microseconds:
     local = _program(shape, hardware, layers)
-    clock = steady_start(local, priced(local, hardware, stack=stack))
+    clock = steady_start(local, priced(local, hardware, stack=stack, profile=rates))
     update = 0.0
     for node in local.graph.nodes:
         if node.op == "call_function":
-            before = clock.now
+            late = clock.host + (clock.starts or {}).get(node, 0.0)  # for what ran before
+            before = max(clock.now, late)
             clock.run(node)
             update += clock.now - before if phase(node) == "update" else 0.0
     gradients = sum(size_bytes(node) for given, node in local.placeholders() if given.role is Role.STATE) / 2
-    return Microseconds(clock.now, update, hardware.bytes_us(3 * gradients))
+    return Microseconds(clock.now, update, rates.device * hardware.bytes_us(3 * gradients))
 
 
 @cache
 def _reserved(run: Run, hardware: ws.Hardware, accumulates: bool) -> Reserved:
     shape = replace(run, layers=0, stack=_shape(run).stack)
     several = passes(hardware, run.stack)
+    if not run.stack.compiled:  # a result has memory of its own
+        several = [replace(one, temporaries=False) if isinstance(one, Reinplace) else one for one in several]
     if run.stack.copies:
         unit = _layer_bytes(run)  # which FSDP gathers and reduces at a time; gradients travel in float32
         several = list(resized(several, bucket_bytes=unit, in_flight_bytes=2 * unit, may_coalesce=False))
@@ -124,7 +169,8 @@ def _layer_bytes(run: Run) -> int:
 
 def _held(run: Run, local: ws.LocalGraph) -> dict[Node, Node]:
     """What a stack holds though nobody reads it, and until when: of a layer's forward what selective recomputation
-    marks, until the layer's backward ends; logits in float32, until the last backward begins its update.
+    marks, until the layer's backward ends; logits in float32, until the last backward begins its update; what the
+    backward of a loss of sharded logits was given, until it returns (`torch.distributed.tensor.parallel.loss`).
     """
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
     backward = [node for node in calls if phase(node) == "backward"]
@@ -139,16 +185,28 @@ def _held(run: Run, local: ws.LocalGraph) -> dict[Node, Node]:
             marked = [node for node in own if node.target is torch.ops.aten.mm.default][::every]
             marked += [node for node in own if collective_kind(node.target) == "reduce_scatter"]
             found |= dict.fromkeys(marked, ends[-1]) if ends else {}
+    logits = max(forward, key=lambda node: size_bytes(node) * (node.target is torch.ops.aten._to_copy.default))
     if run.stack.keeps_logits:
-        logits = max(forward, key=lambda node: size_bytes(node) * (node.target is torch.ops.aten._to_copy.default))
         found[logits] = backward[-1]
+    if run.tp > 1 and not run.stack.traced:
+        gradient = next(node for node in backward if packet_name(node.target) == "_to_copy")
+        inside = calls[calls.index(logits) : calls.index(gradient)]
+        whole = [node for node in inside if size_bytes(node) == size_bytes(logits)]
+        saved = [node for node in whole if phase(node) == "forward" and any(map(_is_backward, node.users))]
+        first = next(node for node in whole if phase(node) == "backward")
+        found |= dict.fromkeys([*saved, first], whole[-1])
     return found
+
+
+def _is_backward(node: Node) -> bool:
+    return phase(node) == "backward"
 
 
 def _is_in(node: Node, module: str) -> bool:
     return f"{module_path(node)}.".startswith(f"{module}.")
 
 
+@cache
 def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
     """The program of one rank, with the buckets of the whole model."""
     one = replace(shape, layers=0)

@@ -188,7 +188,14 @@ def test_parts_of_95_gib_are_those_of_96_gb() -> None:
     [
         ({"source_id": "vtrain_single"}, "megatron-deepspeed-2022"), ({"source_id": "torchtitan_pr"}, "torchtitan"),
         ({"source_id": "torchtitan_pr", "compile": "yes"}, "torchtitan-compile"),
-        ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan-graph"),
+        ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan-simple-fsdp"),
+        ({"source_id": "torchtitan_pr", "compile": "regional inductor"}, "torchtitan-graph"),
+        ({"ref": "pytorch/torchtitan commit 83c879f18 (PR #165)"}, "torchtrain-2024"),
+        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)"}, "torchtitan-2024"),
+        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)", "compile": "yes"}, "torchtitan-2024-compile"),
+        ({"ref": "https://github.com/pytorch/torchtitan/pull/1800"}, "torchtitan"),
+        ({"ref": "pytorch/torchtitan commit fca8ab7be (PR #2570)"}, "torchtitan-graph-2026-03"),
+        ({"ref": "pytorch/torchtitan commit a364b4b4f (PR #3141)"}, "torchtitan-graph-2026-04"),
         ({"source_id": "torchtitan_pr", "compile": "full inductor + cudagraph"}, "torchtitan-cudagraph"),
         ({"sharding": "FSDP", "compile": "yes"}, "fsdp-compile"), ({"sharding": "DeepSpeed ZeRO-3"}, "deepspeed"),
         ({"stack": "megatron"}, "megatron"), ({"source_id": "nemo_25"}, "megatron"), ({}, "fsdp"),
@@ -259,6 +266,27 @@ def test_columns_of_cross_validation() -> None:
     assert [case.error for case in runs.after_one_row(found)] == [pytest.approx(0)] * 3
     assert runs.by_other_sources(found[:3]) == []
     assert runs.after_one_row([found[0]]) == []
+
+
+def test_after_calibration_two_clocks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source whose device takes 1.2 and whose host 0.8 of what is predicted: two rows say so, others are exact."""
+
+    def step_s(run: config.Run, _: ws.Hardware, rates: ws.KernelTimes) -> float:
+        return run.layers * rates.device + run.width * rates.host
+
+    monkeypatch.setattr(simulated, "step_s", step_s)
+
+    def one(layers: int, width: int) -> runs.Predicted:
+        step = 1.2 * layers + 0.8 * width
+        run = replace(run_of(), layers=layers, width=width, step_s=step)
+        return runs.Predicted(run, layers + width, 0.0, width / (layers + width))
+
+    found = [one(40, 0), one(80, 0), one(90, 1), one(10, 60), one(20, 60), one(20, 80), one(50, 50)]
+    cases = runs.after_calibration(found)
+    assert len(cases) == len(found) - 2
+    assert max(abs(case.error) for case in cases) < 1e-3
+    assert max(abs(case.error) for case in runs.after_one_row(found)) > 0.1
+    assert len(runs.after_calibration(found[:2])) == 1  # the host does not matter, and is not measured
 
 
 @pytest.mark.parametrize(("held", "reason"), [("74.9", "nearly full"), ("50", "not explained")])

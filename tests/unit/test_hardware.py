@@ -185,6 +185,23 @@ def test_numbers_of_data_sheets(name):
     assert found.sources, "each preset says where its numbers are from"
 
 
+def test_a_link_has_its_source():
+    """That of the link in the name, and no longer that of the link it replaces."""
+    sheets = {one for name in ws.Hardware.presets() for one in ws.Hardware.preset(name).sources if "data sheet" in one}
+    assert len(sheets) >= 9
+    for link, said in {
+        "roce-400": "RoCE",
+        "efa-400": "EFA",
+        "ethernet-100": "TCP",
+        "infiniband-800": "InfiniBand",
+    }.items():
+        sources = ws.Hardware.preset(f"dgx-h100+{link}").sources
+        assert any(said in one for one in sources), link
+        assert any("NVIDIA H100 data sheet" in one for one in sources)
+        assert link.startswith("infiniband") or not any("bandwidths of InfiniBand" in one for one in sources)
+    assert "leaf switches" in ws.Hardware.preset("dgx-h100+roce-400:rail/2").sources[-1]
+
+
 def test_what_was_not_measured_says_so():
     fitted = {"dgx-a100", "dgx-h100", "h200", "b200-nvl72", "h100-96gb-500w", "a3-mega", "p5", "b200", "loopback"}
     for name in {*ws.Hardware.presets()} - fitted:

@@ -171,6 +171,32 @@ def test_measured_kernels_count_as_measured(local: ws.LocalGraph, tmp_path: Path
     assert compiled > ws.simulate(local, H100, stack=ws.Stack.named("fsdp-compile")).step_us + 12000
 
 
+def test_what_was_not_measured_follows_from_what_was(local: ws.LocalGraph, tmp_path: Path) -> None:
+    """Products half as fast as predicted make all products so, and nothing else."""
+    node, shapes = product(local)
+    predicted = op_times(local.graph, H100, False, ws.Stack("x"))
+    assert predicted is not None
+    row = {"shapes": shapes, "dtype": "bfloat16", "us": 2 * predicted[node]}
+    op = str(node.target.overloadpacket.__name__)
+
+    def ratios(kernels: list[dict[str, Any]], **rates: float) -> dict[Any, float]:
+        given = ws.KernelTimes.load(write(tmp_path / "kernels.json", {"kernels": kernels, **rates}))
+        found = op_times(local.graph, H100, False, ws.Stack("x"), given)
+        assert found is not None
+        return {n: round(found[n] / us, 6) for n, us in predicted.items() if us > 0}
+
+    products = {n for n, us in predicted.items() if us > 0 and (made := work(n)) is not None and made.matmul}
+    assert len(products) > 2
+    assert ratios([row | {"op": op}]) == {n: 2.0 if n in products else 1.0 for n in ratios([], device=1.0)}
+    assert set(ratios([row | {"op": op}], device=3.0).values()) == {2.0, 3.0}
+    assert set(ratios([], device=3.0).values()) == {3.0}
+    given = ws.KernelTimes((), device=1.0, host=2.0)
+    slow = ws.Stack("x", start_us=1000.0)
+    assert ws.simulate(local, H100, stack=slow, profile=given).host_us == pytest.approx(
+        2 * ws.simulate(local, H100, stack=slow).host_us
+    )
+
+
 def test_an_export_of_the_profiler_is_read(local: ws.LocalGraph, tmp_path: Path) -> None:
     """Two kernels of one op add up; of two calls the median counts."""
     node, shapes = product(local)
@@ -208,6 +234,7 @@ ROW = {"op": "mm", "shapes": [[2, 2]], "dtype": "bfloat16", "us": 1.0}
         ({"kernels": [ROW | {"shapes": [["a"]]}]}, "kernels[0].shapes[0][0] is 'a'"),
         ({"kernels": [ROW | {"us": -1.0}]}, "kernels[0].us is -1.0"),
         ({"kernels": []}, "has no kernel"),
+        ({"kernels": [], "device": -1.0}, "device is -1.0"),
         ({"traceEvents": [{"cat": "kernel", "dur": "long"}]}, "traceEvents[0].dur is 'long'"),
         ([], "the file is []"),
     ],
@@ -218,3 +245,29 @@ def test_a_malformed_profile_names_its_entry(body: object, said: str, tmp_path: 
     assert said in str(error.value)
     with pytest.raises(ws.PlanError, match="cannot be read"):
         ws.KernelTimes.load(tmp_path / "none.json")
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (made(x).unflatten(-1, (4, -1)).transpose(1, 2) for made in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_attention_of_some_heads_copies_nothing_before_it() -> None:
+    """How a transposed piece of a product lies in memory is known; and what returns its operand costs nothing."""
+    from wholestep.partition.rank_ops import in_order
+
+    with torch.device("meta"):
+        model, x = Heads(), torch.empty(2, 16, 64)
+    graph = ws.capture(train_step, model, AdamW(model.parameters(), fused=True), x)
+    split = ws.TensorParallel({"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}, axis="tp")
+    made = ws.partition(graph, ws.plan(graph, "tp=2", split))
+    attention = next(node for node in made.graph.nodes if "attention" in str(node.target))
+    assert [one.target for one in attention.all_input_nodes] == [torch.ops.aten.transpose.int] * 3
+    rest = [node for node in made.graph.nodes if node.target is in_order]
+    assert all(node_us(node, H100) == 0 for node in rest)

@@ -173,6 +173,9 @@ def test_a_profile_beside_its_prediction(tmp_path: Path) -> None:
     assert found.measured.simulated.step_us >= found.measured.busy_us("compute")
     found.save(tmp_path / "step.json")
     assert "measured" in (tmp_path / "step.json").read_text()
+    found.kernels.save(tmp_path / "kernels.json")
+    learned = ws.simulate(step.local_graph, MACHINE, profile=ws.KernelTimes.load(tmp_path / "kernels.json"))
+    assert learned.step_us == pytest.approx(found.measured.busy_us("compute"), rel=0.5)
 
 
 def test_a_profile_needs_a_machine() -> None:

@@ -13,7 +13,7 @@ from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.stage_part import part_of
-from ..graph.storage import shared_operand
+from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
 from .fused import fused_flops, is_fused
@@ -68,9 +68,11 @@ def _moved(node: Node) -> int:
 
 
 def is_free(node: Node) -> bool:
-    """True for a node that computes and moves nothing, such as a view by the schema of its op."""
-    view = _torch.is_op(node.target) and not is_mutating(node) and shared_operand(node) is not None
-    return node.target in FREE or view
+    """True for a node that computes and moves nothing: a view by the schema of its op, or a copy at need of what lies
+    in memory as it should already, as `cost.memory` has it.
+    """
+    shares = (_torch.is_op(node.target) or copies_at_need(node.target)) and not is_mutating(node)
+    return node.target in FREE or (shares and shared_operand(node) is not None)
 
 
 def flops(node: Node) -> float:

@@ -1,10 +1,11 @@
-"""Measured times of kernels in the place of predicted ones: of a user's own table, or an export of `torch.profiler`."""
+"""Measured times of kernels in place of predicted ones: of a table, an export of `torch.profiler`, a profiled step."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -45,7 +46,14 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Measured kernels, which are looked up by op, shapes and dtype; of several measurements the median counts.
+    """Measured kernels, which are looked up by op, shapes and dtype; of several measurements the median counts. What
+    was not measured takes as many times what is predicted as the measured kernels of its class do: products, attention,
+    and all others.
+
+    Args:
+        kernels: measured.
+        device: how many times the prediction every other kernel takes; 0: what those of its class say.
+        host: the same of starting a kernel, where a `Stack` starts them one by one.
 
     Example:
         >>> times = ws.KernelTimes.load("kernels.json")
@@ -53,6 +61,23 @@ class KernelTimes:
     """
 
     kernels: tuple[KernelTime, ...]
+    device: float = 0.0
+    host: float = 1.0
+
+    @staticmethod
+    def of(times: Iterable[tuple[Node, float]]) -> KernelTimes:
+        """The kernels of call nodes whose microseconds were measured; of what is no ATen op there are none.
+
+        Example:
+            >>> found = step.profile(model, optimizer, batch).kernels
+        """
+        found = ((_key(node), us) for node, us in times if us > 0)
+        return KernelTimes(tuple(KernelTime(*key, us) for key, us in found if key is not None))
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON, for `load` and `wholestep simulate --profile`; missing folders are created."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> KernelTimes:
@@ -65,20 +90,23 @@ class KernelTimes:
         try:
             body = as_object(parse(Path(path).read_bytes()), "")
             if "traceEvents" in body:
-                found = tuple(_traced(as_list(body["traceEvents"], "traceEvents")))
+                made = KernelTimes(tuple(_traced(as_list(body["traceEvents"], "traceEvents"))))
             else:
-                found = cast(KernelTimes, read(KernelTimes, body)).kernels
-            for i, one in enumerate(found):
+                made = cast(KernelTimes, read(KernelTimes, body))
+            for i, one in enumerate(made.kernels):
                 if not one.us > 0:
                     raise wrong(f"kernels[{i}].us", one.us, "a number above 0")
+            for name, value in (("device", made.device), ("host", made.host)):
+                if not 0 <= value < float("inf"):
+                    raise wrong(name, value, "a number of at least 0")
         except (OSError, ValueError) as error:  # also a path with a null
             raise PlanError(f"profile {str(path)!r} cannot be read: {error}", _FORM) from error
         except MalformedError as error:
             raise PlanError(f"profile {str(path)!r}: {error.found}", error.needed, "correct that entry") from error
-        if not found:
+        if not (made.kernels or made.device):
             needed = f"{_FORM}, or an export of torch.profiler with record_shapes=True on a GPU"
             raise PlanError(f"profile {str(path)!r} has no kernel", needed)
-        return KernelTimes(found)
+        return made
 
     @cached_property
     def _by_key(self) -> Mapping[tuple[str, Shapes, str], float]:
@@ -89,17 +117,39 @@ class KernelTimes:
 
     def us(self, node: Node) -> float | None:
         """Microseconds of a call node; None where it was not measured."""
-        made = [m for given in operands(node) if (m := meta.tensor(given)) is not None]
-        if not made:
-            return None
-        op = packet_name(node.target)
-        if node.target in PRODUCTS and not _torch.is_op(node.target):
-            op, made = "mm", made[-2:]  # a product that a pass wrote, into a bucket
-        found = arithmetic(node.target)
-        shapes = tuple(tuple(one.shape) for one in made)
-        if found is not None and found.kind == "attention":
-            op, shapes = _attention(found.backward, shapes)
-        return self._by_key.get((op.removesuffix("_"), shapes, str(made[0].dtype).removeprefix("torch.")))
+        key = _key(node)
+        return None if key is None else self._by_key.get(key)
+
+    def applied(self, times: Mapping[Node, float]) -> dict[Node, float]:
+        """Predicted `times`, as far as they were measured, and the others by what that says of their class."""
+        known = {node: us for node, took in times.items() if took > 0 and (us := self.us(node)) is not None}
+        measured, predicted = defaultdict[str, float](float), defaultdict[str, float](float)
+        for node, us in known.items():
+            measured[_class(node)] += us
+            predicted[_class(node)] += times[node]
+        by = {name: us / predicted[name] for name, us in measured.items()}
+        rest = {node: us * (self.device or by.get(_class(node), 1.0)) for node, us in times.items()}
+        return rest | known
+
+
+def _class(node: Node) -> str:
+    found = arithmetic(node.target)
+    return "product" if node.target in PRODUCTS else "" if found is None else found.kind
+
+
+def _key(node: Node) -> tuple[str, Shapes, str] | None:
+    """What a kernel of an ATen op is looked up by."""
+    made = [m for given in operands(node) if (m := meta.tensor(given)) is not None]
+    if not made:
+        return None
+    op = packet_name(node.target)
+    if node.target in PRODUCTS and not _torch.is_op(node.target):
+        op, made = "mm", made[-2:]  # a product that a pass wrote, into a bucket
+    found = arithmetic(node.target)
+    shapes = tuple(tuple(one.shape) for one in made)
+    if found is not None and found.kind == "attention":
+        op, shapes = _attention(found.backward, shapes)
+    return (op.removesuffix("_"), shapes, str(made[0].dtype).removeprefix("torch.")) if op else None
 
 
 def _attention(backward: bool, shapes: Shapes) -> tuple[str, Shapes]:

@@ -19,7 +19,7 @@ def op_times(
     graph: Graph, hardware: Hardware, compiled: bool, stack: Stack | None = None, profile: KernelTimes | None = None
 ) -> dict[Node, float] | None:
     """Microseconds of each op; None where each op is a kernel that `node_us` prices. What `profile` has measured counts
-    for ops that are kernels of their own.
+    for ops that are kernels of their own, and scales the others.
     """
     if stack is None and profile is None and not compiled:
         return None
@@ -34,18 +34,20 @@ def op_times(
         made = work(node)
         if made is not None and made.attention is not None:
             times[node] = attention_us(made, hardware, generation)
-    if profile is not None:
-        times |= {node: us for node in calls if times[node] > 0 and (us := profile.us(node)) is not None}
-    return times
+    return times if profile is None else profile.applied(times)
 
 
 def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: Stack) -> dict[Node, float]:
-    """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once."""
+    """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once. A
+    collective is one call, without a module around it.
+    """
     found: dict[Node, float] = {}
     for node, _ in with_bodies(graph):
-        if node.op != "call_function" or loop_of(node) or is_wait(node) or not (is_collective(node) or times[node] > 0):
+        if node.op != "call_function" or loop_of(node) or is_wait(node):
             continue
-        if is_collective(node) or is_list_op(node.target) or not meta.is_batch_invariant(node):
+        if is_collective(node):
+            found[node] = stack.call_us(hardware)
+        elif times[node] > 0 and (is_list_op(node.target) or not meta.is_batch_invariant(node)):
             several = started(work(node), stack)
             recomputes = bool(meta.module_path(node))  # a module runs again: its Python too
             found[node] = several * stack.host_us(hardware, meta.is_backward(node) and not recomputes)

@@ -228,6 +228,8 @@ def priced(
     """A clock that knows what each op of `local` takes."""
     times = op_times(local.graph, hardware, compiled, stack, profile)
     begun = None if stack is None or times is None else starts(local.graph, times, hardware, stack)
+    if begun is not None and profile is not None:
+        begun = {node: us * profile.host for node, us in begun.items()}
     return Clock(hardware, local.mesh, times=times, starts=begun)
 
 

@@ -27,15 +27,19 @@ class Stack:
         recorded: the step is a CUDA graph, which the host starts at once.
         start_us: of the host for one kernel of the forward, with the Python around it; 0 for the device's `host_us`.
         backward_start_us: the same in the backward, which autograd starts from C++; 0 for `start_us`.
+        reads_back: the host waits for the device before each micro-batch, to read a number.
         fused_norms: RMSNorm is one kernel.
         fused_optimizer: the update of all parameters is one kernel.
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
-        overlaps: gradients are reduced while the backward runs.
+        overlaps: gradients are reduced, and parameters gathered, while others are computed.
+        regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
             attention, "ops" those of every other product.
         traced: the step is one graph, which keeps nothing that nobody reads; else selective recomputation keeps all
             that its policy names.
         expandable_segments: of the allocator (`cost.allocator`).
+        joint_qkv: queries, keys and values are one product, where they have as many heads.
+        gathers_heads: behind norms of queries and keys, each rank gathers all heads and rotates them.
         keeps_logits: the caller holds the logits, in float32, while the backward runs.
         source: of the figures.
 
@@ -49,13 +53,17 @@ class Stack:
     recorded: bool = False
     start_us: float = 0.0
     backward_start_us: float = 0.0
+    reads_back: bool = False
     fused_norms: bool = True
     fused_optimizer: bool = True
     copies: bool = False
     overlaps: bool = True
+    regathers: bool = True
     recompute: Recompute = "none"
     traced: bool = False
     expandable_segments: bool = False
+    joint_qkv: bool = False
+    gathers_heads: bool = False
     keeps_logits: bool = False
     source: str = ""
 
@@ -74,37 +82,64 @@ class Stack:
 
     def host_us(self, hardware: Hardware, backward: bool) -> float:
         """Microseconds of the host to start one kernel; 0 where it starts all of them at once, or computes itself."""
-        if self.recorded or not hardware.start_us:
+        if not self.call_us(hardware):
             return 0.0
         own = self.start_us or hardware.start_us
         return (self.backward_start_us or own) if backward else own
 
+    def call_us(self, hardware: Hardware) -> float:
+        """The same for one call without the Python of a module around it, as of a collective."""
+        return 0.0 if self.recorded else hardware.start_us
 
-_MEASURED = "vTrain's runs: 3.7 ms of the host for a layer of any width, recomputed"
-_TITAN = "pytorch/torchtitan: expandable segments since a5e57e4a9"
-_GRAPH = "pytorch/torchtitan experiments/graph_trainer, a364b4b4f: default memory policy, fuses flex attention alone"
+
+_MEASURED = (
+    "vTrain's runs: 3.1 ms of the host for a layer of one sample, recomputed; "
+    "Megatron-LM mpu/data.py: sizes of a batch are read back"
+)
+_TITAN = (
+    "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention first since 6a3a9da95 (October 2025)"
+)
+_TITAN_2024 = "pytorch/torchtitan before 6a3a9da95: FlashAttention-2 on Hopper; Qwen 3 gathers heads (until 8c1d1c5fc)"
+_SIMPLE = "pytorch/torchtitan d9bdfbb20, experiments/simple_fsdp: one graph, op by op, buckets of transformer blocks"
+_GRAPH = (
+    "pytorch/torchtitan experiments/graph_trainer since 9ed1a028d: default memory policy, fuses flex attention alone"
+)
+_FULL = "pytorch/torchtitan experiments/graph_trainer, 53bad508f: everything compiled, then recorded"
+_APRIL = "the same before 9ed1a028d (28 April 2026): its memory policy keeps what FSDP gathers"
+_MARCH = "the same at fca8ab7be: every second product is kept, no buckets, no overlap; CUDA graphs since d98fa54b2"
 _TRAIN = "pytorch/torchtitan 83c879f18: norms of ops, foreach AdamW, logits in float32 held (until e29b6b4d4)"
+_MEGATRON = "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum"
 STACKS = (
     Stack("wholestep", recorded=True, traced=True),
     Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
     Stack("fsdp", copies=True),
     Stack("llm-foundry-2023", flash_attention=1),
     Stack("fsdp-compile", copies=True, compiled=True, traced=True),
-    Stack("torchtitan", copies=True, recompute="ops", expandable_segments=True, source=_TITAN),
-    Stack("torchtitan-compile", copies=True, compiled=True, recompute="ops", traced=True, expandable_segments=True,
-          source=_TITAN),
-    Stack("torchtitan-cudagraph", copies=True, compiled=True, recompute="ops", recorded=True, traced=True,
+    Stack("torchtitan", copies=True, flash_attention=3, recompute="ops", expandable_segments=True, source=_TITAN),
+    Stack("torchtitan-compile", copies=True, compiled=True, flash_attention=3, recompute="ops", traced=True,
           expandable_segments=True, source=_TITAN),
-    Stack("torchtitan-graph", copies=True, recompute="products", recorded=True, traced=True, expandable_segments=True,
-          source=_GRAPH),
+    Stack("torchtitan-cudagraph", copies=True, compiled=True, flash_attention=3, recompute="products", recorded=True,
+          traced=True, expandable_segments=True, source=_FULL),
+    Stack("torchtitan-simple-fsdp", copies=True, flash_attention=3, recompute="ops", traced=True,
+          expandable_segments=True, source=_SIMPLE),
+    Stack("torchtitan-graph", copies=True, flash_attention=3, recompute="products", recorded=True, traced=True,
+          expandable_segments=True, source=_GRAPH),
+    Stack("torchtitan-graph-2026-04", copies=True, flash_attention=3, recompute="products", recorded=True, traced=True,
+          expandable_segments=True, regathers=False, source=_APRIL),
+    Stack("torchtitan-graph-2026-03", flash_attention=3, recompute="ops", traced=True, expandable_segments=True,
+          overlaps=False, source=_MARCH),
+    Stack("torchtitan-2024", copies=True, recompute="ops", expandable_segments=True, gathers_heads=True,
+          source=_TITAN_2024),
+    Stack("torchtitan-2024-compile", copies=True, compiled=True, recompute="ops", traced=True,
+          expandable_segments=True, gathers_heads=True, source=_TITAN_2024),
     Stack("torchtrain-2024", copies=True, recompute="ops", fused_norms=False, fused_optimizer=False, keeps_logits=True,
           source=_TRAIN),
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_optimizer=False, traced=True,
           keeps_logits=True, source=_TRAIN),
-    Stack("megatron", compiled=True, flash_attention=3, traced=True),
-    Stack("megatron-2022", compiled=True, flash_attention=0, traced=True),
+    Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, source=_MEGATRON),
+    Stack("megatron-2022", compiled=True, flash_attention=0, traced=True, joint_qkv=True, source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
-          start_us=74.0, backward_start_us=8.0, source=_MEASURED),
+          start_us=87.0, backward_start_us=8.0, reads_back=True, joint_qkv=True, source=_MEASURED),
     Stack("deepspeed", copies=True),
     Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True),
 )  # fmt: skip

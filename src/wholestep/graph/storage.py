@@ -52,6 +52,11 @@ def always_shares(target: object) -> bool:
     return _SHARING.get(target) == "view"
 
 
+def copies_at_need(target: object) -> bool:
+    """Return whether a function of local graphs returns its first operand itself, if that is as it should be."""
+    return _SHARING.get(target) == "if alike"
+
+
 @dataclass
 class Storage:
     """One storage: created as output `index` of `node`; `members` are the nodes that share it.

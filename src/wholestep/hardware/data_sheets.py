@@ -19,6 +19,9 @@ _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations
 SHEETS = {
     "V100": "NVIDIA V100 data sheet: 125 (PCIe 112) TFLOPS of float16, 900 GB/s, NVLink 300 GB/s both ways",
     "A100": "NVIDIA A100 data sheet: 312 TFLOPS of bfloat16; 1,555 GB/s (40 GB), 1,935 (80 GB PCIe), 2,039 (80 GB SXM)",
+    "H100": "NVIDIA H100 data sheet: SXM 989 TFLOPS of bfloat16, 1,979 of float8, 3.35 TB/s, NVLink 900 GB/s both ways",
+    "H200": "NVIDIA H200 data sheet: 141 GB, 4.8 TB/s; peaks and NVLink of H100 SXM",
+    "H100 500 W": "pytorch/torchtitan docs/performance.md: H100 of 96 GB HBM2e, 2.4 TB/s, 500 W (Grand Teton)",
     "L40S": "NVIDIA L40S data sheet: 362 TFLOPS of bfloat16, 733 of float8, 864 GB/s, PCIe 4 x16",
     "H100 PCIe": "NVIDIA H100 data sheet: PCIe 756 TFLOPS of bfloat16, 1,513 of float8, 2,000 GB/s, PCIe 5 x16",
     "B200": "NVIDIA HGX B200 data sheet: 2,250 TFLOPS of bfloat16, 8 TB/s, NVLink 1.8 TB/s both ways",
@@ -26,6 +29,22 @@ SHEETS = {
     "MI300X": "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS of bfloat16, 2,614.9 of float8, 5.3 TB/s, 7 x 64 GB/s",
     "EFA": "AWS documentation: P4d 400 Gbit/s, P5 and P6 3,200 Gbit/s for a node of 8 GPUs",
 }  # fmt: skip
+
+
+_LINKS = {
+    "infiniband": "NVIDIA GTC24 S62129: peak bus bandwidths of InfiniBand; NCCL src/graph/tuning.cc: latency of a hop",
+    "roce": "assumed, not measured: RoCE has the curves of InfiniBand, a tenth less of the rate, 4 us of latency",
+    "efa": "assumed, not measured: EFA reaches 85 % of its rate with 12 us of latency, between InfiniBand and TCP",
+    "ethernet": "assumed, not measured: TCP reaches 80 % of the rate with 25 us of latency",
+    "fastrak": "GCP A3-mega nccl-tests, 16 H100",
+}  # fmt: skip
+WIRING = "assumed: leaf switches of 64 ports, half of them down; what crosses them has 1/K of the rate"
+
+
+def link_sources(link: str) -> tuple[str, ...]:
+    """The sources of the figures of a link between nodes, by its name."""
+    kind = link.partition("-")[0]
+    return (*([SHEETS["EFA"]] if kind == "efa" else []), _LINKS[kind])
 
 
 def assumed(near: str) -> str:

@@ -12,7 +12,20 @@ from dataclasses import replace
 from ..errors import PlanError, shown
 from ..typed_values import check_arguments
 from .curves import Curve, Regime
-from .data_sheets import INFINITY_FABRIC, NVLINK2, PCIE3, PCIE4, PCIE5, SHEETS, assumed, like, mi300x, v100
+from .data_sheets import (
+    INFINITY_FABRIC,
+    NVLINK2,
+    PCIE3,
+    PCIE4,
+    PCIE5,
+    SHEETS,
+    WIRING,
+    assumed,
+    like,
+    link_sources,
+    mi300x,
+    v100,
+)
 from .device import Ceiling, Device, Tile
 from .fabrics import is_wired, wired
 from .hardware import Hardware, Level
@@ -22,12 +35,10 @@ _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations
 _XLA = "XLA default_collective_perf_table and gemm tables (openxla/xla, Apache-2.0): H100 of 2 and 8 ranks, B200 of 8"
 _VTRAIN = "vTrain nccl-tests tables (MIT): A100 all-reduce of 2, 4 and 8 ranks"
 _H200_SOURCE = "nccl-tests of 8 H200 (NCCL 2.27.7, NVLS), published plot"
-_A3 = "GCP A3-mega nccl-tests, 16 H100"
 _PEAKS = "NVIDIA GTC24 S62129: peak bus bandwidths by link"
 _CLOCKS = "sustained rates of bf16 products beside bursts (stas00/ml-engineering: MSMF and MAMF, 8 busy H200 and B200)"
 _HPL = "A100: 1305 of 1410 MHz under HPL at its power limit; bursts reach 86 % of the peak (stas00/ml-engineering)"
 _FLASH = "FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608): causal, heads of 128, 2k to 16k tokens"
-_NCCL = "NCCL src/graph/tuning.cc: latencies of a hop by protocol"
 
 
 def _tiles(large: float, middle: float, small: float, smallest: float) -> tuple[Tile, ...]:
@@ -200,16 +211,25 @@ def presets() -> dict[str, Hardware]:
     """All presets by name; each also as `NAME+LINK`."""
     ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
     rows = [
-        Hardware("dgx-a100", A100, (NVLINK3, ib[0]), (_VTRAIN, _PEAKS, _NCCL, _HPL, _FLASH)),
-        Hardware("dgx-h100", H100, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
-        Hardware("h200", H200, (NVLINK4_H200, ib[1]), (_H200_SOURCE, _XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
-        Hardware("b200-nvl72", B200, (NVLINK5, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
-        Hardware("h100-96gb-500w", H100_500W, (NVLINK4, ib[1]), (_XLA, _PEAKS, _NCCL, _CLOCKS, _FLASH)),
-        Hardware("a3-mega", H100, (NVLINK4, FASTRAK), (_XLA, _A3, _CLOCKS, _FLASH)),
+        _fitted("dgx-a100", A100, NVLINK3, ib[0], "A100", _VTRAIN, _HPL, _FLASH),
+        _fitted("dgx-h100", H100, NVLINK4, ib[1], "H100", _XLA, _CLOCKS, _FLASH),
+        _fitted("h200", H200, NVLINK4_H200, ib[1], "H200", _H200_SOURCE, _XLA, _CLOCKS, _FLASH),
+        _fitted("b200-nvl72", B200, NVLINK5, ib[1], "B200", _XLA, _CLOCKS, _FLASH),
+        _fitted("h100-96gb-500w", H100_500W, NVLINK4, ib[1], "H100 500 W", _XLA, _CLOCKS, _FLASH),
+        _fitted("a3-mega", H100, NVLINK4, FASTRAK, "H100", _XLA, _CLOCKS, _FLASH),
         *_by_sheet(),
         Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
     return {row.name: row for row in rows}
+
+
+def _fitted(name: str, device: Device, inside: Level, between: Level, sheet: str, *sources: str) -> Hardware:
+    return Hardware(name, device, (inside, between), (SHEETS[sheet], *sources, *_links(between)))
+
+
+def _links(between: Level) -> tuple[str, ...]:
+    """The sources of the links of a node, and between nodes."""
+    return (_PEAKS, *link_sources(between.name))
 
 
 def _by_sheet() -> list[Hardware]:
@@ -237,7 +257,7 @@ def _by_sheet() -> list[Hardware]:
         ("a100-pcie-40gb", a100_pcie[0], PCIE4, ib200, "A100", fitted["a100"]),
         ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
         ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),
-        ("p5", H100, NVLINK4, LINKS["efa-400"], "EFA", _XLA),
+        ("p5", H100, NVLINK4, LINKS["efa-400"], "H100", _XLA),
         ("l40s", l40s, PCIE4, ib200, "L40S", fitted["h100"]),
         ("b200", B200, nvlink5, ib400, "B200", _XLA),
         ("gb200-nvl72", gb200, NVLINK5, ib400, "GB200", fitted["b200"]),
@@ -247,8 +267,7 @@ def _by_sheet() -> list[Hardware]:
         ("v100-pcie", v100("V100 PCIe 16 GB", 16, 112, 14), PCIE3, ib100, "V100", fitted["a100"]),
     ]  # fmt: skip
     return [
-        Hardware(name, device, (inside, between), (SHEETS[sheet], *([SHEETS["EFA"]] if "efa" in between.name else []),
-                 near, _PEAKS, _NCCL))
+        _fitted(name, device, inside, between, sheet, near)
         for name, device, inside, between, sheet, near in rows
     ]  # fmt: skip
 
@@ -260,14 +279,24 @@ def preset(name: str) -> Hardware:
     base, _, link = name.partition("+")
     many = base in made and len(made[base].levels) > 1
     if many and is_wired(link):
-        return replace(wired(made[base], link, LINKS), name=name)
+        found = wired(made[base], link, LINKS)
+        return replace(found, name=name, sources=_with_link(made[base], found.levels[-1].name, WIRING))
     if base not in made or (link and (link not in LINKS or not many)):
         raise PlanError(
             f"there is no hardware {shown(name)}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
             "correct the name, or give a file to Hardware.load",
         )  # fmt: skip
     found = made[base]
-    return replace(found, name=name, levels=(*found.levels[:-1], LINKS[link])) if link else found
+    if not link:
+        return found
+    levels = (*found.levels[:-1], LINKS[link])
+    return replace(found, name=name, levels=levels, sources=_with_link(found, link))
+
+
+def _with_link(hardware: Hardware, link: str, *more: str) -> tuple[str, ...]:
+    """The sources of `hardware` with another link between its nodes."""
+    before = link_sources(hardware.levels[-1].name)
+    return (*(one for one in hardware.sources if one not in before), *link_sources(link), *more)
 
 
 def seed() -> Hardware:

@@ -57,6 +57,7 @@ _KEEP_ROWS = frozenset({
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "view_as_complex", "view_as_real", "_to_copy", "clone",
     "sum", "mean", "amax", "amin", "nll_loss_forward", "nll_loss_backward",
 })  # fmt: skip
+_TURNS: frozenset[Any] = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
 _Key = tuple[Node, Layout, int]
 _Finish = Callable[[], Node]
 
@@ -269,7 +270,8 @@ class _Lowering:
         if expanded:
             steps = tuple(0 if d in expanded else step for d, step in enumerate(made.stride))
             made = replace(made, shape=local.shape, stride=steps)
-        if not meta.is_strided(at) and (not depends_on_strides(op) or meta.same_strides(local, made)):
+        known = _turned(at) if meta.is_strided(at) else local
+        if known is not None and (not depends_on_strides(op) or meta.same_strides(known, made)):
             return at
         if (at, rows) not in self.ordered:
             target, args = rank_ops.contiguous, (at,)
@@ -435,6 +437,23 @@ def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
         return False
     wholes = [meta.tensor(n) for n in (node, *operands(node))]
     return not any(map(meta.is_strided, given)) and all(whole is not None and whole.is_contiguous for whole in wholes)
+
+
+def _turned(node: Node) -> TensorMeta | None:
+    """Return how a view with permuted dims lies in memory, if what it is a view of is known; else None."""
+    given = next(iter(operands(node)), None)
+    found = meta.tensor(given) if given is not None and not meta.is_strided(given) else None
+    if found is None or node.target not in _TURNS:
+        return None
+    order = list(range(len(found.shape)))
+    if node.target is aten.permute.default:
+        order = [cast(int, d) % len(order) for d in cast(Sequence[Any], node.args[1])]
+    elif node.target is aten.transpose.int:
+        one, other = (cast(int, d) % len(order) for d in node.args[1:3])
+        order[one], order[other] = order[other], order[one]
+    else:
+        order.reverse()
+    return replace(found, shape=tuple(found.shape[d] for d in order), stride=tuple(found.stride[d] for d in order))
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:

@@ -71,6 +71,7 @@ def contiguous(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+@priced_like(FREE)  # kernels keep the order that was traced, so that it returns `x`; but none of them promises to
 @shares("if alike")
 def in_order(x: Tensor, order: list[int], expanded: tuple[int, ...] = ()) -> Tensor:
     """Return `x` dense in memory with dims in `order`, outermost first, and `expanded` dims of stride 0; `x` itself if

@@ -32,18 +32,21 @@ _INTO = frozenset({GATHER_INTO, WHERE_INTO})
 
 @dataclass(frozen=True)
 class Reinplace(InPlace):
-    """Updates parameters and state in place, and lets other ops overwrite operands that nothing reads afterwards.
+    """Updates parameters and state in place, and lets other ops overwrite operands that nothing reads afterwards:
+    unless `temporaries` is False, as in software that runs the ops of a model one by one.
 
     Takes a functional LocalGraph; the outputs of the result are the step's results and the state that it creates.
     State that cannot be updated in place is copied at the end: a parameter always keeps its storage. Bitwise the same,
     except that sums over tensors whose strides the trace does not fix may run in another order.
     """
 
+    temporaries: bool = True
+
     must_precede: ClassVar[tuple[str, ...]] = ()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Let the ops of `local` write in place."""
-        work = _Work(local)
+        work = _Work(local, self.temporaries)
         work.run()
         return replace(local, outputs=work.finish())
 
@@ -73,6 +76,7 @@ class _Work:
     """`root`: one node for all that share memory. `last_use`: of a root. `updated_inputs`: inputs by new value."""
 
     local: LocalGraph
+    temporaries: bool
     index: dict[Node, int] = field(default_factory=dict[Node, int])
     arriving: dict[Node, _Arriving] = field(default_factory=dict[Node, "_Arriving"])
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
@@ -111,7 +115,8 @@ class _Work:
     def _dies_at(self, node: Node, user: Node) -> bool:
         """True if nothing reads the storage of `node` after `user`, and it may be written."""
         root = self.root[node]
-        return (root in self.owned or root.op == "call_function") and self.last_use.get(root, -1) <= self.index[user]
+        writable = root in self.owned or (self.temporaries and root.op == "call_function")
+        return writable and self.last_use.get(root, -1) <= self.index[user]
 
     def _merge(self, made: Node, into: Node) -> None:
         """`made` now shares the storage of `into`."""

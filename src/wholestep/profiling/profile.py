@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..cost.kernel_times import KernelTimes
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
 from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
@@ -44,11 +45,14 @@ class SpanClock:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as it was measured, and as the cost model predicts it; `tried`: the same of schedules that took turns."""
+    """A step as it was measured, and as the cost model predicts it; `tried`: the same of schedules that took turns.
+    `kernels` are the measured times of its ops, from which `simulate` and `timeline` (`profile=`) predict other steps.
+    """
 
     measured: Timeline
     predicted: Timeline
     tried: str = ""
+    kernels: KernelTimes = field(default_factory=lambda: KernelTimes(()))
 
     def save(self, path: str) -> None:
         """Write both as one Chrome trace, one above the other."""
@@ -98,6 +102,13 @@ def measured_timeline(
     memory = tuple((ends[node.name], size) for node, size in held if node.name in ends)
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))
     return Timeline(ordered, SimulationResult(seconds * 1e6, waited), memory, peak_memory(local), "measured")
+
+
+def measured_kernels(local: LocalGraph, seen: Timeline) -> KernelTimes:
+    """The ops of a measured timeline: what computes, without starts of collectives."""
+    nodes = {node.name: node for node in local.graph.nodes if not is_collective(node)}
+    computed = [span for span in seen.spans if span.stream == COMPUTE and span.name in nodes]
+    return KernelTimes.of((nodes[span.name], span.us) for span in computed)
 
 
 def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
 from ..layout import Extent, Layout, extent
 from ..mesh import Mesh
@@ -18,6 +19,7 @@ from .rule import BoundRule, Group
 aten = torch.ops.aten
 
 
+@priced_like(FREE)
 @shares("view")
 def as_complex(x: Tensor) -> Tensor:
     """`view_as_complex` of a tensor with any strides: that of torch refuses odd offsets and strides."""

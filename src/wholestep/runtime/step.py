@@ -28,7 +28,7 @@ from ..passes.schedule import Schedule
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
-from ..profiling.profile import Profile, SpanClock, measured_timeline
+from ..profiling.profile import Profile, SpanClock, measured_kernels, measured_timeline
 from ..tuning import TUNING
 from . import random_state
 from .between_steps import CrossStepRunner, flush_pending
@@ -188,7 +188,8 @@ class CompiledStep:
             program.run = usual
         middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
         tried = str(self.tuning) if self.tuning.tried else ""
-        return Profile(replace(middle, title="measured"), timeline(program.local, hardware), tried)
+        kernels = measured_kernels(program.local, middle)
+        return Profile(replace(middle, title="measured"), timeline(program.local, hardware), tried, kernels)
 
     @property
     def schedule(self) -> Schedule | None:
