@@ -26,6 +26,7 @@ from wholestep.graph.op_kinds import collective_kind
 from wholestep.graph.stage_part import part_of
 from wholestep.mesh import TIME
 from wholestep.partition.stage_program import receive, send, stage_program
+from wholestep.passes.base import Pass, run_passes
 
 PATIENCE_S = 60.0
 
@@ -74,6 +75,7 @@ class Fabric:
 
     local: LocalGraph
     room: int = 0
+    passes: tuple[Pass, ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
     channels: dict[tuple[int, int], Channel] = field(default_factory=dict)
     meetings: dict[Any, tuple[threading.Barrier, dict[int, Any]]] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class Rank:
     def __post_init__(self) -> None:
         whole = self.fabric.local
         self.mesh, self.place = whole.mesh, whole.mesh.coordinate(self.rank)
-        self.program = stage_program(whole, self.place[whole.stage_axis])
+        self.program = run_passes(stage_program(whole, self.place[whole.stage_axis]), self.fabric.passes)
 
     def peer(self, coordinate: int, axis: str) -> int:
         return self.mesh.rank({**self.place, axis: coordinate})
@@ -125,14 +127,16 @@ class Rank:
             channel.changed.notify_all()
             return Begun(self.fabric, channel, channel.posted - 1, out, tag)
 
-    def collective(self, node: Node, args: Any) -> Any:
+    def collective(self, node: Node, args: Any, out: Tensor | None) -> Any:
         kind, axis = collective_kind(node.target), str(args[-1])
         assert kind is not None
         group = next(g for g in self.mesh.groups(axis) if self.rank in g)
         self.met[axis] = self.met.get(axis, 0) + 1
-        given = self.fabric.meet((axis, group, self.met[axis]), group, self.rank, (kind, args[0]))
+        sent = args[0].clone()  # what follows the wait may write there
+        given = self.fabric.meet((axis, group, self.met[axis]), group, self.rank, (kind, sent))
         assert len({kind for kind, _ in given}) == 1, "ranks run one order of collectives"
-        return COMPUTE[kind]([value for _, value in given], args)[group.index(self.rank)]
+        made = COMPUTE[kind]([value for _, value in given], args)[group.index(self.rank)]
+        return made if out is None else out.copy_(made)
 
     def run(self, inputs: Sequence[Tensor]) -> None:
         try:
@@ -158,7 +162,7 @@ class Rank:
 
     def call(self, node: Node, args: Any, kwargs: Any) -> Any:
         if is_collective(node):
-            return self.collective(node, args)
+            return self.collective(node, args, kwargs.get("out"))
         if is_wait(node):
             return args[0]
         if node.target is send:
@@ -188,10 +192,10 @@ class Rank:
 
 
 def run_stages(
-    local: LocalGraph, inputs: Sequence[Sequence[Tensor]], room: int = 0
+    local: LocalGraph, inputs: Sequence[Sequence[Tensor]], room: int = 0, passes: tuple[Pass, ...] = ()
 ) -> list[tuple[LocalGraph, list[Any]]]:
-    """Run the program of every rank on `inputs[rank]`; by rank its program, and what it returns."""
-    fabric, stream = Fabric(local, room), torch.get_rng_state()
+    """Run the program of every rank, after `passes`, on `inputs[rank]`; by rank its program, and what it returns."""
+    fabric, stream = Fabric(local, room, passes), torch.get_rng_state()
     ranks = [Rank(fabric, rank, stream) for rank in range(local.mesh.size)]
     threads = [threading.Thread(target=one.run, args=(inputs[one.rank],), daemon=True) for one in ranks]
     for thread in threads:

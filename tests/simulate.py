@@ -15,6 +15,7 @@ from wholestep.capture import state as held_state
 from wholestep.graph.graph import Input, LocalGraph, Role
 from wholestep.layout import Layout, chunk_range
 from wholestep.mesh import Mesh
+from wholestep.passes.base import Pass
 from wholestep.plan.plan import Plan
 
 
@@ -67,6 +68,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 class Simulation:
     """All ranks of one program. `pieces[name][rank]` is what a rank holds of an input between calls.
 
+    `room` and `passes` are of `run_stages`.
+
     With `local.across`, a step ends in the next one, or in `flush`; `carried[rank]` is what one leaves to the next.
     """
 
@@ -76,6 +79,7 @@ class Simulation:
     pieces: dict[str, list[Tensor]] = field(default_factory=dict)
     carried: list[list[Tensor]] = field(default_factory=list)
     room: int = 0
+    passes: tuple[Pass, ...] = ()
 
     def start(self) -> None:
         """Take parameters, buffers and optimizer state (as the first step would create it) from the captured step."""
@@ -137,7 +141,7 @@ class Simulation:
     def _run_stages(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
         """Each rank runs and updates what its stage has."""
         out: list[list[Any]] = []
-        ran = run_stages(local, given, self.room)
+        ran = run_stages(local, given, self.room, self.passes)
         for position, i in enumerate(local.inputs):
             if i.name in self.pieces:
                 self.pieces[i.name] = [row[position] for row in given]

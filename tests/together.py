@@ -15,6 +15,7 @@ from wholestep import partition, plan
 from wholestep.capture import Capture, capture_step
 from wholestep.capture.call_structure import leaf_names, take_apart
 from wholestep.graph.graph import LocalGraph, Role
+from wholestep.passes.base import Pass
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.plan import Plan
 
@@ -55,12 +56,16 @@ class OneDevice:
         self.state = {n: p.detach() for n, p in self.model.named_parameters()} | dict(self.model.named_buffers())
 
 
-def compare(one: OneDevice, mesh: str, parallel: Any, in_place: bool = False) -> Comparison:
-    """Run the captured step by `parallel` on all ranks of `mesh`; the state that the device began with is untouched."""
+def compare(
+    one: OneDevice, mesh: str, parallel: Any, in_place: bool = False, passes: tuple[Pass, ...] = ()
+) -> Comparison:
+    """Run the captured step by `parallel` on all ranks of `mesh`; the state that the device began with is untouched.
+    `passes`: of the programs of the stages of a pipeline.
+    """
     graph = one.capture.graph
     planned = plan(graph, mesh, parallel)
     local = partition(graph, planned)
-    simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local)
+    simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local, passes=passes)
     simulation.start()
     found = Comparison(0.0, "", planned, local)
     layouts = {i.name: layout for i, layout in zip(local.inputs, local.layouts, strict=True)}

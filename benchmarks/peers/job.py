@@ -31,9 +31,9 @@ class Job:
         return cls(**fields)
 
     @property
-    def ranks(self) -> int:
-        """How many processes share the batch."""
-        return self.spec.processes(self.world)
+    def share(self) -> tuple[int, int]:
+        """Which part of the batch this rank is given, and of how many."""
+        return (0, 1) if self.spec.is_pipe else (self.rank, self.spec.processes(self.world))
 
 
 class Trainer(Protocol):

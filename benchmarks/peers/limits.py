@@ -28,9 +28,9 @@ def sweeps(spec: Spec) -> int:
 
     Gradients are reduced to where the update runs (one sweep) and what was updated is sent to all (another): that is a
     ring all-reduce, and ZeRO, and fully sharded parameters that are kept from forward to backward. Those that are
-    gathered again for the backward take a third.
+    gathered again for the backward take a third. Stages exchange no parameters.
     """
-    if not spec.exchanges:
+    if not spec.exchanges or spec.is_pipe:
         return 0
     again = spec.style == "fully_shard" and (spec.has("reshard") or (spec.base == "fsdp2" and not spec.has("keep")))
     return 3 if again else 2

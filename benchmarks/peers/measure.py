@@ -1,5 +1,6 @@
 """Measures the peers of one scene: all are built, then take turns, then are looked at."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -155,8 +156,9 @@ def _built(peer: Peer) -> Running:
 
 
 def _losses(answers: Sequence[dict[str, Any]]) -> list[float]:
-    """Means over ranks."""
-    return [statistics.fmean(losses) for losses in zip(*(a["losses"] for a in answers), strict=True)]
+    """Means over the ranks that know the loss."""
+    rows = zip(*(answer["losses"] for answer in answers), strict=True)
+    return [statistics.fmean(loss for loss in row if not math.isnan(loss)) for row in rows]
 
 
 def _turn(up: dict[str, Running], name: str, effort: Effort) -> None:

@@ -17,6 +17,7 @@ class Base:
     numbers: tuple[str, ...] = ()
 
 
+ORDERS = ("gpipe", "1f1b", "interleaved", "zbv", "zero_bubble", "auto")
 STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 BASES = {
     "one": Base("one process on the whole batch: what the losses should be", ("compile",)),
@@ -38,6 +39,16 @@ BASES = {
         ("keep", "async", "compile"),
     ),
     "jax": Base("jax.jit over XLA's gloo collectives"),
+    "pipe": Base(
+        f"torch.distributed.pipelining with a schedule ({', '.join(ORDERS[:4])}); pieces: micro-batches, 4",
+        ORDERS[:4],
+        ("pieces",),
+    ),
+    "stages": Base(
+        "wholestep.Pipeline with a schedule (gpipe, 1f1b, interleaved, zero_bubble, auto); pieces: micro-batches, 4",
+        tuple(order for order in ORDERS if order != "zbv"),
+        ("pieces",),
+    ),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
         "unscheduled: no passes; across: the end of a step is left to the next; tuned: schedules take turns first; "
@@ -79,6 +90,11 @@ class Spec:
         return self.base not in ("one", "floor")
 
     @property
+    def is_pipe(self) -> bool:
+        """Whether each rank has some of the layers, and all are given the whole batch."""
+        return self.base in ("pipe", "stages")
+
+    @property
     def trains_alone(self) -> bool:
         """Whether each rank trains on its own rows only, so that losses say nothing about the whole batch."""
         return self.base in ("floor", "wire")
@@ -107,6 +123,8 @@ def parse(text: str) -> Spec:
     styles = [word for word, _ in spec.options if word in STYLES]
     if name == "wholestep" and len(styles) != 1:
         raise UnknownPeer(f"peer {text!r} needs one style: wholestep:S with S one of {', '.join(STYLES)}")
+    if spec.is_pipe and sum(spec.has(word) for word in ORDERS) != 1:
+        raise UnknownPeer(f"peer {text!r} needs one schedule: one of {', '.join(base.words)}")
     if spec.has("keep") and spec.has("reshard"):
         raise UnknownPeer(f"peer {text!r} is told to keep and to reshard: choose one")
     return spec
@@ -139,12 +157,14 @@ TORCH = (
 OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshard", "fully_shard,keep"))
 PLAIN = tuple(f"{name},unscheduled" for name in OURS)
 COMPILED = ("floor:compile", "ddp:compile", *(f"{name},inductor" for name in OURS))
+PIPES = (*(f"pipe:{name}" for name in BASES["pipe"].words), *(f"stages:{name}" for name in BASES["stages"].words))
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,
     "ours": (*OURS, *PLAIN),
     "compiled": COMPILED,
-    "all": (*TORCH, "wire:late", "jax", *OURS, *PLAIN),
+    "pipes": ("one", *PIPES),
+    "all": (*TORCH, "wire:late", "jax", *OURS, *PLAIN, *PIPES),
 }
 
 

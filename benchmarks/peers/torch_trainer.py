@@ -32,12 +32,14 @@ from wholestep.runtime.step import CompiledStep
 
 from . import models
 from .job import Job
+from .pipes import our_pipe, torch_pipe
 from .spec import Spec
 from .wire import BesideTheWire
 
 BUCKETS_MB = (1.0, 4.0, 10.0, 25.0)
 UNTIMED_STEPS, TUNING_STEPS = 2, 4  # buckets are laid out anew after the first backward
 TIMEOUT = datetime.timedelta(seconds=200)
+PIPE_TIMEOUT = datetime.timedelta(seconds=60)  # a schedule that deadlocks on gloo fails as a peer, soon
 Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
 
 
@@ -150,6 +152,12 @@ def wholestep(model: nn.Module, job: Job) -> Wrapped:
     return Wrapped(model, adamw(model, job), ws.compile(models.train_step, **options), note)
 
 
+def pipe(model: nn.Module, job: Job) -> Wrapped:
+    """The layers of this rank, in a pipeline."""
+    made = (torch_pipe if job.spec.base == "pipe" else our_pipe)(model, job)
+    return Wrapped(*made)
+
+
 def _prepare(model: nn.Module, job: Job, options: dict[str, Any]) -> str:
     """Make the first calls with a copy of the model, and let the step that counts read what they found (`cache`)."""
     name = "".join(c if c.isalnum() else "-" for c in str(job.spec))
@@ -198,6 +206,8 @@ WRAPS: dict[str, Wrap] = {
     "zero": zero,
     "fsdp2": fsdp2,
     "wholestep": wholestep,
+    "pipe": pipe,
+    "stages": pipe,
 }
 
 
@@ -266,7 +276,8 @@ def torch_trainer(job: Job) -> TorchTrainer:
     torch.set_num_threads(1)
     if job.spec.exchanges:
         url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.world, timeout=TIMEOUT)
+        patience = PIPE_TIMEOUT if job.spec.base == "pipe" else TIMEOUT
+        dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.world, timeout=patience)
     model = models.build(job.config)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     trainer = TorchTrainer(WRAPS[job.spec.base](model, job), size)

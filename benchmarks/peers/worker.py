@@ -63,7 +63,7 @@ class Rank:
 
     def __init__(self, job: Job) -> None:
         self.interface = os.environ["GLOO_SOCKET_IFNAME"]
-        self.batches = Batches(np.load(job.corpus), job.config, job.rank, job.ranks)
+        self.batches = Batches(np.load(job.corpus), job.config, *job.share)
         begun = time.monotonic()
         self.trainer = trainer_of(job)
         self.build_seconds = time.monotonic() - begun

@@ -35,10 +35,12 @@ SIZE = 1_000_000
     [
         (
             "dpp",
-            "peer 'dpp' is unknown: choose among one, floor, wire, ddp, zero, fsdp2, jax, wholestep, default, torch, "
-            "ours, compiled",
+            "peer 'dpp' is unknown: choose among one, floor, wire, ddp, zero, fsdp2, jax, pipe, stages, wholestep, "
+            "default, torch, ours, compiled",
         ),
         ("fsdp2:kept", "peer 'fsdp2:kept': option 'kept' is unknown, fsdp2 takes keep, async, compile"),
+        ("pipe", "peer 'pipe' needs one schedule: one of gpipe, 1f1b, interleaved, zbv"),
+        ("stages:zbv", "peer 'stages:zbv': option 'zbv' is unknown, stages takes gpipe, 1f1b, interleaved"),
         ("zero:keep", "peer 'zero:keep': option 'keep' is unknown, zero takes no options"),
         ("ddp:bucket=big", "peer 'ddp:bucket=big': 'bucket=big' needs a number, as bucket=4"),
         (
@@ -87,7 +89,7 @@ def test_presets_hold_every_family_and_the_floor_comes_first() -> None:
     ("name", "sweeps"),
     [
         ("floor", 0), ("one", 0), ("ddp", 2), ("ddp:tuned", 2), ("zero", 2), ("jax", 2), ("fsdp2", 3),
-        ("fsdp2:keep", 2), ("wire:late", 2),
+        ("fsdp2:keep", 2), ("wire:late", 2), ("pipe:1f1b", 0), ("stages:auto", 0),
         ("wholestep:replicate", 2), ("wholestep:zero1", 2), ("wholestep:zero2,bucket", 2), ("wholestep:fully_shard", 2),
         ("wholestep:fully_shard,keep", 2), ("wholestep:fully_shard,reshard,unscheduled", 3),
     ],

@@ -48,6 +48,22 @@ def namespaces(pid: int) -> list[str]:
 
 
 @pytest.mark.full
+def test_pipelines_train_alike(tmp_path: Path) -> None:
+    """Torch's and ours lose what one process loses; ours say what they predicted."""
+    options = ["--peers", "one pipe:1f1b stages:1f1b", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
+    process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = process.communicate(timeout=240)[0].decode()
+    assert process.returncode == 0, said
+    (scene,) = read_scenes(tmp_path)
+    _, one, theirs, ours = rows(scene)
+    for row in (theirs, ours):
+        assert row.loss_gap is not None
+        assert row.loss_gap < 1e-5
+        assert row.rest_bytes < 0.8 * one.rest_bytes, "a rank has some of the layers"
+    assert ours.note.startswith("simulated ")
+
+
+@pytest.mark.full
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     peers = "ddp wholestep:zero1 wire:parts,late"
     options = ["--peers", peers, "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]

@@ -19,8 +19,10 @@ from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.errors import GraphError, PlanError
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies
+from wholestep.graph.nodes import is_collective
 from wholestep.graph.stage_part import StagePart, part_of, transfer
 from wholestep.partition.stage_program import send, stage_program
+from wholestep.passes.base import batch_dependent
 from wholestep.plan.plan import Plan
 
 TOLERANCE = 1e-10
@@ -79,6 +81,44 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
         return
     found = compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
+@pytest.mark.parametrize("order", ["1f1b", "zero_bubble", "gpipe", "interleaved"])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "pp=2,dp=2"])
+def test_passes_serve_the_programs_of_stages(mesh: str, pieces: int, order: str, style: str) -> None:
+    """All passes that run by default, in small buckets: the numbers of one device, and fewer collectives, of which the
+    first start before the last products.
+    """
+    data = ws.DataParallel(style, axis="dp", semantics="global")
+    passes = ws.pipeline(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
+    parallel = [data, ws.Pipeline(micro_batches=pieces, schedule=order)]
+    found = compare(one_device(2, True, 0.0), mesh, parallel, passes=passes)
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    for stage in range(2):
+        own = stage_program(found.local, stage)
+        made = ws.run_passes(own, passes)
+        before, after = (
+            [node for node in one.graph.nodes if is_collective(node) and node.args[-1] == "dp"] for one in (own, made)
+        )
+        assert len(after) < len(before)
+        nodes, varying = list(made.graph.nodes), batch_dependent(made)
+        last = max(number for number, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default)
+        assert nodes.index(next(n for n in after if n in varying)) < last
+
+
+def test_a_program_grows_by_one_run_of_a_block() -> None:
+    """Runs that are written out, whatever the number of pieces."""
+    data = ws.DataParallel("fully_shard", axis="dp", semantics="global")
+    sizes: list[int] = []
+    for pieces in (2, 4, 8):
+        parallel = [data, ws.Pipeline(micro_batches=pieces, schedule="1f1b")]
+        graph = one_device(2, False, 0.0, rows=32).capture.graph
+        local = ws.partition(graph, ws.plan(graph, "dp=2,pp=2", parallel))
+        sizes.append(len(ws.run_passes(stage_program(local, 0), ws.pipeline()).graph.nodes))
+    assert max(sizes) - min(sizes) <= 4
 
 
 def test_three_axes() -> None:

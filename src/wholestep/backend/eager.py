@@ -6,7 +6,7 @@ Numbers that follow from sizes of the batch are computed at the head of the func
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -110,6 +110,7 @@ class _Eager:
         self._graph, self._clock = graph, clock
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
+        self._blocks: dict[Graph, _Eager] = {}
         self._sizes, self._texts = _sizes_in(graph)
         self._check_run = self._run = self._compile(first=True)
         self._checked = set[tuple[int, ...]]()
@@ -196,8 +197,14 @@ class _Eager:
             if loop := loop_of(node):
                 self._loops[node] = RunLoop(loop)
             elif part := part_of(node):
-                self._loops[node] = RunStage(part)
+                self._loops[node] = RunStage(part, compile=self._block)
         return self._loops.get(node)
+
+    def _block(self, body: Graph) -> _Eager:
+        """A block of a stage, which several parts may run."""
+        if body not in self._blocks:
+            self._blocks[body] = _Eager(body, None)
+        return self._blocks[body]
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -242,8 +249,38 @@ Start = Callable[[torch.Tensor, int, int, str], Any]
 _TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
 
 
+@dataclass
+class StageState:
+    """What a part of a stage leaves to the part that follows. By piece: `values` by name, and how often each is still
+    read; `coming` is received, `going` is sent.
+    """
+
+    values: list[dict[str, Any]]
+    left: list[dict[str, int]]
+    totals: dict[str, Any]
+    coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
+        default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
+    )
+    going: list[tuple[Any, torch.Tensor]] = field(default_factory=list["tuple[Any, torch.Tensor]"])
+
+    def take(self, name: str, piece: int) -> Any:
+        """An accumulator, or a value of a piece, which is dropped with its last reader."""
+        if name in self.totals:
+            return self.totals[name]
+        left, values = self.left[piece], self.values[piece]
+        left[name] -= 1
+        return values[name] if left[name] else values.pop(name)
+
+    def put(self, name: str, piece: int, value: Any) -> None:
+        """What a block outside has computed."""
+        if name in self.totals:
+            self.totals[name] = value
+        elif self.left[piece].get(name):
+            self.values[piece][name] = value
+
+
 class RunStage:
-    """The part of a stage as a function: its blocks are compiled once, and run for every piece in the order of its
+    """A part of a stage as a function: its blocks are compiled once, and run for every piece in the order of its
     actions.
     """
 
@@ -255,57 +292,54 @@ class RunStage:
         compile: Callable[[Graph], Callable[[Sequence[Any], int], list[Any]]] = lambda body: _Eager(body, None),
     ) -> None:
         self._part, self._send, self._receive = part, send, receive
-        self._blocks = {block.name: (block, compile(block.body)) for block in part.blocks}
+        self._blocks = {block.name: (block, compile(block.body)) for block in part.running}
         self._so_far = {end: before for before, end in part.totals}
-        self._starts = dict(part.totals)
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
-        self._readers: dict[str, int] = {}
-        sent = [m.value for m in part.messages.values() if m.source == part.stage]
-        for name in [*sent, *(name for block in part.blocks for name in block.takes)]:
-            self._readers[name] = self._readers.get(name, 0) + 1
+        self._readers = part.readers
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """What the pieces accumulate."""
-        part = self._part
-        fixed = dict(zip(part.operands, operands, strict=True))
-        totals: dict[str, Any] = dict.fromkeys(self._starts)
-        values: list[dict[str, Any]] = [{} for _ in range(part.pieces)]
-        left: list[dict[str, int]] = [dict(self._readers) for _ in range(part.pieces)]
-        coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
-        going: list[tuple[Any, torch.Tensor]] = []
-
-        def take(name: str, piece: int) -> Any:
-            if name in fixed or name in totals:
-                return fixed[name] if name in fixed else totals[name]
-            left[piece][name] -= 1
-            return values[piece][name] if left[piece][name] else values[piece].pop(name)
-
+        """What the pieces accumulate, what others take, and the state for the part that follows."""
+        part, given = self._part, iter(operands)
+        state = self._begin() if part.begins else next(given)
+        fixed = dict(zip(part.operands, given, strict=False))
+        for (name, piece), value in zip(part.given, operands[len(operands) - len(part.given) :], strict=True):
+            state.put(name, piece, value)
         for action in part.actions:
             name, piece = action.name, action.piece
             if action.kind == "run":
-                block, run = self._blocks[name]
-                made = run([take(one, piece) for one in block.takes], piece)
-                for given, value in zip(block.gives, made, strict=True):
-                    if given in self._so_far:
-                        totals[self._so_far[given]] = value
-                    if self._readers.get(given):
-                        values[piece][given] = value
+                self._run_block(name, piece, fixed, state)
             elif action.kind == "send":
                 message = part.messages[name]
-                value = take(message.value, piece)
-                going = [one for one in going if not one[0].is_completed()]
-                going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
+                value = state.take(message.value, piece)
+                state.going = [one for one in state.going if not one[0].is_completed()]
+                state.going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
             elif action.kind == "post":
                 message = part.messages[name]
                 out = torch.empty(message.shape[piece], dtype=message.dtype, device=part.device)
-                coming[name, piece] = self._receive(out, message.source, self._tags[name] + piece, part.axis), out
+                begun = self._receive(out, message.source, self._tags[name] + piece, part.axis)
+                state.coming[name, piece] = begun, out
             elif action.kind == "wait":
-                begun, values[piece][name] = coming.pop((name, piece))
+                begun, state.values[piece][name] = state.coming.pop((name, piece))
                 begun.wait()
             else:
-                for begun, _ in going:
+                for begun, _ in state.going:
                     begun.wait()
-        return [totals[before] for before, _ in part.totals]
+        out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.taken)]
+        return out if part.ends else [*out, state]
+
+    def _begin(self) -> StageState:
+        pieces = range(self._part.pieces)
+        totals = {before: None for before, _ in self._part.totals}
+        return StageState([{} for _ in pieces], [dict(self._readers) for _ in pieces], totals)
+
+    def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
+        block, run = self._blocks[name]
+        made = run([fixed[one] if one in fixed else state.take(one, piece) for one in block.takes], piece)
+        for given, value in zip(block.gives, made, strict=True):
+            if given in self._so_far:
+                state.totals[self._so_far[given]] = value
+            if self._readers.get(given):
+                state.values[piece][given] = value
 
 
 def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:

@@ -34,6 +34,8 @@ funcol = torch.ops._c10d_functional
 def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any]:
     """Arguments of `node` on the rank at `coordinate`."""
     args = node.args
+    if (piece := meta.piece(node)) is not None:
+        coordinate = {**coordinate, TIME: piece}
     if node.target in RANK_DEPENDENT:
         args = (*args[:-1], coordinate[str(args[-1])])
     if meta.is_ranked(node):
@@ -77,6 +79,7 @@ def _bind(
     graph: Graph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool, pieces: int = 1
 ) -> None:
     """Bind the nodes of a graph, or of a body that runs for several pieces."""
+    bodies = dict[int, Graph]()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -84,7 +87,7 @@ def _bind(
             node.target = loop.with_body(copy_graph(loop.body))
             _bind(node.target.body, coordinate, groups, exchange, loop.pieces)
         elif part := part_of(node):
-            node.target = _bound_part(part, coordinate, groups, exchange)
+            node.target = _bound_part(part, coordinate, groups, exchange, bodies)
         elif is_collective(node):
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
@@ -111,12 +114,18 @@ def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[
     return cast("tuple[Any, Any]", _by_piece(each))
 
 
-def _bound_part(part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool) -> StagePart:
-    """The part of a stage on one rank: its blocks, and the shape of each message for each piece."""
-    bodies = [copy_graph(block.body) for block in part.blocks]
-    for body in bodies:
-        _bind(body, coordinate, groups, exchange, part.pieces)
-    return replace(with_shapes(part.with_bodies(bodies), coordinate), axis=groups[part.axis])
+def _bound_part(
+    part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool, bodies: dict[int, Graph]
+) -> StagePart:
+    """The part of a stage on one rank: its blocks, and the shape of each message for each piece. `bodies`: of blocks
+    that other parts have too, so that they are compiled once.
+    """
+    for block in part.blocks:
+        if id(block.body) not in bodies:
+            bodies[id(block.body)] = copy_graph(block.body)
+            _bind(bodies[id(block.body)], coordinate, groups, exchange, part.pieces)
+    own = part.with_bodies([bodies[id(block.body)] for block in part.blocks])
+    return replace(with_shapes(own, coordinate), axis=groups[part.axis])
 
 
 def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:

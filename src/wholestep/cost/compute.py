@@ -12,6 +12,7 @@ from ..graph import meta
 from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
+from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
@@ -22,11 +23,14 @@ aten = torch.ops.aten
 
 def node_us(node: Node, hardware: Hardware) -> float:
     """Microseconds of one call node on one rank: at least a launch, or a view. `getitem` is free. Of a loop: without
-    collectives.
+    collectives; of a part of a stage: without waiting for others.
     """
     if loop := loop_of(node):
         inner = (one for one in loop.body.nodes if not is_collective(one) and not is_wait(one))
         return loop.pieces * sum(node_us(one, hardware) for one in inner)
+    if part := part_of(node):
+        us = {block.name: block.us for block in part.running}
+        return sum(us[action.name] for action in part.actions if action.kind == "run")
     made = work(node)
     if made is not None:
         return hardware.work_us(made)

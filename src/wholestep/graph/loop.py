@@ -87,4 +87,4 @@ def bodies_of(node: Node) -> tuple[int, list[Graph]]:
     if loop := loop_of(node):
         return loop.pieces, [loop.body]
     part = part_of(node)
-    return (part.pieces, [block.body for block in part.blocks]) if part else (1, [])
+    return (part.pieces, [block.body for block in part.running]) if part else (1, [])

@@ -322,6 +322,16 @@ def stage(node: Node) -> int | None:
     return node.meta.get("wholestep_stage")
 
 
+def set_piece(node: Node, piece: int) -> None:
+    """Record for which piece of the batch a node outside of loops runs what the body of a loop says."""
+    node.meta["wholestep_piece"] = piece
+
+
+def piece(node: Node) -> int | None:
+    """Return for which piece of the batch a node outside of loops runs; None for most."""
+    return node.meta.get("wholestep_piece")
+
+
 def copy_origin(source: Node, target: Node) -> None:
     """Copy source line, module and autograd phase from `source` to `target`."""
     if "custom" in source.meta:

@@ -17,6 +17,8 @@ class StageBlock:
 
     Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
     longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
+    `us`: microseconds that it takes. `holds_bytes`: of what it leaves to later blocks of its piece; `work_bytes`: more,
+    while it runs.
     """
 
     name: str
@@ -26,6 +28,9 @@ class StageBlock:
     level: int
     is_backward: bool
     is_filler: bool = False
+    us: float = 0.0
+    holds_bytes: int = 0
+    work_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class StagePart:
     Operands of the node are the values `operands`. `totals`: of each accumulator its name before a piece (None for the
     first), and after it. `device`: of what is received.
     `peak_bytes`: of values of pieces, by simulation.
+
+    Where runs of some blocks are written out in the graph (`passes.peel`), several parts follow each other. A part that
+    is not `begins` is given the state that the part before returns last, in front of `operands`, and behind them the
+    values `given`, which were computed in between. It returns the accumulators `returned` (by their name before a
+    piece), the values `taken` and, unless it `ends`, its state.
     """
 
     axis: str
@@ -76,11 +86,31 @@ class StagePart:
     totals: tuple[tuple[str, str], ...]
     device: str
     peak_bytes: int = 0
+    returned: tuple[str, ...] = ()
+    given: tuple[tuple[str, int], ...] = ()
+    taken: tuple[tuple[str, int], ...] = ()
+    begins: bool = True
+    ends: bool = True
     __name__ = "stage"
 
     def __call__(self, *operands: Any) -> list[Any]:
         """A part runs once a backend has compiled its blocks."""
         raise AssertionError("the backend 'eager' runs the blocks of a stage")
+
+    @property
+    def running(self) -> tuple[StageBlock, ...]:
+        """The blocks that `actions` run."""
+        names = {action.name for action in self.actions if action.kind == "run"}
+        return tuple(block for block in self.blocks if block.name in names)
+
+    @property
+    def readers(self) -> dict[str, int]:
+        """How often each value of a piece is read or sent."""
+        found: dict[str, int] = {}
+        sent = [message.value for message in self.messages.values() if message.source == self.stage]
+        for name in [*sent, *(name for block in self.blocks for name in block.takes)]:
+            found[name] = found.get(name, 0) + 1
+        return found
 
     def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
         """This part with other bodies of its blocks."""

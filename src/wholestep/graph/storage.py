@@ -100,6 +100,8 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
         return None
     if is_wait(node) or node.target in UNMARKED_VIEWS:
         return given[0]
+    if part := part_of(node):  # the state goes from part to part
+        return given[0] if not part.begins and not part.ends and index == len(meta.tensors(node)) - 1 else None
     if not _torch.is_op(node.target):
         return given[0] if _shares_first(node, given[0]) else None
     if node.target in _COPIES_AT_NEED:

@@ -106,7 +106,7 @@ def _typed(node: Node) -> str:
 
 def _body(graph: Graph) -> list[str]:
     lines: list[str] = []
-    where = ""
+    where, shown = "", set[str]()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -121,7 +121,10 @@ def _body(graph: Graph) -> list[str]:
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
             lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []
         if part := part_of(node):
-            for block in part.blocks:
+            for block in part.running:
+                if block.name in shown:
+                    continue
+                shown.add(block.name)
                 lines.append(f"    {block.name}: from {_names(block.takes)}")
                 lines += [f"    {line}" for line in (*_body(block.body), f"  leaves {_names(block.gives)}")]
             lines.append(f"    order: {'; '.join(map(str, part.actions))}")

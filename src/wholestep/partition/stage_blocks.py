@@ -7,12 +7,13 @@ by way of another stage: they are a block. So blocks follow from the sends alone
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
+from .. import _torch
 from ..cost.stage_costs import BlockPrices, block_costs
 from ..cost.stage_orders import APART, NAMED, BlockCost, best_order
 from ..errors import PlanError
@@ -55,14 +56,20 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
     actions = actions_of(found.orders, blocks, messages)
     check_orders(actions, messages)
+    priced = cut_costs if cut is apart else costs
     parts = tuple(
         StagePart(
-            axis, stage, loop.pieces, cut.blocks[stage], messages, actions[stage], cut.operands[stage],
-            cut.totals[stage], device, found.peak_bytes[stage],
+            axis, stage, loop.pieces, tuple(_priced(block, priced[block.name]) for block in cut.blocks[stage]),
+            messages, actions[stage], cut.operands[stage], cut.totals[stage], device, found.peak_bytes[stage],
+            tuple(before for before, _ in cut.totals[stage]),
         )
         for stage in range(count)
     )  # fmt: skip
     return StageParts(parts, name, tried, found.spans)
+
+
+def _priced(block: StageBlock, cost: BlockCost) -> StageBlock:
+    return replace(block, us=cost.us, holds_bytes=cost.holds_bytes, work_bytes=cost.work_bytes)
 
 
 def _refuse_exchanges(loop: Loop, axis: str) -> None:
@@ -152,15 +159,15 @@ class StageCut:
 
     def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
         """Levels of the nodes of a stage. What can run later without more being kept for it does: a view of a value
-        that is kept anyway, and what is made of values that all stages have. What the backward computes again of the
-        forward waits for the backward.
+        that is kept anyway, and what is made of values that all stages have. An op of several results stays with those.
+        What the backward computes again of the forward waits for the backward.
         """
         level, inside = dict(self.level), set(own)
         turn = max((level[node] for node in own if not meta.is_backward(node)), default=-1)
         sends = {node_at(sent, 0) for sent in self._sent(stage)}
         readers = {node: [user for user in node.users if user in inside] for node in self.nodes}
         for node in reversed(own):
-            if node in sends or node in self.ends or not readers[node]:
+            if node in sends or node in self.ends or not readers[node] or _torch.is_getitem(node.target):
                 continue
             late = min(level[user] for user in readers[node])
             given = [n for n in node.all_input_nodes if n.op != "placeholder"]
@@ -184,6 +191,9 @@ class StageCut:
             if node in inside and node not in urgent:
                 urgent.add(node)
                 todo += node.all_input_nodes
+        for node in nodes:  # results of one op stay together
+            if _torch.is_getitem(node.target) and node_at(node, 0) in urgent:
+                urgent.add(node)
         rest = [node for node in nodes if node not in urgent]
         if urgent and any(map(meta.is_backward, nodes)) and any(map(meta.is_backward, rest)):
             groups[key] = [node for node in nodes if node in urgent]

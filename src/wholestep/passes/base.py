@@ -90,14 +90,23 @@ def run_passes(
     return local
 
 
+def meets_stages(local: LocalGraph, node: Node) -> bool:
+    """True for a node in which a stage of a pipeline exchanges something with others."""
+    if local.stage is None:
+        return False
+    shares_all = is_collective(node) and node.args[-1] == local.stage_axis
+    return shares_all or node.target in POINT_TO_POINT or part_of(node) is not None
+
+
 def _exchanged(local: LocalGraph) -> list[str]:
     """What a stage of a pipeline exchanges with others, in order."""
-    if local.stage is None:
-        return []
-    return [
-        node.name for node in local.graph.nodes
-        if node.target in POINT_TO_POINT or part_of(node) or (is_collective(node) and node.args[-1] == local.stage_axis)
-    ]  # fmt: skip
+    found: list[str] = []
+    for node in local.graph.nodes:
+        if part := part_of(node):
+            found += [str(action) for action in part.actions if action.kind != "run"]
+        elif meets_stages(local, node):
+            found.append(node.name)
+    return found
 
 
 def _program_of(local: LocalGraph) -> tuple[int, ...]:

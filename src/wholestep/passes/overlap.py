@@ -18,7 +18,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
-from .base import InPlace, Pass, batch_dependent
+from .base import InPlace, Pass, batch_dependent, meets_stages
 
 _NEVER = float("inf")
 
@@ -48,7 +48,7 @@ class Overlap(InPlace):
         if any(i.role is Role.CARRY for i in local.inputs):
             work = _Work(local, self.hardware, arrivals_after(local, work.clock))
             work.run()
-        _order(local.graph, work.order)
+        _order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
 
 
@@ -118,6 +118,17 @@ def collectives_of(local: LocalGraph) -> list[str]:
     return [n.name for n in local.graph.nodes if is_collective(n)]
 
 
+def _stages_in_turn(local: LocalGraph, order: list[Node]) -> list[Node]:
+    """`order`, in which a stage of a pipeline exchanges with others what it did before, in that order."""
+    if local.stage is None:
+        return order
+    met = [node for node in local.graph.nodes if meets_stages(local, node)]
+    before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in order}
+    for first, second in pairwise(met):
+        before[second].append(first)
+    return _sorted(order, before)
+
+
 def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """`calls` in a topological order by `before` that keeps their positions as far as possible; a cycle is left out."""
     place = {node: i for i, node in enumerate(calls)}
@@ -176,7 +187,7 @@ class _Work:
         for node in calls:
             if node in urgency:
                 heappush(self.queue, (urgency[node], len(self.queue), node))
-            elif node in main and node in varying:
+            elif node in main and (node in varying or _carries_stages(self.local, node)):
                 for needed in _cone(node, self.assigned):
                     self._gather_ahead(needed)
                     while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
@@ -328,6 +339,9 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
     gradients, communicated = set[Node](), set[Node]()
     todo: list[Node] = []
     for node in local.graph.nodes:
+        if node.op == "call_function" and _carries_stages(local, node):
+            todo.append(node)
+            continue
         if node.op != "call_function" or node not in varying:
             continue
         given = [n for n in node.all_input_nodes if n in varying]
@@ -347,6 +361,13 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             main.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
     return varying, main
+
+
+def _carries_stages(local: LocalGraph, node: Node) -> bool:
+    """True for what moves the pieces of the batch from stage to stage, which has a place in the forward and backward
+    even where nothing reads it.
+    """
+    return meets_stages(local, node) and not is_collective(node)
 
 
 def _cone(node: Node, outside: set[Node]) -> list[Node]:

@@ -15,6 +15,7 @@ from .bucket_sizes import SizeBuckets
 from .cross_step import CrossStep
 from .limit_inflight import LimitInflight
 from .overlap import Overlap
+from .peel_pieces import PeelPieces
 from .sink_waits import SinkWaits
 from .split_optimizer import SplitOptimizer
 
@@ -60,4 +61,11 @@ class Schedule:
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
         merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
         across = (CrossStep(),) if self.across_steps else ()
-        return (*merging, AsyncTensorParallel(self.hardware), *across, Overlap(self.hardware), LimitInflight())
+        return (
+            PeelPieces(),
+            *merging,
+            AsyncTensorParallel(self.hardware),
+            *across,
+            Overlap(self.hardware),
+            LimitInflight(),
+        )

@@ -67,7 +67,7 @@ class Finalizer:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
         key, budget = made.compared, self.options.memory_bytes
         if made.local.stage_axis:
-            return replace(made, local=self._of_stage(made.local, watch))
+            return replace(made, local=self._of_stage(made.local, key, watch))
         if budget is None:
             local = self._scheduled(made.local, key, watch)
         else:
@@ -75,13 +75,16 @@ class Finalizer:
         self.choices.store()
         return replace(made, local=local)
 
-    def _of_stage(self, local: LocalGraph, watch: Watch | None) -> LocalGraph:
-        """The program of this rank's stage. Passes that move collectives would do so on one stage alone."""
+    def _of_stage(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
+        """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
         refuse_for_stages(self.options, self.world.device)
-        passes = pipeline(schedule=None, backend=self.options.backend)
+        alone = all(axis.size == 1 or axis.name == local.stage_axis for axis in self.world.mesh.axes)
+        schedule = None if alone else self._schedule()
+        passes = edited(pipeline(schedule=schedule, backend=self.options.backend), self.options.given.passes)
+        passes = self._agreed(passes, f"{key}, stage {self.world.coordinate[local.stage_axis]}")
         with self.stages.stage("schedule"):
             own = stage_program(local, self.world.coordinate[local.stage_axis])
-            return run_passes(own, edited(passes, self.options.given.passes), watch)
+            return run_passes(own, passes, watch)
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""
@@ -206,6 +209,11 @@ class Finalizer:
             self.blocks[key] = {n: parts for n, parts in own.items() if all(o.get(n) == parts for o in asked)}
         return self.blocks[key]
 
+    def _first_of(self, local: LocalGraph) -> int:
+        """The first rank of this rank's stage."""
+        mesh, axis = self.world.mesh, local.stage_axis
+        return next(rank for rank in range(mesh.size) if mesh.coordinate(rank)[axis] == local.stage)
+
     def _order(self, local: LocalGraph, key: str) -> list[str]:
         """The collectives by name in the order of the first rank, whose batch may have another size."""
         own = collectives_of(local)
@@ -213,7 +221,11 @@ class Finalizer:
             return own
         if key not in self.orders:
             what = "in which order collectives run"
-            self.orders[key] = self.rendezvous.broadcast(f"{self.label}/order", own, what)
+            if local.stage is None:
+                self.orders[key] = self.rendezvous.broadcast(f"{self.label}/order", own, what)
+            else:
+                asked = self.rendezvous.gather(f"{self.label}/order", own, what)
+                self.orders[key] = asked[self._first_of(local)]
         return self.orders[key]
 
 

@@ -72,7 +72,7 @@ class Installer:
             shard = guards.sizes.row_major
         elif inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
-        rng = self._shared_rng(made.local, world, strategies)
+        rng = self._shared_rng(made.before, world, strategies)  # the program of all stages, alike on all ranks
         return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared)
 
     def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies, ranks: Rendezvous) -> Program:

@@ -151,10 +151,21 @@ def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan
         layout = plan.storage.get(held_state.state_input(owner, key, value, number, label).name)
         have = dtensor.layout_of(value, world.mesh) if isinstance(value, DTensor) else replicated(value.dim())
         if layout is not None and layout != have:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            entry[key] = shard(whole, layout, world)
+            entry[key] = _resharded(value, have, layout, world)
         elif layout is not None and value.device.type != torch.device(world.home).type:
             entry[key] = value.to(world.home)
+
+
+def _resharded(value: torch.Tensor, have: Layout, layout: Layout, world: World) -> DTensor:
+    """`value` as `layout` says. State of a parameter that one stage owns, whole there, is cut there."""
+    if not isinstance(value, DTensor) or not have.owned:
+        return shard(value.full_tensor() if isinstance(value, DTensor) else value, layout, world)
+    if have.is_sharded or have.owned != layout.owned:
+        found = f"optimizer state stored as {have} where the step has {layout}"
+        raise StateError(found, "state of the same stages", "load it with wholestep.load, or start without it")
+    assert world.devices is not None, "stages are several ranks"
+    piece = cut(value.to_local(), layout, world.mesh, world.coordinate).clone(memory_format=torch.contiguous_format)
+    return dtensor.wrap(_at_home(piece, world), layout, world.mesh, world.devices, value.shape)
 
 
 def find_input(given: Input, state: StepState) -> tuple[Any, Any]:

@@ -1,0 +1,109 @@
+"""Pipelines: torch.distributed.pipelining, whose stages and schedules are written by hand, and ours, which follow from
+the step.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from wholestep.distributed.launch import join
+from wholestep.profiling.measure_hardware import measure_hardware
+
+from .job import Job
+from .models import GPT, train_step
+from .spec import Spec
+
+PIECES = 4
+CPU = torch.device("cpu")
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+Parts = tuple[nn.Module, Optimizer, Callable[..., Tensor], str]
+"""A model, its optimizer, the step to call them with, and a note."""
+
+
+class Part(nn.Module):
+    """The layers of one stage of a GPT. The first takes bytes, the last returns logits."""
+
+    def __init__(self, model: GPT, number: int, count: int) -> None:
+        super().__init__()
+        layers = list(model.blocks)
+        if count > len(layers):
+            raise ValueError(f"{count} stages of {len(layers)} layers: choose a larger model, or fewer ranks")
+        self.first, self.last = number == 0, number == count - 1
+        start, end = (len(layers) * at // count for at in (number, number + 1))
+        self.blocks = nn.ModuleList(layers[start:end])
+        if self.first:
+            self.bytes, self.positions = model.bytes, model.positions
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What this stage computes."""
+        if self.first:
+            x = self.bytes(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def _pieces(spec: Spec) -> int:
+    return int(spec.number("pieces", PIECES))
+
+
+def torch_pipe(model: nn.Module, job: Job) -> Parts:
+    """Stages with as many layers each. The last rank knows the loss; others return none."""
+    assert isinstance(model, GPT), "pipelines are of a GPT"
+    kind = next(name for name in SCHEDULES if job.spec.has(name))
+    chunks = 2 if kind in ("interleaved", "zbv") else 1
+    count = job.world * chunks
+    numbers = [job.rank + chunk * job.world for chunk in range(chunks)]
+    if kind == "zbv":
+        numbers = [job.rank, count - 1 - job.rank]
+    parts = [Part(model, number, count) for number in numbers]
+    stages = [pipelining.PipelineStage(part, number, count, CPU) for part, number in zip(parts, numbers, strict=True)]
+    schedule = SCHEDULES[kind](stages[0] if chunks == 1 else stages, _pieces(job.spec), loss_fn=_loss)
+    begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        schedule.step(*([x] if begins else []), **({"target": y, "losses": losses} if ends else {}))
+        optimizer.step()
+        return torch.stack(losses).detach().mean() if losses else torch.tensor(math.nan)
+
+    held = nn.ModuleList(parts)
+    return held, AdamW(held.parameters(), lr=job.config.learning_rate, fused=True), step, ""
+
+
+def _loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def our_pipe(model: nn.Module, job: Job) -> Parts:
+    """The step as written, in stages for the hardware that the ranks measure first; the note says what it predicts."""
+    kind: Any = next(name for name in ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble") if job.spec.has(name))
+    mesh, pipeline = f"pp={job.world}", ws.Pipeline(micro_batches=_pieces(job.spec), schedule=kind)
+    hardware = measure_hardware(join(ws.Mesh(mesh), "cpu"))
+
+    def optimizer(model: nn.Module) -> AdamW:
+        return AdamW(model.parameters(), lr=job.config.learning_rate, fused=True)
+
+    trial = copy.deepcopy(model)
+    x = torch.zeros(job.config.rows, job.config.context, dtype=torch.int64)
+    graph = ws.capture(train_step, trial, optimizer(trial), x, x)
+    local = ws.partition(graph, ws.plan(graph, mesh, pipeline, hardware=hardware))
+    note = f"simulated {ws.simulate(local, hardware).step_us / 1e3:.0f} ms"
+    step = ws.compile(train_step, parallel=pipeline, mesh=mesh, hardware=hardware)
+    return model, optimizer(model), step, note
