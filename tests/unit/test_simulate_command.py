@@ -153,7 +153,7 @@ def flat(tmp_path: Path) -> str:
 
 
 def test_several_sizes_are_what_each_is_alone(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured twice; 24 tokens break a guard of the kernel that attention has on a GPU."""
+    """Captured for a size and for all: positions that the model counts itself need no mask, which had guards."""
     traced = list[object]()
     original = planning.captured
     monkeypatch.setattr(planning, "captured", lambda *given: traced.append(given) or original(*given))
@@ -161,9 +161,9 @@ def test_several_sizes_are_what_each_is_alone(flat: str, tmp_path: Path, monkeyp
     code, said = run(*shared, "--seq", "16,32,24,64")
     assert code == 0, said
     assert "capture for all sizes" in said
-    assert len(traced) == 2  # 16 and 24
+    assert len(traced) == 1  # 16
     rows = json.loads((tmp_path / "sizes.json").read_text())["sizes"]
-    for row in rows[3:]:  # filled in
+    for row in rows[1:]:  # filled in
         assert run(*shared, "--seq", str(row["seq"]))[0] == 0
         alone = json.loads((tmp_path / "sizes.json").read_text())
         assert {key: alone[key] for key in row if key in alone} == {k: v for k, v in row.items() if k in alone}
