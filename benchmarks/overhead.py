@@ -12,6 +12,9 @@ call, so that a busy moment of the machine meets all of them alike:
 
 Overhead is the median over turns of (compiled - bare), both in CPU time of the calling thread, which leaves out what
 other processes of a busy machine take and what a rank waits for others. The first four columns of times are wall time.
+With `--beside PATH`, the `src` of another checkout, two processes take turns, one with each: what a call does around
+its program, in CPU time, and the median over turns of the ratio and of the difference. A busy machine meets both alike.
+
 With several ranks, hundreds of small collectives still make that difference noise, so there the overhead is `hollow`:
 what a call does around the generated function, and nothing else, measured on rank 0 while the others wait.
 """
@@ -21,9 +24,11 @@ import gc
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +120,57 @@ def measure(name: str, parameters: int, rounds: int, style: str, on_nonfinite: A
     }
 
 
+def hollow_turns(parameters: int, given: Any, said: Any) -> None:
+    """For each number of calls that is `given`, say the CPU microseconds of a call around its program."""
+    torch.set_num_threads(1)
+    x, model = torch.randn(2, 4), Many(parameters)
+    optimizer = OPTIMIZERS["SGD"](model)
+    step = ws.compile(train_step, check_every=10**9)
+    for _ in range(3):
+        step(model, optimizer, x)
+    program = step.programs[-1]
+    results = program.run(program.gather_inputs(take_apart(((model, optimizer, x), {})).leaves))
+    program.run = lambda _: results
+    gc.disable()
+    for line in given:
+        begin = time.thread_time()
+        for _ in range(int(line)):
+            step(model, optimizer, x)
+        print(1e6 * (time.thread_time() - begin) / int(line), file=said, flush=True)
+
+
+def beside(path: str, parameters: int, turns: int, calls: int = 50) -> None:
+    """Compare this checkout with another one, turn by turn."""
+    workers: list[subprocess.Popen[str]] = []
+    for source in (str(Path(ws.__file__).parents[1]), path):
+        known = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(Path(__file__).parents[1])])}
+        code = (
+            f"import sys; from benchmarks.overhead import hollow_turns as run; run({parameters}, sys.stdin, sys.stdout)"
+        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": known}
+        workers.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
+
+    def turn(worker: subprocess.Popen[str]) -> float:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        print(calls, file=worker.stdin, flush=True)
+        return float(worker.stdout.readline())
+
+    try:
+        for worker in workers:
+            turn(worker)  # compiles
+        pairs = [(turn(workers[0]), turn(workers[1])) for _ in range(turns)]
+    finally:
+        for worker in workers:
+            worker.communicate(timeout=60)
+    here, there = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    more = statistics.median(a - b for a, b in pairs)
+    print(
+        f"around a program: {here:.1f} us here, {there:.1f} us there; ratio {ratio:.3f}, {more:+.2f} us, {turns} turns"
+    )
+
+
 def report(name: str, style: str, ranks: int, m: dict[str, float]) -> bool:
     """Print a row; True when the overhead is within the target."""
     target = BASE_US + PER_STATE_TENSOR_US * m["tensors"]
@@ -157,7 +213,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--on-nonfinite", choices=["skip", "raise"], help="an option of the compiled step")
     parser.add_argument("--check", action="store_true", help="exit 1 when a world of 1 is over its target")
+    parser.add_argument("--beside", metavar="PATH", help="compare with the src of another checkout, in turns")
     options = parser.parse_args()
+    if options.beside:
+        beside(options.beside, options.parameters, options.rounds)
+        return 0
     print(f"torch {torch.__version__}, {options.parameters} parameters, medians in us")
     heads = "".join(f"{head:>9}" for head in ("tensors", "eager", "compiled", "bare", "hollow", "overhead"))
     print(f"{'optimizer':12} {'style':22}{heads}{'us / tensor':>11}{'target':>8}")

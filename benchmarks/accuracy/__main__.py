@@ -135,6 +135,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
          "one factor for a source's device, from a row, and where its host costs 2 % of a step, one for that, from a "
          "second row: both are left out",
          runs.after_calibration(found)),
+        ("held out by model", "one factor for a source and a hardware, from its runs of other models",
+         runs.by_other_models(found)),
     )  # fmt: skip
     for title, said, cases in columns:
         if cases:
@@ -147,6 +149,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
         yield errors("Step times by device, after calibration", *calibrated, _hardware, ("hardware",))
         yield errors("Step times by parallelism, from the data sheet", columns[0][1], sheet, _kind, ("kind",))
         yield errors("Step times by parallelism, after calibration", *calibrated, _kind, ("kind",))
+        if any("pipeline" in one.group for one in sheet):
+            yield errors("Step times by parallelism, held out by model", columns[4][1], columns[4][2], _kind, ("kind",))
         yield worst("Step times, from the data sheet: the worst (seconds)", sheet)
         yield far("Step times, from the data sheet: what is far off", sheet)
         yield far("Step times, after calibration: what is far off", columns[3][2])

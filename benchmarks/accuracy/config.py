@@ -43,7 +43,7 @@ class Run:
     Args:
         style: replicate, zero1, zero2 or full: what data parallel ranks share out.
         shard: ranks that share it; `replicate` copies of them (or of the whole model).
-        tp: ranks that share each layer; `sequence`: and the tokens between layers.
+        tp: ranks that share each layer; `sequence`: and the tokens between layers. `stages` of a pipeline.
         micro: sequences of a rank at a time; `accumulate` of them in a step.
         ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
@@ -87,6 +87,7 @@ class Run:
     step_s: float | None
     memory_gib: float | None
     device_gib: float
+    stages: int = 1
 
 
 def read(row: Row) -> Run | str:
@@ -97,8 +98,8 @@ def read(row: Row) -> Run | str:
         return why or "no preset for this hardware"
     model, ranks = _model(row), whole(row, "n_gpus")
     layers, width, heads = (whole(row, name) for name in ("n_layers", "d_model", "n_heads"))
-    tp = whole(row, "tp", 1) or 1
-    data = ranks // tp
+    tp, stages = whole(row, "tp", 1) or 1, whole(row, "pp", 1) or 1
+    data = ranks // (tp * stages)
     style = _style(row["sharding"], row.get("dtype", ""))
     replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
     if style == "replicate":
@@ -113,7 +114,7 @@ def read(row: Row) -> Run | str:
     step = number(row, "step_time_s")
     rate = number(row, "tokens_per_s_per_gpu")
     if step is None and rate:
-        step = micro * length * accumulate / tp / rate
+        step = micro * length * accumulate / (tp * stages) / rate
     dtype = row["dtype"].lower()
     stack = _stack(row)
     recompute = _recompute(row["ac"].lower(), stack)
@@ -129,14 +130,13 @@ def read(row: Row) -> Run | str:
         bool(re.search(r"gpt", model)), bool(re.search(r"qwen-?3|olmo-?2|gemma-?3", model)),
         "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
-        _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware),
+        _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware), stages,
     )  # fmt: skip
 
 
 def _inexpressible(row: Row) -> str:
     model, dtype = _model(row), row["dtype"].lower()
     checks = (
-        (whole(row, "pp", 1) > 1, "pipeline parallel"),
         (whole(row, "cp", 1) > 1, "context parallel"),
         (whole(row, "ep", 1) > 1 or bool(re.search(r"mixtral|moe|-a\d+b|deepseek|dbrx|\dx\d+b", model)), "experts"),
         (bool(re.search(r"mxfp|nvfp|fp4", dtype)), "8 bit with scales of blocks, or less"),
@@ -254,7 +254,8 @@ def _completed(row: Row) -> Row:
     sizes = next((sizes for pattern, sizes in _SIZES.items() if re.match(rf"{pattern}\b", _model(row))), None)
     if sizes and not any(whole(row, name) for name in _SIZE_COLUMNS[:3]):
         made |= dict(zip(_SIZE_COLUMNS, map(str, sizes), strict=True))
-    parts = max(whole(row, "n_gpus") // (whole(row, "tp", 1) or 1), 1) * (whole(row, "grad_accum") or 1)
+    split = (whole(row, "tp", 1) or 1) * (whole(row, "pp", 1) or 1)
+    parts = max(whole(row, "n_gpus") // split, 1) * (whole(row, "grad_accum") or 1)
     micro, rest = divmod(whole(row, "global_batch"), parts)
     if not whole(row, "micro_batch") and micro and not rest:
         made["micro_batch"] = str(micro)

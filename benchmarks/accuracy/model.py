@@ -210,5 +210,5 @@ def strategies(run: Run) -> list[Any]:
 
 def mesh(run: Run) -> str:
     """Axes and sizes; those of one rank are left out."""
-    sizes = {"rep": run.replicate, "dp": run.shard, "tp": run.tp}
+    sizes = {"pp": run.stages, "rep": run.replicate, "dp": run.shard, "tp": run.tp}
     return ",".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks > 1) or "dp=1"

@@ -79,6 +79,17 @@ def after_one_row(found: Sequence[Predicted]) -> list[Case]:
     return cases
 
 
+def by_other_models(found: Sequence[Predicted]) -> list[Case]:
+    """With one factor for a source and a hardware, from its runs of other models; nothing where there are none."""
+    cases: list[Case] = []
+    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
+        for name in sorted({one.run.model for one in members}):
+            others = [one for one in members if one.run.model != name]
+            if others:
+                cases += [case(one, fit_factor(others)) for one in members if one.run.model == name]
+    return cases
+
+
 def after_calibration(found: Sequence[Predicted]) -> list[Case]:
     """With what a user measures first: the device's factor on all kernels, from the row of median length; and where the
     host matters, the host's factor too, from a second row. A profiled layer says both; a published row says one.
@@ -167,6 +178,9 @@ def _case(one: Predicted, step_s: float) -> Case:
 def kind(run: config.Run) -> str:
     """What is parallel."""
     data, split = run.replicate * run.shard > 1, run.tp > 1
+    if run.stages > 1:
+        nodes = "several nodes" if run.stages * run.tp * run.replicate * run.shard > run.per_node else "one node"
+        return f"pipeline, {nodes}"
     return "DP and TP" if data and split else "TP" if split else "DP" if data else "one rank"
 
 
@@ -175,7 +189,7 @@ def label(run: config.Run) -> str:
     again = run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
     return (
         f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={again} "
-        f"dp{run.replicate * run.shard} tp{run.tp} {run.stack.name}"
+        f"dp{run.replicate * run.shard} tp{run.tp} {f'pp{run.stages} ' if run.stages > 1 else ''}{run.stack.name}"
     )
 
 

@@ -18,6 +18,9 @@ from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
 from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, run_all, steady_start
+from wholestep.cost.software import Software
+from wholestep.cost.stage_costs import BlockPrices
+from wholestep.cost.staged import StagedStep
 from wholestep.cost.timeline import phase
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import module_path, size_bytes
@@ -29,6 +32,8 @@ from wholestep.passes.overlap import Overlap
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
+from wholestep.plan.strategies import compose
+from wholestep.planner.staged_plan import ShortPipelines, StagedSetup
 
 TIMED = 2, 3
 """Layers that are simulated."""
@@ -51,13 +56,17 @@ PREDICTED = ws.KernelTimes((), device=1.0)
 
 def step_s(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICTED) -> float:
     """Seconds of one step. `rates`: what the device and the host take, as multiples of what is predicted."""
+    if run.stages > 1:
+        return staged_step(run, hardware, rates).step_us / 1e6
     return sum(share * _step_us(one, hardware, rates) for share, one in _kinds_of_layers(run)) / 1e6
 
 
 def peak_gib(run: Run, hardware: ws.Hardware) -> float:
     """GiB that the allocator of one rank reserves at the peak, which is what trainers report. Blocks are not linear in
-    layers: all of them are captured.
+    layers: all of them are captured. Of a pipeline: of the tensors of the stage that holds most.
     """
+    if run.stages > 1:
+        return staged_step(run, hardware).fullest.peak_bytes / 2**30
     found = _reserved(replace(_shape(run), layers=run.layers, stack=run.stack), hardware, run.accumulate > 1)
     return found.reserved_bytes / 2**30
 
@@ -236,3 +245,23 @@ def _captured(run: Run, layers: int) -> ws.TrainGraph:
     half = replace(HALF, reduce=torch.bfloat16) if run.pure else HALF
     options = ws.CaptureOptions(mixed_precision=half, float8=ws.Float8() if run.eight else None)
     return ws.capture(step, *given, options=options)
+
+
+def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICTED) -> StagedStep:
+    """The step of a pipeline, by what `wholestep simulate` calls for one: short stages stand for all. Stages have equal
+    numbers of layers where these divide, as Megatron has them, whose order is 1F1B.
+    """
+    alike = replace(_shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1)
+    mesh, (each, rest) = ws.Mesh(model.mesh(run)), divmod(run.layers, run.stages)
+    pipeline = ws.Pipeline(micro_batches=run.accumulate, schedule="1f1b")
+    setup = StagedSetup(mesh, compose([*model.strategies(run), pipeline]), None if rest else (each,) * run.stages)
+    prices, short = (
+        BlockPrices(hardware, mesh, Software(stack=run.stack, profile=rates)),
+        replace(_pipelines(alike, hardware), layers=run.layers),
+    )
+    return short.step(setup, run.micro, passes(hardware, run.stack), prices)
+
+
+@cache
+def _pipelines(run: Run, hardware: ws.Hardware) -> ShortPipelines:
+    return ShortPipelines(lambda batch, _, layers: _captured(replace(run, micro=batch), layers), 0, hardware)

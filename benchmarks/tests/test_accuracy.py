@@ -113,7 +113,6 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"pp": "2"}, "pipeline parallel"),
         ({"cp": "4"}, "context parallel"),
         ({"dtype": "mxfp8"}, "8 bit with scales of blocks, or less"),
         ({"model": "Mixtral-8x7B"}, "experts"),
@@ -245,6 +244,22 @@ def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
     assert simulated.step_s(run, A100) == pytest.approx(whole, rel=0.1)
 
 
+def test_a_pipeline_is_simulated_with_all_stages_and_pieces() -> None:
+    """Each further piece takes what the slowest stage takes for one, whatever the number of pieces."""
+    row = SMALL | {"n_gpus": "4", "pp": "4", "dp_shard": "", "sharding": "DDP", "seq_len": "1024"}
+    run = run_of(**row, grad_accum="8")
+    assert (run.stages, run.replicate, runs.kind(run)) == (4, 1, "pipeline, one node")
+    few, more = (simulated.staged_step(run_of(**row, grad_accum=str(count)), A100) for count in (8, 16))
+    ops = [span for span in few.spans if "piece " in span.name]
+    slowest = max(
+        sum(span.us for span in ops if span.stream == f"stage {stage}" and span.name.endswith("piece 3"))
+        for stage in range(4)
+    )
+    assert more.step_us - few.step_us == pytest.approx(8 * slowest, rel=0.02)
+    assert [one.layers for one in few.stages] == [(4,)] * 4
+    assert few.bubble == pytest.approx(3 / (8 + 3), abs=0.08)  # the formula of equal stages
+
+
 def test_large_sources_are_thinned() -> None:
     given = [RUN | {"source_id": "large", "model": str(i)} for i in range(100)] + [RUN] * 3
     found = thinned(given, 15)
@@ -264,6 +279,9 @@ def test_columns_of_cross_validation() -> None:
     assert [round(case.error, 3) for case in runs.from_the_data_sheet(found)] == [-0.5, -0.5, -0.5, -0.667, -0.667]
     assert [round(case.error, 3) for case in runs.by_other_sources(found)] == [0.5, 0.5, 0.5, -0.333, -0.333]
     assert [case.error for case in runs.after_one_row(found)] == [pytest.approx(0)] * 3
+    named = zip(found, "xxxyy", strict=True)
+    models = [replace(two, run=replace(two.run, ref="c", model=name)) for two, name in named]
+    assert [round(case.error, 3) for case in runs.by_other_models(models)] == [0.5, 0.5, 0.5, -0.333, -0.333]
     assert runs.by_other_sources(found[:3]) == []
     assert runs.after_one_row([found[0]]) == []
 

@@ -29,8 +29,8 @@ class SizeGuard:
 class SizeGuards:
     """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
     of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
-    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes,
-    and `busy` surrounds what takes long in the middle of a call, so that other ranks wait for it.
+    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes.
+    `busy` surrounds what takes long in the middle of a call, so that other ranks wait for it.
     """
 
     dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])

@@ -41,7 +41,7 @@ def average(model: nn.Module, world: int) -> None:
 
 
 def _trains(
-    rank: int, world: int, style: str, semantics: str, calls: int, backend: str = "eager"
+    rank: int, world: int, style: str, semantics: str, calls: int, backend: str = "eager", schedule: Any = "auto"
 ) -> tuple[float, int, list[str]]:
     torch.set_default_dtype(torch.float64)
     config = GPTConfig(layers=1, width=16, heads=2, context=24)
@@ -49,7 +49,7 @@ def _trains(
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
     parallel = ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics))
     mesh = "replicate=2,shard=2" if style == "hybrid" else None
-    step = ws.compile(train, parallel=parallel, backend=backend, mesh=mesh)
+    step = ws.compile(train, parallel=parallel, backend=backend, mesh=mesh, schedule=schedule)
     worst = 0.0
     for call in range(calls):
         given = [sizes(r, calls, semantics)[call] for r in range(world)]
@@ -60,6 +60,8 @@ def _trains(
         else:
             expected = train(other, plain, *bytes_of(rank, call, *given[rank]), between=lambda: average(other, world))
         worst = max(worst, abs(float(loss) - float(expected)))
+    assert step.local_graph is not None
+    assert schedule == "auto" or step.local_graph.across is not None, "the end of a step is left to the next"
     with ws.whole(model):
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
@@ -75,6 +77,15 @@ def check(style: str, semantics: str, calls: int, backend: str = "eager") -> Non
 @pytest.mark.parametrize(("style", "semantics"), [("fully_shard", "per_rank"), ("zero1", "global")])
 def test_ranks_with_other_sizes_share_one_program(style: str, semantics: str) -> None:
     check(style, semantics, 5)
+
+
+@pytest.mark.parametrize("semantics", [pytest.param("per_rank", marks=pytest.mark.full), "global"])
+def test_a_step_that_ends_in_the_next_one_takes_all_sizes(semantics: str) -> None:
+    """Of two sizes in a row, the update of the first completes in the call of the second."""
+    schedule = ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300, across_steps=True)
+    for worst, captures, misses in run_ranks(_trains, 2, "replicate", semantics, 6, "eager", schedule, timeout=500):
+        assert worst < 1e-9, misses
+        assert captures == 2, misses
 
 
 @pytest.mark.full

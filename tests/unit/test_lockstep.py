@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from wholestep.distributed.activity import ACTIVITY
-from wholestep.distributed.lockstep import Lockstep, lockstep
+from wholestep.distributed.lockstep import Lockstep, lockstep, words_of
 from wholestep.errors import RankFailedError
 
 
@@ -34,6 +34,37 @@ def test_ranks_hear_each_others_numbers_in_every_exchange() -> None:
     for thread in threads:
         thread.join(60)
     assert found == [[(min(numbers), max(numbers)) for numbers in zip(*given, strict=True)]] * size
+
+
+def test_ranks_hear_each_others_rows() -> None:
+    """Between other exchanges; rows have lengths of their own, and large numbers."""
+    size, exchanges, width = 3, 200, 5
+    words = memoryview(bytearray(8 * words_of(size, width))).cast("Q")
+    drawn = random.Random(0)
+    given = [
+        [
+            [drawn.choice([0, 7, 1 << 20, (1 << 40) - 1]) for _ in range(drawn.randint(0, width))]
+            for _ in range(exchanges)
+        ]
+        for _ in range(size)
+    ]
+    found: list[list[list[list[int]]]] = [[] for _ in range(size)]
+
+    def run(rank: int) -> None:
+        own = Lockstep(words, rank, size, width)
+        for i, row in enumerate(given[rank]):
+            if i % 67 == rank:
+                time.sleep(0.005)
+            if i % 3 == 0:
+                assert own.extremes(i) == (i, i)
+            found[rank].append(own.rows(row))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [[list(rows) for rows in zip(*given, strict=True)]] * size
 
 
 def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.catalogue import CASES, OPTIMIZERS
 from tests.simulate import Simulation
@@ -111,3 +111,25 @@ def test_models(case: str, style: str) -> None:
     assert all(torch.equal(a, b) for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
     late.flush()
     assert same(plain, late)
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["a plain update", "an update that counts rows"])
+def test_what_computes_with_sizes_of_the_batch_stays_in_its_call(counts: bool) -> None:
+    """The next call has a batch of another size, which its programs know."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        for param in model.parameters() if counts else ():
+            assert param.grad is not None
+            param.grad.clamp_(max=1 / x.shape[0])
+        optimizer.step()
+        return loss.detach()
+
+    model = nn.Linear(4, 4)
+    arguments = model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(5, 4)
+    capture = capture_step(step, arguments, {}, dynamic={"x": (0,)})
+    planned = plan(capture.graph, "dp=2", DataParallel("replicate"))
+    across = run_passes(partition(capture.graph, planned), [SMALL, Reinplace()]).across
+    assert (across is None) is counts

@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
+from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human, human_at_least, seconds
+from wholestep.planner.staged_plan import staged
 from wholestep.report import page as page_module
 from wholestep.report.compare import Costs, PlanRow
 from wholestep.report.page import program
@@ -388,3 +390,19 @@ def test_the_command_shows_alternatives(tmp_path: Path) -> None:
     assert found.text["step"] == rows[0][2]
     assert found.text["peak"] == rows[0][5]
     assert written["hardware"] == "dgx-h100"
+
+
+def test_a_pipeline_has_a_lane_and_a_row_for_each_stage() -> None:
+    with torch.device("meta"):
+        model, x = Named("second"), torch.empty(64, 256)
+    graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
+    plan = ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b"), hardware=H100)
+    page, made = Parsed(shown(plan, graph)), staged(ws.partition(graph, plan), BlockPrices(H100, plan.mesh), "1f1b")
+    drawn = json.loads(page.scripts[0])
+    assert [lane["title"] for lane in drawn["lanes"]] == ["stage 0", "stage 1"]
+    busy = [one.busy_us + one.waited_us for one in made.stages]
+    assert [sum(lane["us"]) for lane in drawn["lanes"]] == pytest.approx(busy, abs=0.1)
+    assert drawn["step"] == pytest.approx(made.step_us, abs=0.1)
+    assert [row[4] for row in page.rows["stages"][1:]] == ["2", "1"]
+    assert page.rows["stages"][1][6] == human(made.stages[0].peak_bytes)
+    assert "chart" not in page.ids

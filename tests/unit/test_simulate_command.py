@@ -191,3 +191,41 @@ def test_sizes_that_are_refused(flat: str, args: tuple[str, ...], message: str) 
 def test_a_plan_is_for_one_length(flat: str) -> None:
     done = CliRunner().invoke(app, ["plan", "--hf", flat, "--seq", "16,32"])
     assert "--seq 16,32: a plan is for one length; `wholestep simulate` takes several" in done.output
+
+
+DEEP = STEP.replace(
+    "nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))",
+    "nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))",
+)
+
+
+def test_a_pipeline_of_a_function(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    figures, trace = tmp_path / "figures.json", tmp_path / "step.json"
+    code, said = run(
+        f"{tmp_path / 'deep.py'}:build", "--mesh", "dp=2,pp=2", "--micro-batches", "4", "--schedule", "gpipe",
+        "--json", str(figures), "--trace", str(trace),
+    )  # fmt: skip
+    assert code == 0, said
+    assert "2 stages, gpipe, 4 micro-batches" in said
+    assert "bubble" in said
+    made = json.loads(figures.read_text())
+    stages = made["pipeline"]["stages"]
+    assert [one["in_flight"] for one in stages] == [4, 1]
+    spent = [one["busy_us"] + one["waited_us"] + one["idle_us"] for one in stages]
+    assert spent == pytest.approx([made["step_us"]] * 2)
+    assert made["peak_bytes"] == max(one["peak_bytes"] for one in stages)
+    lanes = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}
+    assert lanes == {"stage 0", "stage 1"}
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("--mesh", "dp=4", "--schedule", "1f1b"), "--schedule without an axis pp in --mesh: it has no effect"),
+    (("--mesh", "pp=2", "--recompute", "full"), "--recompute full with MODEL and an axis pp"),
+    (("--mesh", "pp=2", "--micro-batches", "1"), "stages share no loops over micro-batches"),
+])  # fmt: skip
+def test_what_a_pipeline_does_not_take(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    code, said = run(f"{tmp_path / 'deep.py'}:build", *args)
+    assert code == 2
+    assert says in " ".join(said.split())

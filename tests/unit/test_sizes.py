@@ -14,7 +14,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import wholestep as ws
 from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
+from tests.live_bytes import peak_of
 from tests.steps import mean_square
+from wholestep.capture.call_structure import take_apart
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
@@ -478,3 +480,36 @@ def test_pieces_that_differ_in_size_share_a_program() -> None:
     step = follow(model, calls, summed, parallel=[ws.DataParallel("replicate"), ws.MicroBatches(3)])
     assert step.captures == 2, step.misses
     assert len(step.programs) == 4, step.misses  # 5 rows; three pieces; three even ones; two pieces
+
+
+# -- budgets of memory, and schedules across steps ------------------------------------------
+def deep() -> nn.Module:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(32, 8)).double()
+
+
+def test_a_budget_of_memory_is_met_at_each_size() -> None:
+    """Counted while the step runs. A batch that takes more is planned again, not captured, and recomputes."""
+    model = deep()
+    optimizer, batches = AdamW(model.parameters()), {n: torch.randn(n, 32, dtype=torch.float64) for n in ROWS}
+    plain = ws.compile(summed)
+    plain(model, optimizer, batches[max(ROWS)])
+    assert plain.local_graph is not None
+    most = ws.peak_memory(plain.local_graph)
+    budget = int(most.rest_bytes + 0.75 * (most.size_bytes - most.rest_bytes))
+    step = follow(deep(), [(batches[n],) for n in ROWS], summed, memory_bytes=budget)
+    assert step.captures == 2, step.misses
+    assert len(step.programs) < len(ROWS) - 2, step.misses  # the first; small batches; 160 and 200 rows recompute
+    assert any("of memory_bytes" in miss for miss in step.misses), step.misses
+    step = ws.compile(summed, memory_bytes=budget)
+    again: list[int] = []
+    for rows in ROWS:
+        step(model, optimizer, batches[rows])
+        assert step.local_graph is not None
+        inputs = step.programs[-1].gather_inputs(take_apart(((model, optimizer, batches[rows]), {})).leaves)
+        assert peak_of(step.programs[-1].run, inputs) <= budget
+        again.append(sum("_again" in node.name for node in step.local_graph.graph.nodes))
+    assert again[ROWS.index(max(ROWS))] > again[0], "large batches recompute"
+
+
+ROWS = (40, 64, 33, 160, 50, 200, 41)

@@ -13,6 +13,7 @@ from ..passes.base import Pass
 from ..passes.bucket_sizes import resized
 from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
+from ..passes.fold_repeats import FoldRepeats
 from ..passes.offload import Offload
 from ..passes.overlap import SameOrder
 from ..passes.reinplace import Reinplace
@@ -87,5 +88,5 @@ def pipeline(
     else:
         passes = (*resized(passes, may_coalesce=False), Offload(), Reinplace())
     if memory_bytes is None:
-        return passes
+        return passes if backend_of(backend).name == "inductor" else (FoldRepeats(), *passes)  # which runs no loops
     return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import wholestep as ws
-from wholestep.errors import PlanError, WholestepError, shown
+from wholestep.errors import BudgetError, PlanError, WholestepError, shown
 from wholestep.graph.graph import TrainGraph
 from wholestep.graph.text import human, seconds, table
 from wholestep.planner.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup
+from wholestep.planner.search_result import Watch
 from wholestep.planner.short_steps import ShortSteps
+from wholestep.planner.staged_plan import ShortPipelines
+from wholestep.planner.staged_search import StagedSearch
 from wholestep.report.figures import Figures
 from wholestep.report.sweep_page import SweepPoint, write_sweep
 from wholestep.units import parse_bytes
@@ -76,6 +79,7 @@ class GpuPlanner:
     spec: ModelSpec
     options: SharedOptions
     machine: str
+    pipelines: bool = False
 
     def __post_init__(self) -> None:
         self.hardware = hardware_of(self.machine)
@@ -132,11 +136,36 @@ class GpuPlanner:
         return int(self.model.args[2]["tokens"][0].shape[1])
 
     def run(self, gpus: int, seq: int, sequences: int) -> GpuResult:
-        """The search for one number of GPUs."""
+        """The search for one number of GPUs; with `pipelines`, of them too."""
         search = self._search(seq)
         with self.screen.each(0) as watch:
             search.watch = watch
-            return search.run(gpus, sequences)
+            if not self.pipelines:
+                return search.run(gpus, sequences)
+            staged, lost = self._staged(seq, watch).run(gpus, sequences)
+            try:
+                found = search.run(gpus, sequences)
+            except BudgetError:
+                if not staged:
+                    raise
+                found = GpuResult((), (), self.memory_bytes)
+        best = sorted([*found.best, *staged], key=lambda one: one.costs.step_s if one.costs else 0.0)
+        return GpuResult(tuple(best), (*found.lost, *lost), self.memory_bytes)
+
+    def _staged(self, seq: int, watch: Watch) -> StagedSearch:
+        kinds = self._search(seq).kinds
+        short = {kind: ShortPipelines(partial(self._checkpointed, seq, kind), self.layers, self.hardware)
+                 for kind in kinds}  # fmt: skip
+        return StagedSearch(
+            short.__getitem__, self.layers, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds,
+            self.options.software, watch,
+        )  # fmt: skip
+
+    def _checkpointed(self, seq: int, kind: str, batch: int, micro_batches: int, layers: int) -> TrainGraph:
+        spec = replace(self.spec, seq=seq, batch=batch, micro_batches=1, layers=layers, recompute=kind)
+        target = build(spec)
+        stage = f"capture {layers} layers, {batch} sequences of {seq}, recompute {kind}"
+        return capture(self.screen, target, stage, self.options.capture_options(target, self.hardware))
 
     def figures(self, setup: Setup, seq: int, sequences: int) -> Figures:
         """Of a setup that was simulated."""
@@ -178,7 +207,7 @@ def search(screen: Screen, planner: GpuPlanner, gpus: int, global_batch: int, ou
 def _as_json(setup: Setup) -> dict[str, Any]:
     return {
         "mesh": str(setup.mesh), "style": setup.name, "batch": setup.batch, "micro_batches": setup.micro_batches,
-        "recompute": setup.recompute,
+        "recompute": setup.recompute, "schedule": setup.order or None, "chunks": setup.chunks,
     }  # fmt: skip
 
 
@@ -243,6 +272,7 @@ def _options(setup: Setup) -> str:
     style = setup.template.key.style if setup.template.key else None
     parts = [f"--mesh {setup.mesh}", f"--style {style}" if style else "", f"--batch {setup.batch}"]
     parts += [f"--micro-batches {setup.micro_batches}"] if setup.micro_batches > 1 else []
+    parts += [f"--schedule {setup.order} --chunks {setup.chunks}"] if setup.order else []
     return " ".join([*filter(None, parts), f"--recompute {setup.recompute}"])
 
 

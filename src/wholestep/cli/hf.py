@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,8 @@ class ModelSpec:
         layers: number of layers to keep; all if None.
         optimizer: adamw or sgd.
         micro_batches: batches in a step, whose gradients accumulate.
+        recompute: none; what layers compute again in the backward as torch's activation checkpointing does it: full,
+            or selective, which keeps products and attention.
     """
 
     config: str
@@ -40,6 +43,7 @@ class ModelSpec:
     layers: int | None = None
     optimizer: str = "adamw"
     micro_batches: int = 1
+    recompute: str = "none"
 
 
 def presets() -> list[str]:
@@ -62,6 +66,8 @@ def build(wanted: ModelSpec) -> Target:
             model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
     except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
         refuse(f"{wanted.config} is not a causal language model of transformers: {first_line(error)}")
+    if wanted.recompute != "none":
+        _checkpoint(model, wanted)
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
     length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
     if length > most:
@@ -70,6 +76,28 @@ def build(wanted: ModelSpec) -> Target:
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(wanted.micro_batches)]
     name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
     return Target(name, train_step, (model, _optimizer(wanted.optimizer, model), {"tokens": tokens}))
+
+
+def _checkpoint(model: Any, wanted: ModelSpec) -> None:
+    from torch.utils import checkpoint
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if wanted.recompute == "selective":
+        options["context_fn"] = partial(checkpoint.create_selective_checkpoint_contexts, _keeps_products)  # pyright: ignore
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        refuse(f"--recompute {wanted.recompute}: {wanted.config} has no activation checkpointing in transformers")
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.13
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What selective checkpointing keeps: results of products and of attention."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    kept = any(word in str(op) for word in ("mm", "linear", "attention"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def train_step(model: Any, optimizer: Any, batch: Any) -> Any:

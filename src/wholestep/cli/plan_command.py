@@ -1,14 +1,15 @@
 """`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wholestep.tuning import table
 
-from .hf import load
+from .hf import ModelSpec, load
 from .plan_options import WHAT_IF_FORMS, batch_sizes, check_what_if, constraints
+from .screen import Screen
 from .shared_options import SharedOptions, with_shared_options
 from .target import (
     RETURNS,
@@ -21,6 +22,9 @@ from .target import (
     working,
     write_output,
 )
+
+if TYPE_CHECKING:
+    from .planning import Done, PlanRequest
 
 DEFAULT_GPUS = "dgx-h100"
 _Model = Annotated[
@@ -61,6 +65,9 @@ def plan(
     sweep: Annotated[
         str | None, typer.Option("--sweep", help="The search for each of gpus=8,16,...,1024 or seq=... or batch=...")
     ] = None,
+    pipelines: Annotated[
+        bool, typer.Option("--pipelines", help="With --gpus: search pipelines too, along an axis pp.")
+    ] = False,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -83,45 +90,44 @@ def plan(
 
     Needs no weights, no process group and no GPU.
     """
+    from wholestep.mesh import STAGES
+
     from . import planning
 
     if gpus is not None or global_batch is not None or sweep is not None:
         others = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
                   "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
-        if given := [name for name, value in others.items() if value]:
-            refuse(f"--{given[0]} with --gpus: needed one of them")
-        _search(step, gpus, global_batch, sweep, hardware, html, out)
+        _search(step, gpus, global_batch, sweep, hardware, html, out, pipelines, others)
         return
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
     _check_effects(compare, single, auto, step, {"pin": pin, "replicated": replicated})
-    if stop_after and not show:
-        refuse("--stop-after without --program: it has no effect")
+    for name, given, other in (("stop-after", stop_after, "program"), ("pipelines", pipelines, "gpus")):
+        if given and not (show and other == "program"):
+            refuse(f"--{name} without --{other}: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
-        step.check(chooses=auto)
-        check_mesh(mesh)
+        on = check_mesh(mesh)
+        stages = on.axis_size(STAGES) if STAGES in on.names else 0
+        step.check(chooses=auto, pipeline=bool(stages))
         check_what_if(what_if or [], step.hf is not None)
         described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
+        if stages:
+            _check_stages(compare, {"auto": auto, "what-if": what_if}, {"html": html, "trace": trace})
         asked = planning.request(
-            load(shown, target, spec), mesh, described, described if hardware else None, step,
+            load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
-        if compare:
-            done = planning.compared(shown, asked)
-        elif auto:
-            chooser = planning.chooser(shown, asked, constraints(pin or [], replicated or []))
-            done, spec = planning.chosen(shown, asked, chooser, sizes, spec)
-        else:
-            done = planning.planned(shown, asked)
+        chosen_by = constraints(pin or [], replicated or []) if auto else None
+        done, spec = _made(shown, asked, spec, compare, chosen_by, sizes)
     typer.echo(done.text)
     if verbose:
         typer.echo(f"\n{table()}")
     cases: list[planning.WhatIf] = []
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(done.as_json))
-        if what_if or html:
+        if (what_if or html) and not stages:
             cases = planning.what_ifs(shown, what_if or [], asked, done, spec)
     if what_if:
         typer.echo(f"\n{planning.what_if.show(cases)}")
@@ -130,13 +136,39 @@ def plan(
             planning.draw(shown, done, asked, html, trace, cases)
 
 
+def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpec | None:
+    """The model with the batch that is planned: that of all pieces of a pipeline."""
+    from . import staged_setups
+
+    return staged_setups.whole_spec(spec, step, stages) if stages and spec is not None else spec
+
+
+def _made(
+    shown: Screen, asked: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None,
+    sizes: tuple[int, ...] | None,
+) -> "tuple[Done, ModelSpec | None]":  # fmt: skip
+    """The work of the command: a comparison, a search within the constraints `chosen_by`, or one plan."""
+    from . import planning, staged_setups
+
+    if asked.pipeline is not None:
+        setups = staged_setups.StagedSetups(shown, asked, spec)
+        return (setups.compared() if compare else setups.planned()), spec
+    if compare:
+        return planning.compared(shown, asked), spec
+    if chosen_by is not None:
+        return planning.chosen(shown, asked, planning.chooser(shown, asked, chosen_by), sizes, spec)
+    return planning.planned(shown, asked), spec
+
+
 def _search(
     step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
-    html: Path | None, out: Path | None,
+    html: Path | None, out: Path | None, pipelines: bool, others: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Search setups for a number of GPUs, or for each value of a sweep."""
+    """Search setups for a number of GPUs, or for each value of a sweep. Refuses `others`, options of one plan."""
     from . import gpu_command
 
+    if given := [name for name, value in others.items() if value]:
+        refuse(f"--{given[0]} with --gpus: needed one of them")
     check_outputs(json=out, html=html)
     with working() as shown:
         step.check(chooses=True)
@@ -146,7 +178,7 @@ def _search(
             refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
         spec = step.spec(None)
         assert spec is not None, "checked before"
-        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS)
+        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS, pipelines)
         if wanted is not None:
             text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
         else:
@@ -154,6 +186,14 @@ def _search(
             assert global_batch is not None, "checked before"
             text = gpu_command.search(shown, planner, gpus, global_batch, out)
     typer.echo(text)
+
+
+def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:
+    """Refuse what is not there for pipelines."""
+    given = [name for name, value in (never | (of_one if compare else {})).items() if value]
+    if given:
+        both = " and --compare" if given[0] in of_one else ""
+        refuse(f"--{given[0]} with an axis pp{both}: needed one of them")
 
 
 def _check_effects(

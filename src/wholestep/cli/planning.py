@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import wholestep as ws
 from wholestep.cost.reserved import reserved_bytes
+from wholestep.mesh import STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
@@ -21,14 +22,14 @@ from wholestep.planner.search_result import SearchResult
 from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
 from wholestep.report.figures import Figures
-from wholestep.report.page import program
+from wholestep.report.page import program, step_of
 from wholestep.report.what_if import WhatIf, WhatIfCase
 from wholestep.units import parse_bytes
 
 from .hf import ModelSpec, build, tokens_of
 from .screen import Screen
 from .shared_options import SharedOptions
-from .target import FULLY_SHARD, Target, hardware_of, refuse, write_output
+from .target import FULLY_SHARD, ZERO1, Target, hardware_of, refuse, write_output
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,25 @@ class PlanRequest:
         return ws.DataParallel(semantics=cast(Any, self.options.semantics.value))
 
     @property
+    def pipeline(self) -> ws.Pipeline | None:
+        """The pipeline, where the mesh has an axis of stages."""
+        on = ws.Mesh(self.mesh)
+        return self.options.pipeline(on.axis_size(STAGES)) if STAGES in on.names else None
+
+    @property
     def strategies(self) -> list[Strategy]:
-        """Data parallelism on the axes besides tensor parallelism. Raises why the model has no plan for that."""
+        """Data parallelism on the axes besides tensor parallelism and stages. Raises why the model has no plan for
+        tensor parallelism.
+        """
         if isinstance(self.tensor, ws.WholestepError):
             raise self.tensor
-        style: Any = style_of(self.options)
-        if self.tensor is None:
+        style: Any = style_of(self.options, self.mesh)
+        if self.tensor is None and self.pipeline is None:
             return [replace(self.data, style=style)]
-        others = tuple(name for name in ws.Mesh(self.mesh).names if name != self.options.tp_axis)
-        return [*([replace(self.data, style=style, axis=others)] if others else []), self.tensor]
+        used = {self.options.tp_axis if self.tensor is not None else "", STAGES}
+        others = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
+        data: list[Strategy] = [replace(self.data, style=style, axis=others)] if others else []
+        return [*data, *filter(None, (self.pipeline, self.tensor))]
 
     def passes_on(self, hardware: ws.Hardware) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`."""
@@ -91,11 +102,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Done:
-    """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison."""
+    """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison. A comparison of
+    pipelines plans none with all layers.
+    """
 
     text: str
     target: Target
-    graph: ws.TrainGraph
+    graph: ws.TrainGraph | None
     plan: ws.Plan | None
     rows: Sequence[PlanRow] = ()
     table: str = ""
@@ -112,6 +125,12 @@ class Done:
             refuse("--html, --trace and --what-if need a plan: no template has one")
         return self.plan
 
+    @property
+    def planned(self) -> ws.TrainGraph:
+        """The graph of the plan."""
+        assert self.graph is not None, "there is a plan"
+        return self.graph
+
 
 def request(
     found: Target, mesh: str, hardware: ws.Hardware, planned_on: ws.Hardware | None, step: SharedOptions,
@@ -123,9 +142,9 @@ def request(
     return PlanRequest(found, mesh, hardware, planned_on, step, tensor, **asked)
 
 
-def style_of(step: SharedOptions) -> str:
-    """The data-parallel style."""
-    return (step.style or FULLY_SHARD).value
+def style_of(step: SharedOptions, mesh: str) -> str:
+    """The data-parallel style; beside a pipeline by default one that gathers nothing while pieces run."""
+    return (step.style or (ZERO1 if STAGES in ws.Mesh(mesh).names else FULLY_SHARD)).value
 
 
 def capture(
@@ -164,7 +183,7 @@ def planned(shown: Screen, asked: PlanRequest) -> Done:
     graph = captured(shown, asked)
     with shown.stage("plan"):
         made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
-    text = "\n".join([str(made), *_asked_of(shown, made, graph, asked)])
+    text = "\n".join([str(made), *asked_of(shown, made, graph, asked)])
     if asked.planned_on is not None:
         with shown.stage("simulate"):
             local, passes = ws.partition(graph, made), asked.passes_on(asked.hardware)
@@ -264,7 +283,7 @@ def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked
     if best.costs is not None:
         figures = asked.figures(best.costs, best.mesh, best.batches)
         parts.append(f"\n{best.name} on {best.mesh}, {asked.on}\n{figures}")
-    return Done("\n".join([*parts, f"\n{made}", *_asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+    return Done("\n".join([*parts, f"\n{made}", *asked_of(shown, made, graph, asked)]), asked.target, graph, made)
 
 
 def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
@@ -272,7 +291,7 @@ def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
     return None if asked.options.recomputes("auto") == "auto" else asked.passes_on(asked.hardware)
 
 
-def _asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
+def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
     """The texts of `--explain` and `--program`."""
     parts = [f"\n{plan.explain(name)}" for name in asked.explain]
     if asked.program:
@@ -299,7 +318,7 @@ def what_ifs(
     made = [_case(shown, text, replace(asked, target=done.target), spec) for text in cases]
     with shown.stage("what if"):
         others = made or what_if.other_sizes(done.made.mesh)
-        return what_if.what_if(done.made, done.graph, asked.hardware, others, asked.passes_on, asked.options.software)
+        return what_if.what_if(done.made, done.planned, asked.hardware, others, asked.passes_on, asked.options.software)
 
 
 def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
@@ -320,14 +339,14 @@ def draw(
     """Write the page and the trace, after a comparison of the fastest template."""
     hardware, software = asked.hardware, asked.options.software
     with shown.stage("simulate"):
-        local = program(done.made, done.graph, hardware, asked.passes_on(hardware))
+        local = program(done.made, done.planned, hardware, asked.passes_on(hardware))
     chosen = done.rows[0].name if done.rows else ""
     page = partial(
         ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases,
         compiled=software.compiled, stack=software.stack, profile=software.profile,
     )  # fmt: skip
     write_output(shown, html, lambda path: page(path, done.made, local, hardware))
-    write_output(shown, trace, lambda path: software.timeline(local, hardware).save(path))
+    write_output(shown, trace, lambda path: step_of(done.made, local, hardware, software)[0].save(path))
 
 
 def simulated(shown: Screen, asked: PlanRequest, graph: ws.TrainGraph | None = None) -> tuple[ws.Timeline, Figures]:

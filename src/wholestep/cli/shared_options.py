@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wholestep.capture.capture_options import CaptureOptions
     from wholestep.cost.software import Software
     from wholestep.hardware.hardware import Hardware
+    from wholestep.plan.pipelines import Pipeline
     from wholestep.planner.recompute_kinds import RecomputeKind
 
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
@@ -28,6 +29,8 @@ Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
 Precision = StrEnum("Precision", {"bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8-rowwise"})
 Recompute = StrEnum("Recompute", ["none", "selective", "full", "auto"])
+Order = StrEnum("Order", {"auto": "auto", "gpipe": "gpipe", "one_forward_one_backward": "1f1b",
+                          "interleaved": "interleaved", "zero_bubble": "zero_bubble"})  # fmt: skip
 _PANEL = "The step"
 
 
@@ -45,8 +48,13 @@ class SharedOptions:
         str | None, _option("With --hf: sequences of a rank at a time (1); with --auto several, 1,2,4, or auto.")
     ] = None
     micro_batches: Annotated[
-        int | None, _option("With --hf: batches in a step, whose gradients accumulate (1).", least=1)
+        int | None,
+        _option(
+            "With --hf: batches in a step, whose gradients accumulate (1); of a pipeline (4 for a stage).", least=1
+        ),
     ] = None
+    schedule: Annotated[Order | None, _option("With an axis pp: the order of a pipeline's blocks (1f1b).")] = None
+    chunks: Annotated[int | None, _option("With an axis pp: stages on each rank (1; interleaved: 2).", least=1)] = None
     seq: Annotated[
         str | None,
         _option("With --hf: tokens in each (2048, or the model's limit if less); with simulate several, 2048,4096."),
@@ -82,14 +90,17 @@ class SharedOptions:
         None
     )
 
-    def check(self, chooses: bool, sweeps: bool = False) -> None:
+    def check(self, chooses: bool, sweeps: bool = False, pipeline: bool = False) -> None:
         """Refuse options that would have no effect; `chooses`: a search fits plans into --memory, `sweeps`: the command
-        takes several sizes.
+        takes several sizes, `pipeline`: the mesh has an axis of stages.
 
         Raises:
             PlanError: a size, a number or a price is malformed.
         """
-        if self.hf is None and (unused := [name for name, value in self._of_hf.items() if value is not None]):
+        unused = [name for name, value in self._of_hf.items() if value is not None]
+        if pipeline and "micro_batches" in unused:
+            unused.remove("micro_batches")
+        if self.hf is None and unused:
             refuse(f"--{unused[0].replace('_', '-')} without --hf: the function that returns the step decides that")
         if self.hf is not None and self.batch_tokens is not None:
             refuse("--batch-tokens with --hf: --batch and --seq say it")
@@ -97,6 +108,9 @@ class SharedOptions:
             refuse("--memory without --auto, --gpus or --recompute auto: it has no effect")
         if not sweeps and len(self.lengths or ()) > 1:
             refuse(f"--seq {self.seq}: a plan is for one length; `wholestep simulate` takes several")
+        for name in ("schedule", "chunks"):
+            if not pipeline and getattr(self, name) is not None:
+                refuse(f"--{name} without an axis pp in --mesh: it has no effect")
         if self.price is not None and self.tokens is None:
             refuse("--price without --tokens: it has no effect")
         if self.memory is not None:
@@ -120,6 +134,13 @@ class SharedOptions:
     def _of_hf(self) -> dict[str, Any]:
         names = ("batch", "seq", "dtype", "layers", "optimizer", "micro_batches")
         return {name: getattr(self, name) for name in names}
+
+    def pipeline(self, stages: int) -> Pipeline:
+        """The pipeline along an axis of so many ranks."""
+        from wholestep.plan.pipelines import Pipeline
+
+        order: Any = "1f1b" if self.schedule is None else self.schedule.value
+        return Pipeline(micro_batches=self.micro_batches or 4 * stages, schedule=order, chunks=self.chunks)
 
     def spec(self, batch: int | None) -> ModelSpec | None:
         """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""

@@ -34,7 +34,9 @@ def simulate(
 
     Needs no weights, no process group and no GPU.
     """
-    from . import planning, size_sweep
+    from wholestep.mesh import STAGES
+
+    from . import planning, size_sweep, staged_setups
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
@@ -43,20 +45,34 @@ def simulate(
     if several and trace is not None:
         refuse("--trace with several sizes: a trace is of one step")
     with working() as shown:
-        step.check(chooses=False, sweeps=True)
-        check_mesh(mesh)
+        has_stages = STAGES in check_mesh(mesh).names
+        step.check(chooses=False, sweeps=True, pipeline=has_stages)
+        if several and has_stages:
+            refuse("several sizes with an axis pp: a pipeline is simulated for one")
         described = hardware_of(hardware)
-        found = load(shown, target, step.spec(None if step.batch is None else max(sizes)))
+        spec = step.spec(None if step.batch is None else max(sizes))
+        found = load(shown, target, spec)
         asked = planning.request(found, mesh, described, described, step)
-        simulated = partial(planning.simulated, shown)
-        made = [] if several else [simulated(asked)]
-        rows = size_sweep.simulated(shown, asked, sizes, step.lengths, simulated) if several else []
-    head = f"{found.name} on mesh {mesh}, {planning.style_of(step)}, {asked.on}"
-    typer.echo("\n".join([head, size_sweep.show(rows)] if rows else [head, *map(str, made[0])]))
+        staged, rows = None, list[size_sweep.SizeRow]()
+        made: list[tuple[ws.Timeline, Figures]] = []
+        if has_stages:
+            staged, figures = staged_setups.StagedSetups(shown, asked, spec).simulated()
+            made = [(staged.timeline, figures)]
+        elif several:
+            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, partial(planning.simulated, shown))
+        else:
+            made = [planning.simulated(shown, asked)]
+    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {asked.on}")
+    of_step = size_sweep.show(rows) if staged is None else staged_setups.summary(staged, asked)
+    typer.echo(f"{of_step if staged or rows else made[0][0]}")
+    if made:
+        typer.echo(str(made[0][1]))
     shared = {
         "model": found.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
     }  # fmt: skip
     body: dict[str, Any] = shared | (_body(*made[0]) if made else {})
+    if staged is not None:
+        body["pipeline"] = staged_setups.as_json(staged)
     if rows:
         body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.made, row.figures)} for row in rows]
     with working() as shown:

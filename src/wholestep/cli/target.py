@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wholestep.hardware.hardware import Hardware
+    from wholestep.mesh import Mesh
 
 Style = StrEnum("Style", list(STYLES))
 _LONGEST = 1000  # characters of a line of an error: a name may be anything
-FULLY_SHARD = Style("fully_shard")
+FULLY_SHARD, ZERO1 = Style("fully_shard"), Style("zero1")
 RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) with or without keyword arguments"
 
 Hf = Annotated[
@@ -135,11 +136,11 @@ def _reason(error: OSError | ValueError) -> str:
     return str((error.strerror if isinstance(error, OSError) else None) or error)
 
 
-def check_mesh(mesh: str) -> None:
-    """Raise MeshError for a malformed mesh, before the long work."""
+def check_mesh(mesh: str) -> Mesh:
+    """The mesh; raises MeshError for a malformed one, before the long work."""
     from wholestep.mesh import Mesh
 
-    Mesh(mesh)
+    return Mesh(mesh)
 
 
 def hardware_of(given: str | None) -> Hardware:

@@ -103,8 +103,13 @@ def peak_us(graph: Graph, hardware: Hardware) -> tuple[float, float]:
         if not count or not node.all_input_nodes:
             continue
         us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))
-        once, again = (once, again + us) if meta.is_recomputed(node) else (once + us, again)
+        once, again = (once, again + us) if _runs_again(node) else (once + us, again)
     return once, again
+
+
+def _runs_again(node: Node) -> bool:
+    """True for what a pass recomputes, and for what the captured step does: a module that runs in the backward."""
+    return meta.is_recomputed(node) or (meta.is_backward(node) and bool(meta.module_path(node)))
 
 
 def _multiplied(node: Node) -> torch.dtype:

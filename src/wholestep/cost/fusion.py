@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.loop import loop_of
+from ..graph.loop import bodies_of
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import READS_A_PART, arithmetic, is_list_op, is_pointwise, packet_name, streams
 from ..graph.storage import shared_operand
@@ -60,8 +60,8 @@ def compiled_us(graph: Graph, hardware: Hardware) -> dict[Node, float]:
     times: dict[Node, float] = dict.fromkeys(graph.nodes, 0.0)
     for kernel in kernels(graph):
         times[kernel.nodes[-1]] = hardware.work_us(kernel_work(kernel))
-    for loop in filter(None, map(loop_of, graph.nodes)):
-        times |= compiled_us(loop.body, hardware)
+    for body in (body for node in graph.nodes for body in bodies_of(node)[1]):
+        times |= compiled_us(body, hardware)
     return times
 
 

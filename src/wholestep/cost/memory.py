@@ -110,7 +110,15 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
 
 def bytes_held(local: LocalGraph) -> list[int]:
     """The live bytes of `memory_curve`, without names."""
-    return curve(storages(local.graph), len(_calls(local.graph)))
+    return curve(_storages(local), len(_calls(local.graph)))
+
+
+def _storages(local: LocalGraph) -> list[Storage]:
+    """The storages of a program. What another stage of a pipeline has is empty here."""
+    found = storages(local.graph)
+    if local.stage is None:
+        return found
+    return [one for one in found if one.first >= 0 or meta.stage(one.node) in (None, local.stage)]
 
 
 def curve(held: Sequence[Storage], calls: int) -> list[int]:
@@ -134,16 +142,26 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     check_arguments("peak_memory", local=(local, LocalGraph))
     if local.stage_axis and local.stage is None:
         return _of_stages(local)
-    held, calls = storages(local.graph), _calls(local.graph)
+    held, calls = _storages(local), _calls(local.graph)
     sizes = curve(held, len(calls))
-    rest = sum(s.size_bytes for s in held if s.first < 0)
     at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
+    return _live_at(local, held, calls, at, sizes[at] if sizes else sum(s.size_bytes for s in held if s.first < 0))
+
+
+def memory_at(local: LocalGraph, node: Node) -> PeakMemory:
+    """The live bytes of a rank while one call node runs."""
+    held, calls = _storages(local), _calls(local.graph)
+    at = calls.index(node)
+    return _live_at(local, held, calls, at, curve(held, len(calls))[at])
+
+
+def _live_at(local: LocalGraph, held: Sequence[Storage], calls: Sequence[Node], at: int, size_bytes: int) -> PeakMemory:
+    rest = sum(s.size_bytes for s in held if s.first < 0)
     roles = {node: (given.name, _ROLES[given.role]) for given, node in local.placeholders()}
     alive = [s for s in held if s.first <= at and (s.first < 0 or s.last is None or s.last >= at)]
     rows = sorted((_row(s, roles) for s in alive), key=lambda row: -row.size_bytes)
-    if at < 0:
-        return PeakMemory(rest, rest, "", "", tuple(rows))
-    return PeakMemory(sizes[at], rest, calls[at].name, meta.module_path(calls[at]), tuple(rows))
+    name, path = (calls[at].name, meta.module_path(calls[at])) if at >= 0 else ("", "")
+    return PeakMemory(size_bytes, rest, name, path, tuple(rows))
 
 
 def _of_stages(local: LocalGraph) -> PeakMemory:

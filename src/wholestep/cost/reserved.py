@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import loop_of
 from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.storage import Storage, storages
@@ -73,9 +74,11 @@ def reserved(
 
 def reserved_bytes(local: LocalGraph, hardware: Hardware, stack: Stack | None = None) -> int | None:
     """What torch reserves on a GPU of `hardware` while `local` runs, with the allocator of `stack`, torch's default if
-    None; None for what is no GPU, and for the program of all stages of a pipeline, which none of them runs.
+    None; None for what is no GPU, for the program of all stages of a pipeline, which none of them runs, and for loops,
+    of whose values storages are known for one moment alone.
     """
-    if not hardware.has_gpus or (local.stage_axis and local.stage is None):
+    stages = local.stage_axis and local.stage is None
+    if not hardware.has_gpus or stages or any(map(loop_of, local.graph.nodes)):
         return None
     return reserved(local, stack or Stack.named("wholestep")).reserved_bytes
 

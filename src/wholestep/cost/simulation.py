@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..errors import PlanError
 from ..graph import meta
@@ -226,11 +226,19 @@ def priced(
     profile: KernelTimes | None = None,
 ) -> Clock:  # fmt: skip
     """A clock that knows what each op of `local` takes."""
-    times = op_times(local.graph, hardware, compiled, stack, profile)
-    begun = None if stack is None or times is None else starts(local.graph, times, hardware, stack)
+    return clock_of(local.graph, local.mesh, hardware, compiled, stack, profile)
+
+
+def clock_of(
+    graph: Graph, mesh: Mesh, hardware: Hardware, compiled: bool = False, stack: Stack | None = None,
+    profile: KernelTimes | None = None,
+) -> Clock:  # fmt: skip
+    """A clock that knows what each op of `graph` takes, with the links of `mesh`."""
+    times = op_times(graph, hardware, compiled, stack, profile)
+    begun = None if stack is None or times is None else starts(graph, times, hardware, stack)
     if begun is not None and profile is not None:
         begun = {node: us * profile.host for node, us in begun.items()}
-    return Clock(hardware, local.mesh, times=times, starts=begun)
+    return Clock(hardware, mesh, times=times, starts=begun)
 
 
 def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:

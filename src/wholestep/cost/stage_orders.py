@@ -21,8 +21,8 @@ Orders = tuple[tuple[Task, ...], ...]
 @dataclass(frozen=True)
 class BlockCost:
     """What a block takes: `needs` are messages, `after` blocks of its stage, for the same piece. `sends`: messages, the
-    stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece, and
-    `frees_bytes` of what none reads after it. `work_bytes`: more, while it runs.
+    stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece.
+    `work_bytes`: more, while it runs. `waited_us`: the part of `us` in which it waits for collectives.
     """
 
     stage: int
@@ -35,6 +35,7 @@ class BlockCost:
     sends: tuple[tuple[str, int, float], ...] = ()
     holds_bytes: int = 0
     work_bytes: int = 0
+    waited_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,8 @@ NAMED: dict[str, Callable[[Mapping[str, BlockCost], int, int], OrderResult]] = {
     "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved, "zero_bubble": zero_bubble,
 }  # fmt: skip
 """Orders by name. Blocks of `zero_bubble` have fillers."""
+APART = ("auto", "zero_bubble")
+"""Orders in which gradients of weights may be blocks of their own."""
 
 
 def best_order(

@@ -305,6 +305,9 @@ set_recomputed, is_recomputed = _flag("wholestep_again")
 """Whether a node recomputes the value of another node."""
 
 
+set_sums_gradients, sums_gradients = _flag("wholestep_sums_gradients")
+"""Whether a node of a local graph adds the gradients of one parameter from several backwards."""
+
 set_kept, is_kept = _flag("wholestep_kept")
 """Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
 

@@ -39,6 +39,13 @@ def keep_piece(kept: list[Tensor] | None, value: Tensor, owned: bool) -> list[Te
 
 @priced_like(FREE)
 @shares("view")
+def of_piece(kept: list[Tensor], number: int) -> Tensor:
+    """Return the value of piece `number` that `keep_piece` has kept."""
+    return kept[number]
+
+
+@priced_like(FREE)
+@shares("view")
 def kept_piece(kept: list[Tensor], piece: int) -> Tensor:
-    """Return the value of one piece that `keep_piece` has kept."""
+    """Return the value of one piece, of those that `keep_piece` has kept, or that a loop is given."""
     return kept[piece]

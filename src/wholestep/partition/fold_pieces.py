@@ -20,8 +20,8 @@ from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.loop import Loop, loop_of
-from ..graph.meta import TensorMeta, contiguous
+from ..graph.loop import loop_of
+from ..graph.meta import contiguous
 from ..graph.nodes import add_call, copy_node, drop_dead, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import CHEAP, collective_kind, is_pointwise
 from ..graph.storage import most_at_once, shared_operand
@@ -30,6 +30,7 @@ from ..layout import REPLICATED, Extent
 from ..mesh import TIME
 from ..rules.registry import draws
 from .accumulators import add_up, keep_piece, kept_piece, put_piece
+from .loop_body import LoopBody
 from .rank_ops import RANK_DEPENDENT, drawn, take_chunk
 from .rank_ops import contiguous as contiguous_copy
 
@@ -193,21 +194,20 @@ class _Fold:
         if node not in self.looped or node in self.batch or len(node.users) != 1:
             return False
         shared = None if _torch.is_getitem(node.target) else shared_operand(node)
-        return _is_fresh(node) if shared is None else self.owned(shared)
+        return is_fresh(node) if shared is None else self.owned(shared)
 
 
 @dataclass
 class _Body:
-    """Writes one loop. `given`: placeholders, by the node of the outer graph that they stand for. `totals`: for each
-    accumulator its placeholder, its last value, and the node of the partitioned program that it is the result of.
-    """
+    """Writes one loop."""
 
     fold: _Fold
     stage: int
-    graph: Graph = field(default_factory=Graph)
+    body: LoopBody = field(default_factory=LoopBody)
     inside: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    given: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    totals: list[tuple[Node, Node, Node]] = field(default_factory=list[tuple[Node, Node, Node]])
+
+    def __post_init__(self) -> None:
+        self.graph = self.body.graph
 
     def write(self, nodes: Sequence[Node]) -> None:
         """Write the loop whose nodes are `nodes`, in order."""
@@ -218,21 +218,8 @@ class _Body:
                 self._copy(node)
             if node in self.fold.keeps:
                 self._keep(node)
-        self.graph.output(tuple(total for _, total, _ in self.totals))
-        drop_dead(self.graph)
-        first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
-            first.prepend(placeholder)
-        made = [meta.one_tensor(total) for _, total, _ in self.totals]
-        target = Loop(self.graph, self.fold.pieces)
-        loop = add_call(self.fold.new, target, tuple(self.given), made[0], self.totals[0][1], f"loop_{self.stage}")
-        meta.set_tensors(loop, made)
-        meta.set_stage(loop, None)
-        for number, (_, total, source) in enumerate(self.totals):
-            item = self.fold.new.create_node("call_function", _torch.GETITEM, (loop, number), name=total.name)
-            meta.copy(source, item)
-            meta.set_tensors(item, (made[number],))
-            self.fold.at[source] = item
+        items = self.body.write_into(self.fold.new, f"loop_{self.stage}", self.fold.pieces)
+        self.fold.at |= {source: item for (_, _, source), item in zip(self.body.totals, items, strict=True)}
 
     def _copy(self, node: Node) -> Node:
         self.inside[node] = copy_node(node, self.graph, self._read)
@@ -259,16 +246,7 @@ class _Body:
 
     def _take(self, node: Node) -> Node:
         """A placeholder for a value of the outer graph."""
-        outer = self.fold.at[node]
-        if outer not in self.given:
-            self.given[outer] = self._placeholder(outer.name, outer, meta.one_tensor(outer))
-        return self.given[outer]
-
-    def _placeholder(self, name: str, like: Node, made: TensorMeta) -> Node:
-        new = self.graph.create_node("placeholder", name, name=name)
-        meta.copy(like, new)
-        meta.set_tensors(new, (made,))
-        return new
+        return self.body.take(self.fold.at[node])
 
     def _accumulate(self, node: Node) -> None:
         """The accumulator that a collective along `time` becomes."""
@@ -277,25 +255,19 @@ class _Body:
         name = (node_at(given, 0) if given.target is contiguous_copy else given).name
         value, made = self._read(given), meta.one_tensor(result)
         kind, op = collective_kind(node.target), node.args[1]
-        total = self._placeholder(f"{name}_so_far", result, made)
         if kind == "all_reduce" and op in ("sum", "max", "min"):
-            new = add_call(self.graph, add_up, (total, value, op, self.fold.owned(given)), made, node, f"{name}_total")
+            self.body.accumulate(name, result, made, add_up, value, op, self.fold.owned(given))
         elif kind == "all_gather":
-            new = add_call(self.graph, put_piece, (total, value, self.fold.pieces, TIME), made, node, f"{name}_total")
+            self.body.accumulate(name, result, made, put_piece, value, self.fold.pieces, TIME)
         else:
             found = f"%{node.name}: {kind} ({op}) between micro-batches"
             raise PlanError(found, "sums, extremes and gathers", "leave out MicroBatches", meta.source_line(node))
-        self.totals.append((total, new, result))
 
     def _keep(self, node: Node) -> None:
         """Keep the value of every piece for a later loop."""
         found = meta.one_tensor(node)
         made = contiguous((self.fold.pieces, *found.shape), found)
-        total = self._placeholder(f"{node.name}_so_far", node, made)
-        new = add_call(
-            self.graph, keep_piece, (total, self.inside[node], _is_fresh(node)), made, node, f"{node.name}_pieces"
-        )
-        self.totals.append((total, new, node))
+        self.body.accumulate(node.name, node, made, keep_piece, self.inside[node], is_fresh(node))
 
 
 def _check_memory(local: LocalGraph, pieces: int) -> None:
@@ -328,7 +300,7 @@ def _is_returned(node: Node) -> bool:
     return all(user.op == "output" or (shared_operand(user) is node and _is_returned(user)) for user in node.users)
 
 
-def _is_fresh(node: Node) -> bool:
+def is_fresh(node: Node) -> bool:
     """True if the value is in memory that the node has made, or the op whose result it is."""
     if not _torch.is_getitem(node.target):
         return shared_operand(node) is None

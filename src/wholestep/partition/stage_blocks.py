@@ -14,16 +14,14 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..cost.compute import node_us
-from ..cost.simulation import sent_us
-from ..cost.stage_orders import NAMED, BlockCost, best_order
+from ..cost.stage_costs import BlockPrices, block_costs
+from ..cost.stage_orders import APART, NAMED, BlockCost, best_order
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
 from ..graph.stage_part import Message, StageBlock, StagePart, StageParts, transfer
-from ..graph.storage import most_at_once, shared_operand, storage_bytes
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
@@ -44,11 +42,11 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
         PlanError: ranks of all stages would exchange something for each piece.
     """
     _refuse_exchanges(loop, axis)
-    count = mesh.axis_size(axis)
-    whole = _Cut(loop, count, False)
-    costs = whole.costs(mesh, axis, hardware)
-    apart = _Cut(loop, count, True) if order in ("auto", "zero_bubble") else whole
-    cut_costs = apart.costs(mesh, axis, hardware)
+    count, prices = mesh.axis_size(axis), BlockPrices(hardware, mesh)
+    whole = StageCut(loop, count, False)
+    costs = whole.costs(axis, prices)
+    apart = StageCut(loop, count, True) if order in APART else whole
+    cut_costs = apart.costs(axis, prices)
     if order == "auto":
         name, found, tried = best_order(costs, cut_costs, loop.pieces, count)
     else:
@@ -84,7 +82,7 @@ def _refuse_exchanges(loop: Loop, axis: str) -> None:
 
 
 @dataclass
-class _Cut:
+class StageCut:
     """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
     names of these.
     """
@@ -162,8 +160,10 @@ class _Cut:
     def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
         """Levels of the nodes of a stage. What can run later without more being kept for it does: a view of a value
         that is kept anyway, and what is made of values that all stages have. An op of several results stays with those.
+        What the backward computes again of the forward waits for the backward.
         """
         level, inside = dict(self.level), set(own)
+        turn = max((level[node] for node in own if not meta.is_backward(node)), default=-1)
         sends = {node_at(sent, 0) for sent in self._sent(stage)}
         readers = {node: [user for user in node.users if user in inside] for node in self.nodes}
         for node in reversed(own):
@@ -171,10 +171,11 @@ class _Cut:
                 continue
             late = min(level[user] for user in readers[node])
             given = [n for n in node.all_input_nodes if n.op != "placeholder"]
-            if late > level[node] and all(
+            again = meta.is_backward(node) and level[node] <= turn
+            if late > level[node] and (again or all(
                 meta.stage(n) is None or any(level[user] >= late for user in readers[n] if user is not node)
                 for n in given
-            ):
+            )):  # fmt: skip
                 level[node] = late
         return level
 
@@ -240,43 +241,6 @@ class _Cut:
             name, body, tuple(by_name[one] for one in order), tuple(n.name for n in gives), key[0], backward, key[1]
         )
 
-    def costs(self, mesh: Mesh, axis: str, hardware: Hardware) -> dict[str, BlockCost]:
-        """What each block takes, on this hardware."""
-        found: dict[str, BlockCost] = {}
-        by_value: dict[tuple[int, str], list[Message]] = {}
-        for message in self.messages.values():
-            by_value.setdefault((message.source, message.value), []).append(message)
-        for stage, blocks in enumerate(self.blocks):
-            maker = {name: block.name for block in blocks for name in block.gives}
-            ends = {end for _, end in self.totals[stage]}
-            for block in blocks:
-                us = 0.0
-                for node in block.body.nodes:
-                    if node.op == "call_function":
-                        us += sent_us(node, hardware, mesh) if is_collective(node) else node_us(node, hardware)
-                sends = tuple(
-                    (m.name, m.target, hardware.collective_us("send", m.size_bytes, mesh, axis))
-                    for name in block.gives for m in by_value.get((stage, name), ())
-                )  # fmt: skip
-                needs = tuple(name for name in block.takes if name in self.messages)
-                after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
-                later = {name for other in blocks if other is not block for name in other.takes}
-                held = _held(block, {name for name in block.gives if name in later} - ends)
-                work = sum(one.size_bytes for one in most_at_once(block.body))
-                found[block.name] = BlockCost(
-                    stage, us, block.level, block.is_backward, block.is_filler, needs, after, sends, held, work
-                )
-        return found
-
-
-def _held(block: StageBlock, names: set[str]) -> int:
-    """Bytes of the memory that a block makes and leaves to later blocks."""
-    given = dict(zip(block.gives, operands(next(iter(reversed(block.body.nodes)))), strict=True))
-    roots = set[Node]()
-    for name in names:
-        node = given[name]
-        while (shared := shared_operand(node)) is not None:
-            node = shared
-        if node.op != "placeholder":
-            roots.add(node)
-    return sum(storage_bytes(made) for node in roots for made in meta.tensors(node) if made is not None)
+    def costs(self, axis: str, prices: BlockPrices) -> dict[str, BlockCost]:
+        """What each block takes."""
+        return block_costs(self.blocks, [{end for _, end in one} for one in self.totals], self.messages, axis, prices)

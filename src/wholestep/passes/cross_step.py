@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.nodes import is_collective, is_wait, operands
+from ..graph.sizes_in_graph import sizes_among
 from ..layout import replicated
 from ..rules.registry import is_random
 from .bucket import REDUCE, SCATTER
@@ -25,8 +26,9 @@ class CrossStep:
     """Leaves the end of a step to the next call, which waits for the reductions that are in flight.
 
     Takes a functional program with buckets, and splits it at its reductions of gradients. All nodes that depend on
-    such a reduction move to the next call, unless the forward, the backward, a result or a kept gradient needs them.
-    A program in which nothing moves is returned unchanged.
+    such a reduction move to the next call, unless the forward, the backward, a result or a kept gradient needs them, or
+    they compute with sizes of the batch, which is another one then. A program in which nothing moves is returned
+    unchanged.
 
     The result is three programs, which update parameters one call late. The returned one runs in all calls but the
     first. Its `across` has `first`, for a call with nothing carried, and `flush`, which completes the last call.
@@ -63,6 +65,7 @@ class _Work:
         reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
         followers = {c: _reached(c.users, attrgetter("users")) for c in reductions}
         fixed = main | {node for out, node in self.results if not self._may_move(out)}
+        fixed |= {node for node in self.calls if _has_sizes(node)}
         movable = [c for c, after in followers.items() if after and not after & fixed]
         self.late = set[Node]().union(*(followers[c] for c in movable))
         self.carried = [c for c in movable if c not in self.late]
@@ -87,7 +90,7 @@ class _Work:
 
     def _lasts(self, node: Node) -> bool:
         changes = node in self.late or node in self.batch_dependent
-        return not (changes or is_collective(node) or is_wait(node) or is_random(node))
+        return not (changes or is_collective(node) or is_wait(node) or is_random(node) or _has_sizes(node))
 
     def _crossing(self, late: set[Node]) -> list[Node]:
         """The operands of `late` outside of it, each once."""
@@ -173,6 +176,12 @@ class _Writer:
         layouts = tuple(self.layouts[i.name] for i in self.inputs)
         outputs = tuple(out for out, _ in results)
         return replace(self.local, graph=self.graph, inputs=tuple(self.inputs), outputs=outputs, layouts=layouts)
+
+
+def _has_sizes(node: Node) -> bool:
+    """True for a call that computes with sizes of the batch."""
+    shapes = [found.shape for found in meta.tensors(node) if found is not None]
+    return bool(sizes_among([node.args, node.kwargs, shapes]))
 
 
 def _reached(

@@ -41,6 +41,7 @@ class Costs:
         host_s: that the host of a GPU needs to start the step op by op.
         held: bytes at the peak by kind (`PeakMemory.by_kind`).
         reserved_bytes: of torch's allocator; None where the device has none, or the program not all layers.
+        idle_s: that a rank of a pipeline waits for other stages, on average.
     """
 
     rest_bytes: int
@@ -54,6 +55,7 @@ class Costs:
     host_s: float = 0.0
     held: Mapping[str, int] = field(default_factory=dict[str, int])
     reserved_bytes: int | None = None
+    idle_s: float = 0.0
 
     @property
     def mfu(self) -> float:

@@ -41,6 +41,7 @@ class Setup:
         rest_bytes: that a rank holds besides one micro-batch: between steps, and as gathered and summed.
         costs: simulated; None where `why` says why not.
         why: it lost.
+        order, chunks: of a pipeline, its blocks' order and its stages on each rank.
     """
 
     mesh: Mesh
@@ -52,6 +53,8 @@ class Setup:
     rest_bytes: int = 0
     costs: Costs | None = None
     why: str = ""
+    order: str = ""
+    chunks: int = 1
 
     @property
     def strategies(self) -> Strategies:
@@ -65,6 +68,9 @@ class Setup:
         key = self.template.key
         assert key is not None, "a template of the table"
         how = "" if key.regathers is None else ", re-gathered" if key.regathers else ", kept"
+        if self.order:
+            chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
+            return f"{f'{key.style}, ' if key.style else ''}{self.order}{chunks}"
         return f"{key.style or 'tensor parallel'}{how}"
 
     def __str__(self) -> str:

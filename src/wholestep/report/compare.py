@@ -106,7 +106,11 @@ def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | 
     """
     head = (what, "stored", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
     more = () if batch_tokens is None else ("tokens/s/GPU", "MFU")
+    waits = any(row.costs is not None and row.costs.idle_s for row in rows)
     cells = [(*head, *more), *(_cells(row, batch_tokens, ranks) for row in rows if row.costs is not None)]
+    if waits:
+        bubbles = [f"{row.costs.idle_s / row.costs.step_s:.0%}" for row in rows if row.costs is not None]
+        cells = [(*row, last) for row, last in zip(cells, ["bubble", *bubbles], strict=True)]
     failed = [f"{row.name}: no plan: {row.error}" for row in rows if row.costs is None]
     about = ["about: extrapolated from steps with few of the equal layers"] if any(row.layers for row in rows) else []
     return "\n".join([*table(cells), *failed, *about])

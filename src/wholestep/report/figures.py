@@ -72,7 +72,8 @@ class Figures:
             "tokens_per_s": self.tokens_per_s, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "mfu": costs.mfu,
             "hfu": costs.hfu, "peak_bytes": costs.peak_bytes, "peak_bytes_by_kind": dict(costs.held),
             "reserved_bytes": costs.reserved_bytes, "memory_bytes": self.memory_bytes, "exposed_s": costs.exposed_s,
-            "host_s": costs.host_s, "run_tokens": self.run_tokens, "run_s": self.run_s, "run_price": self.run_price,
+            "idle_s": costs.idle_s, "host_s": costs.host_s,
+            "run_tokens": self.run_tokens, "run_s": self.run_s, "run_price": self.run_price,
             "validation": asdict(validated) if validated else None,
         }  # fmt: skip
 
@@ -91,10 +92,12 @@ class Figures:
             yield "tokens/s", "unknown: give --batch-tokens, the tokens in the batch"
         yield "MFU, HFU", f"{costs.mfu:.1%}, {costs.hfu:.1%} with what is recomputed"
         yield "peak a GPU", self._memory()
-        if self.hardware.has_gpus:
+        if self.hardware.has_gpus and not costs.idle_s:
             yield "reserved", self._reserved()
         share = costs.exposed_s / costs.step_s if costs.step_s else 0.0
         yield "exposed", f"{seconds(costs.exposed_s)} of communication, {share:.1%} of the step"
+        if costs.idle_s:
+            yield "bubble", f"{seconds(costs.idle_s)} for other stages, {costs.idle_s / costs.step_s:.1%} of the step"
         if costs.host_s > costs.step_s:
             yield "host", f"needs {seconds(costs.host_s)} to start the ops: the step takes less only as a CUDA graph"
         if self.run_s is not None:
@@ -113,7 +116,7 @@ class Figures:
     def _reserved(self) -> str:
         costs, room = self.costs, self.memory_bytes
         if costs.reserved_bytes is None:
-            return "unknown from few layers: the command that plans this setup has it"
+            return "not known from few layers, nor of pieces in a loop: `simulate` of this step as written has it"
         over = ", more than there is," if room is not None and costs.reserved_bytes > room else ""
         between = max(costs.reserved_bytes - costs.peak_bytes, 0)
         return (

@@ -8,8 +8,11 @@ from typing import Any
 
 from ..backend.pipeline import pipeline
 from ..cost.kernel_times import KernelTimes
+from ..cost.software import OWN, Software
 from ..cost.stack import Stack
-from ..cost.timeline import Timeline, timeline, title
+from ..cost.stage_costs import BlockPrices
+from ..cost.staged import StageOfStep
+from ..cost.timeline import Timeline, title
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
@@ -17,6 +20,7 @@ from ..hardware.hardware import Hardware
 from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
 from ..plan.plan import Plan
+from ..planner.staged_plan import staged
 from ..typed_values import check_arguments
 from .compare import PlanRow
 from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
@@ -75,11 +79,8 @@ def report(
         next_step = "pass the name of the row of this plan, or omit chosen"
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
-    if plan.owners:
-        found = "a page for a plan with a Pipeline is not built"
-        raise PlanError(found, "a plan without stages", "print the plan, and save wholestep.timeline(local, hardware)")
     local = program(plan, graph, hardware)
-    made = timeline(local, hardware, compiled, stack=stack, profile=profile)
+    made, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -93,18 +94,30 @@ def report(
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
                         for one in what_if]  # fmt: skip
-    shown |= {"model": model or "training step", "hardware": hardware.name}
+    shown |= {"stages": stages, "model": model or "training step", "hardware": hardware.name}
     text = environment.get_template("page.html").render(**shown, chosen=chosen)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
+def step_of(
+    plan: Plan, local: LocalGraph, hardware: Hardware, software: Software = OWN
+) -> tuple[Timeline, tuple[StageOfStep, ...]]:
+    """The timeline of a program for `plan`; of a pipeline that of all stages, and what each spends and holds."""
+    if local.stage_axis and local.stage is None and plan.mesh.pieces > 1:
+        step = staged(local, BlockPrices(hardware, local.mesh, software), plan.options.order)
+        return step.timeline, step.stages
+    return software.timeline(local, hardware), ()
+
+
 def program(
     plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, passes: Sequence[Pass] | None = None
 ) -> LocalGraph:
-    """The program of a rank for `plan` after `passes`, by default scheduled as in a compiled step; a program of it is
-    returned unchanged.
+    """The program of a rank for `plan` after `passes`, by default scheduled as in a compiled step; of a pipeline that
+    of all stages, before passes. A program of the plan is returned unchanged.
     """
+    if isinstance(graph, TrainGraph) and plan.owners:
+        return partition(graph, plan)
     if isinstance(graph, TrainGraph):
         return run_passes(partition(graph, plan), pipeline(hardware) if passes is None else passes)
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]

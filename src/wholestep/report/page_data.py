@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..cost.simulation import kind_of
-from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, phase, title
+from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, phase, title
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Role
 from ..graph.nodes import communicates, is_wait, node_at
@@ -83,10 +83,10 @@ def _paths(node: Node, names: Mapping[Node, str], depth: int) -> Iterator[str]:
 
 
 def by_op(made: Timeline) -> list[tuple[str, int, float]]:
-    """(op, count, microseconds) of the computing stream, the longest first."""
+    """(op, count, microseconds) of the computing stream, the longest first; of a pipeline, blocks of all stages."""
     found: dict[str, tuple[int, float]] = {}
     for span in made.spans:
-        if span.stream == COMPUTE:
+        if span.stream == COMPUTE or span.stream.startswith(STAGE):
             count, us = found.get(span.op, (0, 0.0))
             found[span.op] = (count + 1, us + span.us)
     return sorted(((op, *rest) for op, rest in found.items()), key=lambda row: (-row[2], row[0]))
@@ -156,7 +156,7 @@ def lanes(made: Timeline) -> dict[str, Any]:
     found = [
         {
             "title": title(stream),
-            "kind": stream if stream in (COMPUTE, WAIT) else "axis",
+            "kind": stream if stream in (COMPUTE, WAIT) else COMPUTE if stream.startswith(STAGE) else "axis",
             "start": [round(s.start_us, 3) for s in spans],
             "us": [round(s.us, 3) for s in spans],
             "node": [s.name for s in spans],

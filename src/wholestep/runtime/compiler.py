@@ -27,6 +27,7 @@ from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import instantiated
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
+from ..passes.fold_repeats import said
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -157,6 +158,8 @@ class Compiler:
             dims, planned, made, lambda local: finish(replace(before, local=local))
         ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
+        if note := said(before.local, made.local):
+            made = replace(made, plan=made.plan.with_notes(note))
         dump.write("4-final-graph", made.local)
         for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", program)
@@ -196,7 +199,8 @@ class Compiler:
         """What is planned for some of the sizes that a capture with symbols is for."""
         found: list[PlannedFor] = []
         for far in (False, True)[: 1 if self.options.given.passes is None else 2]:  # of passes= nothing is known
-            sizes = other_sizes(captured, far)
+            budget = self.options.memory_bytes is not None
+            sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
             fixed = instantiated(captured.graph, sizes)
             found.append(PlannedFor(sizes, lowered(fixed, self._plan(replace(captured, graph=fixed)))))
         return found

@@ -57,9 +57,12 @@ class TensorGuard:
         """True when `value` is such a tensor."""
         return (
             isinstance(value, torch.Tensor)
-            and (value.dim() == len(self.shape) if self.dims else value.shape == self.shape)
+            and (
+                value.dim() == len(self.shape)
+                if self.dims
+                else value.shape == self.shape and value.stride() == self.stride
+            )
             and value.dtype is self.dtype
-            and (bool(self.dims) or value.stride() == self.stride)
             and value.device == self.device
             and value.requires_grad == self.requires_grad
         )
@@ -194,7 +197,7 @@ class Guards:
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
                     return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
-            elif not _same_value(leaf, guard):
+            elif leaf is not guard and not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
         if now != self._ambient and (self.sizes is None or now[:-1] != self._ambient[:-1]):
             return Miss("autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed")

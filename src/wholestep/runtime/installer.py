@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -17,10 +17,13 @@ from ..backend.protocol import NodeClock, Run
 from ..backend.recordable import transport
 from ..backend.recordings import Recordings, alone
 from ..capture.state import StepState
+from ..cost.memory import peak_memory
 from ..distributed.launch import World
 from ..distributed.lockstep import lockstep
 from ..distributed.rendezvous import Rendezvous
 from ..graph.graph import LocalGraph
+from ..graph.sizes_in_graph import at_sizes
+from ..graph.text import human
 from ..plan.strategies import Strategies
 from .between_steps import CrossStepRunner, flush_before_use, gather_before_eager_call
 from .compile_options import StepOptions, not_recorded
@@ -85,6 +88,8 @@ class Installer:
                 program.run = self.compiled(program.local, world, inputs, self.clock, self.recordings)
         if program.guards.sizes is not None:
             program.guards.sizes.prove()
+            if self._options.memory_bytes is not None:
+                program.guards.sizes.besides = partial(_over, self._options.memory_bytes, program)
         every = self._options.given.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
             data = strategies.data
@@ -154,3 +159,12 @@ class Installer:
             return None
         self._rng = self._rng or SharedRng.of(world, per_rank)
         return self._rng
+
+
+def _over(budget_bytes: int, program: Program, sizes: Mapping[str, int]) -> str:
+    """Why a batch of these sizes does not fit into the budget with what the program recomputes; empty if it does."""
+    bound = bound_to_rank(program.local.copy(), program.world)
+    at_sizes(bound.graph, sizes)
+    held = peak_memory(bound).size_bytes
+    found = f"the step holds {human(held)} at these sizes, of memory_bytes={human(budget_bytes)}"
+    return found if held > budget_bytes else ""

@@ -15,6 +15,7 @@ Dims = Mapping[str, tuple[int, ...]]
 
 class SizeCheck:
     """Compares the sizes of calls with the guards of one program. `dims` are those that a call may choose, by leaf.
+    `besides` says what else stands against sizes that are new; empty if nothing does.
 
     `prove` reads the guards, once all stages have compared what they compare.
     """
@@ -43,6 +44,7 @@ class SizeCheck:
         self.batch_sizes = inputs.sizes
         self._proved: dict[Any, tuple[int, ...]] = {}
         self._last: Any = None
+        self.besides: Callable[[Mapping[str, int]], str] | None = None
         self._terms: list[SizeGuard] = []
 
     def prove(self) -> None:
@@ -68,6 +70,8 @@ class SizeCheck:
             if (broken := self.broken(now)) is not None:
                 where = f", at {broken.where}" if broken.where else ""
                 return f"sizes break the guard {self.record.shown(broken.text)}{where}"
+            if self.besides and (why := self.besides(dict(zip(self.record.dims, now, strict=True)))):
+                return why
             if len(self._proved) >= _MOST_PROVED:
                 self._proved.clear()
             self._proved[key] = now

@@ -74,7 +74,7 @@ class CompiledStep:
         self._compiler: Compiler | None = None
         self._tuner: Tuner | None = None
         self._installer = Installer(options, self._stages, self._clock)
-        self._shares_batches = options.strategies.shares_batches
+        self._shares_batches, self._pads = options.strategies.shares_batches, bool(options.given.paddings)
         self._missed = Counter[str]()
         self._weak = weakref.ref(self)
         self._evicted = False
@@ -92,7 +92,7 @@ class CompiledStep:
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
-            padding = self._padding(call, args, kwargs) if self.options.given.paddings else None
+            padding = self._padding(call, args, kwargs) if self._pads else None
             if padding is None:
                 sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
                 program = self._program(call, args, kwargs, sizes)
@@ -343,11 +343,12 @@ class CompiledStep:
         if self.programs:
             now = ambient(self.programs[-1].world.device, sizes)
             newest: Miss | None = None
-            for i in self._in_order():
+            last = len(self.programs) - 1
+            for i in range(last, -1, -1) if self._installer.recordings is None else self._in_order():
                 program = self.programs[i]
                 miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
                 if miss is None:
-                    if i != len(self.programs) - 1:
+                    if i != last:
                         self.programs.append(self.programs.pop(i))
                     return program
                 newest = newest or miss
@@ -361,12 +362,10 @@ class CompiledStep:
             return self._compile(inputs, self._other_sizes(inputs))
 
     def _in_order(self) -> Sequence[int]:
-        """Places of the programs in the order in which they are looked at: the latest first. Where calls are recorded,
-        those without symbols go before: what ranks recorded together for one size serves it on all of them.
+        """Places of the programs in the order in which they are looked at where calls are recorded: the latest first,
+        those without symbols before: what ranks recorded together for one size serves it on all of them.
         """
         latest = range(len(self.programs) - 1, -1, -1)
-        if self._installer.recordings is None:
-            return latest
         return sorted(latest, key=lambda i: self.programs[i].guards.sizes is not None)
 
     def _other_sizes(self, inputs: StepInputs) -> list[Capture]:

@@ -54,7 +54,7 @@ class KnownSizes:
     @staticmethod
     def of(ranks: Rendezvous, world: World) -> KnownSizes:
         """None are known yet (collective)."""
-        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type))
+        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type, MOST_TENSORS))
 
     def agreed(self, given: Hashable) -> BatchSizes | None:
         """The sizes on all ranks where this one is `given` its own; None where ranks have to exchange (collective)."""
@@ -98,22 +98,21 @@ class BatchSharder:
         sizes = self.known.agreed(given)
         if sizes is None:
             number = self.known.next_number()
-            rows = self.known.exchange.rows([len(own), *own, *[0] * (MOST_TENSORS - len(own))])
-            sizes = self._found(rows, own)
+            sizes = self._found(self.known.exchange.rows(own), own)
             self.known.note(number, given, sizes)
         return sizes
 
     def _found(self, rows: Sequence[Sequence[int]], own: tuple[int, ...]) -> BatchSizes:
         """Sizes of all parts, from what each rank was given."""
         found: list[dict[int, int]] = [{} for _ in self.shared]
-        for rank, (count, *given) in enumerate(rows):
+        for rank, given in enumerate(rows):
             theirs = self.world.mesh.coordinate(rank)
             if all(theirs[axis] == self.world.coordinate[axis] for axis in self.own):  # they share their batch
                 parts = [cut.parts.rank(theirs) for cut in self.shared]
                 known = [f.setdefault(p, n) for f, p, n in zip(found, parts, given, strict=False)]
-                if count != len(own) or known != given[:count]:
+                if len(given) != len(own) or known != given:
                     axes = ", ".join(dict.fromkeys(axis for cut in self.shared for axis in cut.parts.names))
-                    text = f"rank {rank} was given a batch of sizes {given[:count]}, another one {known}"
+                    text = f"rank {rank} was given a batch of sizes {given}, another one {known}"
                     needed = f"the same batch on ranks that differ only outside {axes}"
                     raise RankMismatchError(text, needed, f"give ranks the batch of their coordinate on {axes}")
         return tuple(tuple(f[p] for p in range(cut.parts.size)) for f, cut in zip(found, self.shared, strict=True))

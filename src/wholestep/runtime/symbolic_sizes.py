@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -72,11 +73,8 @@ class SymbolicSizes:
             return "dynamic=False"
         if type(self.options.backend) not in BACKENDS.values():
             return f"backend {self.options.backend.name!r} may read sizes"
-        if self.options.memory_bytes is not None:
-            return "a budget of memory is met for each size"
-        if given.tune != "off":
-            return "schedules that take turns may compare other sizes than the guards of the first"
-        return "a schedule across steps carries tensors from call to call" if given.across_steps else ""
+        tuned = "schedules that take turns may compare other sizes than the guards of the first"
+        return tuned if given.tune != "off" else ""
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
         """The dims to capture as symbols for a call."""
@@ -215,9 +213,10 @@ def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Cap
     return None
 
 
-def other_sizes(captured: Capture, far: bool = False) -> dict[str, int]:
+def other_sizes(captured: Capture, ranks: int, far: bool = False, smaller: bool = False) -> dict[str, int]:
     """Sizes for which the program that was just made is right too, near those of the capture or `far` from them: none
-    is what it was made for, where that may be.
+    is what it was made for, where that may be. Where possible the `ranks` of the mesh cannot share any of them equally:
+    that is the form of programs for all sizes. `smaller`: a budget of memory may not allow more.
     """
     assert captured.symbols is not None, "captured with symbols"
     hints, terms = captured.symbols.record.hints, [guard.text for guard in captured.symbols.guards()]
@@ -226,13 +225,19 @@ def other_sizes(captured: Capture, far: bool = False) -> dict[str, int]:
     free = [symbol for symbol in hints if places[symbol] not in fixed]
     near, multiples = [(1, more) for more in range(1, _MOST_TRIED)], [(times, 0) for times in (2, 3, 4)]
     changes = multiples[::-1] + near[::-1] if far else near + multiples
-    changes += [(1, -less) for less in range(1, _MOST_TRIED)]
+    less = [(1, -less) for less in range(1, _MOST_TRIED)]
+    changes = less + changes if smaller else changes + less
     alike = dict.fromkeys(hints[symbol] for symbol in free)  # rows may be bound where lengths are not
+    possible: list[dict[str, int]] = []
     for moved in (free, *([s for s in free if hints[s] == size] for size in alike)):
         for times, more in changes:
             sizes = {**hints, **{symbol: times * hints[symbol] + more for symbol in moved}}
             if min(sizes.values()) > 1 and all(holds(*sizes.values())):
-                return sizes
+                if all(math.gcd(size, ranks) == 1 for size in sizes.values()):
+                    return sizes
+                possible.append(sizes)
+    if possible:
+        return possible[0]
     raise SizesFixedError("what was compared of sizes leaves no others near these")
 
 
@@ -297,10 +302,13 @@ class PlannedFor:
 
 
 def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
-    """The calls of this rank with their results, at these sizes; those of loops after them."""
-    graph = bound_calls(local.graph, coordinate)
-    at_sizes(graph, sizes)
-    return [_line(node) for node, _ in with_bodies(graph)]
+    """The calls of this rank with their results, at these sizes; those of loops, and of other calls, after them."""
+    found: list[str] = []
+    for program in (local, *(local.across or ())):
+        graph = bound_calls(program.graph, coordinate)
+        at_sizes(graph, sizes)
+        found += [_line(node) for node, _ in with_bodies(graph)]
+    return found
 
 
 def _line(node: Node) -> str:

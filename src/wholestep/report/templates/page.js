@@ -30,6 +30,7 @@ function sortable(table) {
 
 function memory() {
   const chart = document.getElementById("chart");
+  if (!chart) return;  // a pipeline has a table of its stages instead
   const cursor = chart.querySelector(".cursor");
   const said = document.getElementById("chart-said");
   const { bytes, step } = read("held");

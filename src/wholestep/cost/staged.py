@@ -1,0 +1,262 @@
+"""The step of a pipeline from the work of its stages: an order of blocks, what surrounds it, times and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..graph.text import human, seconds, table
+from .memory import LiveTensor, PeakMemory
+from .simulation import SimulationResult
+from .stage_orders import NAMED, BlockCost, OrderResult, Orders, best_order
+from .stage_work import Spent, StageWork
+from .timeline import STAGE, Span, Timeline
+
+BEFORE, AFTER = "before pieces", "after pieces"
+_Chunk = tuple[StageWork, int | None]  # the work of a stage, and its equal layers where they are known
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange of stages outside of loops: of all ranks of the axis, or a message from `source` to `target`, in
+    microseconds; or the loop itself.
+    """
+
+    is_loop: bool = False
+    source: int | None = None
+    target: int | None = None
+    us: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageOfStep:
+    """What the ranks at one coordinate of the axis spend and hold in a step; `busy_us` without waits for collectives,
+    `idle_us`: in which they wait for other stages. `in_flight`: pieces at most, over all chunks. `layers`: equal layers
+    of each chunk, where they are known.
+    """
+
+    layers: tuple[int, ...]
+    busy_us: float
+    waited_us: float
+    idle_us: float
+    in_flight: int
+    rest_bytes: int
+    peak_bytes: int
+    kinds: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A simulated step of a pipeline.
+
+    Args:
+        order: of the blocks, by name; `tried`: microseconds of the loop in each order that was simulated.
+        step_us: until the last stage ends.
+        stages: by coordinate of the axis.
+        model_us, again_us: arithmetic at the peak rate of the hardware, of a rank on average; and what is recomputed.
+        sent_bytes, collectives: of the rank that sends most in collectives.
+        spans: of all stages.
+    """
+
+    order: str
+    tried: Mapping[str, float]
+    pieces: int
+    step_us: float
+    stages: tuple[StageOfStep, ...]
+    model_us: float
+    again_us: float
+    sent_bytes: int
+    collectives: int
+    spans: tuple[Span, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a rank waits for other stages, on average."""
+        idle = sum(one.idle_us for one in self.stages) / len(self.stages)
+        return idle / self.step_us if self.step_us else 0.0
+
+    @property
+    def waited_us(self) -> float:
+        """Microseconds in which a rank waits for collectives, on average."""
+        return sum(one.waited_us for one in self.stages) / len(self.stages)
+
+    @property
+    def fullest(self) -> StageOfStep:
+        """The stage with the highest peak."""
+        return max(self.stages, key=lambda one: one.peak_bytes)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All stages below each other, with their bubbles."""
+        once, again = (us / self.step_us if self.step_us else 0.0 for us in (self.model_us, self.again_us))
+        idle = self.bubble * self.step_us
+        took = SimulationResult(self.step_us, idle + self.waited_us, once, 0.0, once + again)
+        full = self.fullest
+        live = tuple(LiveTensor(kind, kind, (), "", size) for kind, size in full.kinds.items())
+        at = f"{STAGE}{self.stages.index(full)}"
+        return Timeline(self.spans, took, (), PeakMemory(full.peak_bytes, full.rest_bytes, at, "", live))
+
+    def __str__(self) -> str:
+        head = ("stage", "layers", "computes", "collectives", "bubble", "in flight", "stored", "peak")
+        rows = [head] + [
+            (
+                str(number), str(sum(one.layers)) if one.layers else "", seconds(one.busy_us / 1e6),
+                seconds(one.waited_us / 1e6), f"{one.idle_us / self.step_us:.1%}", str(one.in_flight),
+                human(one.rest_bytes), human(one.peak_bytes),
+            )
+            for number, one in enumerate(self.stages)
+        ]  # fmt: skip
+        return "\n".join(table(rows, left=()))
+
+
+def staged_step(
+    works: Sequence[Sequence[_Chunk]], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
+    exchanges: Sequence[Exchange], pieces: int, order: str,
+) -> StagedStep:  # fmt: skip
+    """The step of ranks that have `works`, each with the number of its layers, and blocks `whole`, or `apart` where the
+    order moves gradients of weights. `order`: by name, or `auto`.
+    """
+    ranks = len(works)
+    if order == "auto":
+        name, loop, tried = best_order(whole, apart, pieces, ranks)
+    else:
+        name, loop = order, NAMED[order](apart if order == "zero_bubble" else whole, pieces, ranks)
+        tried = {name: loop.us}
+    costs = apart if any(task in apart and task not in whole for tasks in loop.orders for task, _ in tasks) else whole
+    now, spans, waited = [0.0] * ranks, list[Span](), [0.0] * ranks
+    seen_loop = False
+
+    def spend(at: int) -> None:
+        for rank, several in enumerate(works):
+            common = max((work.common[at] for work, _ in several), key=lambda one: one.us)
+            more = [Spent().plus(work.further[at], pieces - 2) for work, _ in several]
+            spent = [*(work.between[at] for work, _ in several), common, *more]
+            us = sum(one.us for one in spent)
+            waited[rank] += sum(one.waited_us for one in spent)
+            if us > 0:
+                what = AFTER if seen_loop else BEFORE
+                spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, "update" if seen_loop else "forward"))
+                now[rank] += us
+
+    for at, exchange in enumerate(exchanges):
+        spend(at)
+        if exchange.is_loop:
+            begin, seen_loop = max(now), True
+            spans += _of_blocks(loop, costs, begin)
+            waited = [us + _waits(loop, costs, rank) for rank, us in enumerate(waited)]
+            now = [max([now[rank], *(begin + s[4] for s in loop.spans if s[0] == rank)]) for rank in range(ranks)]
+        elif exchange.source is None or exchange.target is None:
+            now = [max(now)] * ranks
+        else:
+            now[exchange.source] += exchange.us
+            now[exchange.target] = max(now[exchange.target], now[exchange.source])
+    spend(len(exchanges))
+    step_us = max(now)
+    made = [_stage(rank, works[rank], loop, spans, waited[rank], step_us) for rank in range(ranks)]
+    arithmetic = [
+        sum(pieces * work.piece_us[i] + work.once_us[i] for several in works for work, _ in several) / ranks
+        for i in range(2)
+    ]
+    sent = max(
+        (sum(pieces * w.piece_sent[0] + w.once_sent[0] for w, _ in several),
+         sum(pieces * w.piece_sent[1] + w.once_sent[1] for w, _ in several)) for several in works
+    )  # fmt: skip
+    ordered = tuple(sorted(spans, key=lambda span: span.start_us))
+    return StagedStep(
+        name, tried, pieces, step_us, tuple(made), arithmetic[0], arithmetic[1], round(sent[0]), round(sent[1]), ordered
+    )
+
+
+def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) -> list[Span]:
+    made: list[Span] = []
+    for stage, name, piece, start, end in loop.spans:
+        short = name.partition(", ")[2]
+        kind = "weights" if costs[name].is_filler else "backward" if costs[name].is_backward else "forward"
+        phase = "forward" if kind == "forward" else "backward"
+        made.append(
+            Span(f"{name} of piece {piece}", short or kind, f"{STAGE}{stage}", begin + start, end - start, phase)
+        )
+    return made
+
+
+def _waits(loop: OrderResult, costs: Mapping[str, BlockCost], rank: int) -> float:
+    return sum(costs[name].waited_us for stage, name, _, _, _ in loop.spans if stage == rank)
+
+
+def _stage(
+    rank: int, works: Sequence[_Chunk], loop: OrderResult, spans: Sequence[Span], waited_us: float,
+    step_us: float,
+) -> StageOfStep:  # fmt: skip
+    stream = f"{STAGE}{rank}"
+    ran = sum(span.us for span in spans if span.stream == stream)
+    rest, held = (sum(getattr(work, name) for work, _ in works) for name in ("rest_bytes", "loop_bytes"))
+    others = max(rest + work.other_bytes - work.rest_bytes for work, _ in works)
+    kinds: dict[str, float] = {}
+    for work, _ in works:
+        for kind, size in work.kinds.items():
+            kinds[kind] = kinds.get(kind, 0.0) + size
+    pieces = loop.peak_bytes[rank]
+    kinds["activation"] = kinds.get("activation", 0.0) + pieces
+    layers = tuple(count for _, count in works if count is not None)
+    return StageOfStep(
+        layers, ran - waited_us, waited_us, step_us - ran, in_flight(loop.orders, rank), round(rest),
+        round(max(held + pieces, others)), {kind: round(size) for kind, size in kinds.items() if size >= 1},
+    )  # fmt: skip
+
+
+def in_flight(orders: Orders, rank: int) -> int:
+    """The most pieces that a rank has begun and not ended, each of its chunks by itself."""
+    left: dict[int, int] = {}
+    for _, piece in orders[rank]:
+        left[piece] = left.get(piece, 0) + 1
+    whole, flying, most = dict(left), 0, 0
+    for _, piece in orders[rank]:
+        flying += left[piece] == whole[piece]
+        most = max(most, flying)
+        left[piece] -= 1
+        flying -= not left[piece]
+    return most
+
+
+def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, BlockCost]:
+    """The blocks of a chain of stages, of which each of `ranks` has every so manieth: a block of the forward, one of
+    the backward, and with `apart` perhaps one for gradients of weights; the last stage has no forward of its own.
+    """
+    last, found = len(works) - 1, dict[str, BlockCost]()
+    halves = [_halves(work, stage == last, apart) for stage, work in enumerate(works)]
+    for stage, (forward, backward, weights) in enumerate(halves):
+        at, turn = f"stage {stage}, ", stage == last
+        names = {"forward": f"{at}forward", "backward": at + ("forward and backward" if turn else "backward")}
+        before, behind = (halves[stage - 1] if stage else None), (halves[stage + 1] if stage < last else None)
+        up = tuple(_message(stage - 1, stage, i) for i in range(len((before[0] or before[1]).sends if before else ())))
+        down = tuple(_message(stage + 1, stage, i) for i in range(len(behind[1].sends if behind else ())))
+        own = {"stage": stage % ranks, "is_filler": False}
+        if forward is not None:
+            sends = tuple(
+                (_message(stage, stage + 1, i), (stage + 1) % ranks, s[2]) for i, s in enumerate(forward.sends)
+            )
+            found[names["forward"]] = replace(
+                forward, level=stage, is_backward=False, needs=up, after=(), sends=sends, **own
+            )
+        sends = tuple((_message(stage, stage - 1, i), (stage - 1) % ranks, s[2]) for i, s in enumerate(backward.sends))
+        needs, after = (up, ()) if forward is None else (down, (names["forward"],))
+        level = 2 * last - stage
+        found[names["backward"]] = replace(
+            backward, level=level, is_backward=True, needs=needs, after=after, sends=sends, **own
+        )
+        if weights is not None:
+            after = tuple(name for name in names.values() if name in found)
+            found[f"{at}weights"] = replace(weights, stage=stage % ranks, level=level, needs=(), after=after, sends=())
+    return found
+
+
+def _halves(work: StageWork, is_last: bool, apart: bool) -> tuple[BlockCost | None, BlockCost, BlockCost | None]:
+    """The forward, the backward, and the gradients of weights where they are apart."""
+    own = work.apart if apart else work.whole
+    weights = next((block for block in own if block.is_filler), None)
+    parts = [block for block in own if not block.is_filler]
+    return (None, parts[0], weights) if is_last else (parts[0], parts[1], weights)
+
+
+def _message(source: int, target: int, number: int) -> str:
+    return f"{source} to {target}, {number}"

@@ -1,0 +1,61 @@
+"""The body of a loop while it is written: what it is given, what it computes, what it accumulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph import meta
+from ..graph.loop import Loop
+from ..graph.meta import TensorMeta
+from ..graph.nodes import add_call, drop_dead
+
+
+@dataclass
+class LoopBody:
+    """`given`: placeholders, by the node of the outer graph that they stand for. `totals`: for each accumulator its
+    placeholder, its last value, and the node that the item of the loop is to be like.
+    """
+
+    graph: Graph = field(default_factory=Graph)
+    given: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    totals: list[tuple[Node, Node, Node]] = field(default_factory=list[tuple[Node, Node, Node]])
+
+    def take(self, outer: Node) -> Node:
+        """A placeholder for a value of the outer graph."""
+        if outer not in self.given:
+            self.given[outer] = self._placeholder(outer.name, outer, meta.one_tensor(outer))
+        return self.given[outer]
+
+    def accumulate(self, name: str, like: Node, made: TensorMeta, target: Any, *args: Any) -> None:
+        """Add the accumulator `target(so far, *args)`, whose item is like `like`."""
+        total = self._placeholder(f"{name}_so_far", like, made)
+        self.totals.append((total, add_call(self.graph, target, (total, *args), made, like, f"{name}_total"), like))
+
+    def _placeholder(self, name: str, like: Node, made: TensorMeta) -> Node:
+        new = self.graph.create_node("placeholder", name, name=name)
+        meta.copy(like, new)
+        meta.set_tensors(new, (made,))
+        return new
+
+    def write_into(self, graph: Graph, name: str, pieces: int) -> list[Node]:
+        """Append the loop to `graph`, and return the items that it accumulates."""
+        self.graph.output(tuple(total for _, total, _ in self.totals))
+        drop_dead(self.graph)
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
+            first.prepend(placeholder)
+        made = [meta.one_tensor(total) for _, total, _ in self.totals]
+        loop = add_call(graph, Loop(self.graph, pieces), tuple(self.given), made[0], self.totals[0][1], name)
+        meta.set_tensors(loop, made)
+        meta.set_stage(loop, None)
+        items = list[Node]()
+        for number, (_, total, like) in enumerate(self.totals):
+            item = graph.create_node("call_function", _torch.GETITEM, (loop, number), name=total.name)
+            meta.copy(like, item)
+            meta.set_tensors(item, (made[number],))
+            items.append(item)
+        return items

@@ -1,0 +1,328 @@
+"""Folds a loop that the user wrote: micro-batches inside the step, with a backward each, become one body.
+
+The gradients of a parameter that several backwards sum say which values belong together: the first to the first piece,
+and so on. From there operands are compared, node by node. What is equal in all pieces is the body; what differs, and
+does not depend on a piece, is what the body is given. Numbers are the same bits: sums are added in the same order, and
+random numbers are drawn in the same order.
+
+The last piece stays as it is, so that its gradients are sent while it runs. It may be smaller than the others. The size
+of the program is that of two pieces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .. import _torch
+from ..graph import meta
+from ..graph.graph import LocalGraph
+from ..graph.loop import loop_of
+from ..graph.meta import contiguous
+from ..graph.nodes import add_call, communicates, copy_node, drop_dead, node_at, operands
+from ..graph.storage import shared_operand
+from ..mesh import TIME
+from ..partition.accumulators import add_up, keep_piece, kept_piece, of_piece
+from ..partition.fold_pieces import is_fresh
+from ..partition.loop_body import LoopBody
+from ..partition.rank_ops import drawn
+from ..rules.registry import draws
+
+_ADD = torch.ops.aten.add.Tensor
+Row = tuple[Node, ...]
+"""One node of each piece, in order: equal ones, or the different values that these are given."""
+
+
+@dataclass(frozen=True)
+class FoldRepeats:
+    """Folds equal pieces with a backward each into a loop. Bitwise the same.
+
+    Example:
+        >>> local = FoldRepeats()(wholestep.partition(graph, plan))
+    """
+
+    must_precede = ("SizeBuckets", "Reinplace", "FitMemory")
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """`local` with a loop; as it is where nothing repeats, or `why_not` says why."""
+        found = _find(local)
+        return found.folded() if isinstance(found, _Repeats) else local
+
+
+def why_not(local: LocalGraph) -> str:
+    """Why the pieces of a program with several backwards are not folded; empty where they are, or there are none."""
+    found = _find(local)
+    return found if isinstance(found, str) else ""
+
+
+def said(before: LocalGraph, after: LocalGraph) -> str:
+    """What became of a loop of the user, of which passes have made `after`; empty where there is none."""
+    found = _find(before)
+    if isinstance(found, str):
+        return found and f"the loop of the step is not folded: {found}"
+    if FoldRepeats.__name__ in after.passes:
+        nodes = len({*found.rows.values()})
+        return f"the first {found.count} pieces of the loop of the step are one body of {nodes} nodes"
+    return "the loop of the step is not folded: a budget of memory, or a backend that runs no loops"
+
+
+class _DifferError(Exception):
+    """Pieces differ, or depend on each other."""
+
+
+def _find(local: LocalGraph) -> _Repeats | str:
+    sums = _sums(local.graph)
+    of_gradients = [one for one in sums if meta.sums_gradients(one.adds[-1])]
+    if not of_gradients or local.stage_axis or any(map(loop_of, local.graph.nodes)):
+        return ""
+    counts = Counter(len(one.terms) for one in of_gradients)
+    if len(counts) > 1:
+        parts = " and ".join(map(str, sorted(counts)))
+        return (
+            f"some gradients are summed over {parts} values: pieces use different parameters, or add to what was there"
+        )
+    (count,) = counts
+    if count < 3:
+        return f"{count} pieces are no more than a body and the last one"
+    found = _Repeats(local, count - 1, {one.terms[:-1]: one for one in sums if len(one.terms) == count})
+    try:
+        for one in of_gradients:
+            found.compare(one.terms[:-1])
+        found.extend()
+        found.check()
+    except _DifferError as error:
+        return str(error)
+    return found
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`terms` that are added one by one in `adds`; `start`: the first add adds nothing to the first term."""
+
+    terms: Row
+    adds: Row
+    start: bool
+
+
+def _sums(graph: Graph) -> list[_Sum]:
+    """Sums whose intermediate values nothing else reads."""
+    adds = [n for n in graph.nodes if n.target is _ADD and not n.kwargs and isinstance(n.args[0], Node)]
+    adds = [n for n in adds if isinstance(n.args[1], Node) or n.args[1] == 0]
+    known = {n: meta.sums_gradients(n) for n in adds}  # a term may be a sum too: of the uses of a tied parameter
+    goes_on = {
+        n: known.get(node_at(n, 0)) is known[n] and len(node_at(n, 0).users) == 1 and isinstance(n.args[1], Node)
+        for n in adds
+    }
+    inner = {node_at(n, 0) for n in adds if goes_on[n]}
+    found = list[_Sum]()
+    for node in adds:
+        if node in inner:
+            continue
+        chain = [node]
+        while goes_on[chain[-1]]:
+            chain.append(node_at(chain[-1], 0))
+        chain.reverse()
+        terms = [node_at(chain[0], 0), *(n.args[1] for n in chain if isinstance(n.args[1], Node))]
+        found.append(_Sum(tuple(terms), tuple(chain), not isinstance(chain[0].args[1], Node)))
+    return found
+
+
+@dataclass
+class _Repeats:
+    """The first `count` pieces of a program, all but the last. `rows`: of equal nodes, by the node of each piece.
+    `given`: of values that differ. `sums`: by their terms but the last.
+    """
+
+    local: LocalGraph
+    count: int
+    sums: Mapping[Row, _Sum]
+    rows: dict[Node, Row] = field(default_factory=dict[Node, Row])
+    given: dict[Row, None] = field(default_factory=dict[Row, None])
+    shared: dict[Node, None] = field(default_factory=dict[Node, None])
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.local.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.slices = set[Node]()  # of what the program is given: they need no memory, and differ in many ways
+        for node in self.nodes:
+            source = node_at(node, 0) if _torch.is_getitem(node.target) else shared_operand(node)
+            if node.op == "placeholder" or source in self.slices:
+                self.slices.add(node)
+
+    def piece(self, node: Node) -> int:
+        """Which piece a node in a row belongs to."""
+        return self.rows[node].index(node)
+
+    # -- what is equal ---------------------------------------------------------------------------------
+    def compare(self, row: Row) -> None:
+        """Find what makes the values of a row: equal nodes, or values that pieces are given."""
+        todo = [row]
+        while todo:
+            row = todo.pop()
+            if len(set(row)) == 1:
+                self.shared[row[0]] = None
+            elif any(self.rows.get(node, row) != row for node in row):
+                raise self._differ(row, "is used by pieces in different ways")
+            elif row in self.given or row[0] in self.rows:
+                continue
+            elif len(set(row)) == len(row) and not self.slices.issuperset(row) and _alike(row):
+                self.rows |= dict.fromkeys(row, row)
+                todo += zip(*map(operands, row), strict=True)
+            elif len({meta.tensor(node) for node in row}) == 1 and meta.tensor(row[0]) is not None:
+                self.given[row] = None
+            else:
+                raise self._differ(row, "differs between pieces")
+
+    def extend(self) -> None:
+        """Find equal nodes that only read pieces: what the step returns of each, say."""
+        while True:
+            late, groups = self.late(), dict[Any, list[list[Node]]]()
+            for node in self.nodes:
+                given = operands(node) if node.op == "call_function" and node not in self.rows else []
+                pieces = {self.piece(n) for n in given if n in self.rows}
+                if len(pieces) != 1 or any(n in late for n in given) or communicates(node):
+                    continue
+                args = map_arg((node.args, node.kwargs), lambda n: self.rows[n][0] if n in self.rows else n)
+                key = node.target, repr(args), meta.tensors(node)
+                groups.setdefault(key, [[] for _ in range(self.count)])[pieces.pop()].append(node)
+            equal = [parts for parts in groups.values() if len({len(part) for part in parts}) == 1]
+            more = [row for parts in equal for row in zip(*parts, strict=True)]
+            if not more:
+                return
+            for row in more:
+                self.rows |= dict.fromkeys(row, row)
+                self.shared |= dict.fromkeys(n for n in operands(row[0]) if n not in self.rows)
+
+    def late(self) -> set[Node]:
+        """Nodes outside of pieces that depend on one."""
+        found = set[Node]()
+        for node in self.nodes:
+            if node not in self.rows and any(n in self.rows or n in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def check(self) -> None:
+        """Raise unless pieces depend on nothing of each other, send nothing, and draw one after the other."""
+        late = self.late()
+        for row in (*self.given, *((node,) for node in self.shared)):
+            if any(node in late or node in self.rows for node in row):
+                raise self._differ(row, "differs between pieces, or one piece depends on it and another one makes it")
+        for row in dict.fromkeys(self.rows.values()):
+            if communicates(row[0]):
+                raise self._differ(row, "communicates for each piece")
+        before = [n for n in self.nodes if _draws(n)]
+        if before != [n for n in self.order() if _draws(n)]:
+            raise self._differ(tuple(before), "draws random numbers between pieces")
+
+    def order(self) -> Iterator[Node]:
+        """All nodes: what pieces need, piece after piece, what is left."""
+        yield from self.early()
+        for number in range(self.count):
+            yield from (node for node in self.nodes if node in self.rows and self.piece(node) == number)
+        yield from self.left()
+
+    def early(self) -> list[Node]:
+        """Nodes that come before the first piece."""
+        needed, todo = set[Node](), [*self.shared, *(n for row in self.given for n in row)]
+        while todo:
+            node = todo.pop()
+            if node not in needed:
+                needed.add(node)
+                todo += node.all_input_nodes
+        first = min(self.position[row[0]] for row in self.rows.values())
+        return [n for n in self.nodes if n.op == "placeholder" or n in needed or self.position[n] < first]
+
+    def left(self) -> list[Node]:
+        """Nodes that come after the pieces."""
+        done = set(self.early())
+        return [n for n in self.nodes if n not in done and n not in self.rows]
+
+    def _differ(self, row: Row, how: str) -> _DifferError:
+        where = meta.source_line(row[0])
+        return _DifferError(f"%{row[0].name} {how}{f' ({where})' if where else ''}")
+
+    # -- the loop --------------------------------------------------------------------------------------
+    def folded(self) -> LocalGraph:
+        """The program with a loop."""
+        new, at, body = Graph(), dict[Node, Node](), LoopBody()
+        for node in self.early():
+            at[node] = copy_node(node, new, at.__getitem__)
+        inside = dict[Row, Node]()
+        for row in self.given:
+            made, values = meta.one_tensor(row[0]), [body.take(at[node]) for node in row]
+            name = f"{row[0].name}_piece"
+            inside[row] = add_call(body.graph, kept_piece, (values, TIME), made, row[0], name)
+        for node in (n for n in self.nodes if n in self.rows and self.piece(n) == 0):
+            row = self.rows[node]
+            reads = iter([inside.get(one) or body.take(at[one[0]]) for one in zip(*map(operands, row), strict=True)])
+            inside[row] = copy_node(node, body.graph, lambda _, reads=reads: next(reads))
+        ends = self._ends(body, inside)
+        skipped = {add for one in self.sums.values() if one.adds[-2] in ends for add in one.adds[:-1]}
+        for end, item in zip(ends, body.write_into(new, "loop", self.count), strict=True):
+            if isinstance(end, Node):
+                at[end] = item
+            else:
+                kept = enumerate(end)
+                at |= {n: add_call(new, of_piece, (item, i), meta.one_tensor(n), n, n.name) for i, n in kept}
+        for node in self.left():
+            if node not in skipped:
+                at[node] = copy_node(node, new, at.__getitem__)
+        drop_dead(new)
+        return replace(self.local, graph=new)
+
+    def _ends(self, body: LoopBody, inside: Mapping[Row, Node]) -> list[Node | Row]:
+        """Accumulate what is read of pieces: the last node of a sum, or values that are kept, a row."""
+        ends = list[Node | Row]()
+        for row in dict.fromkeys(self.rows.values()):
+            outer = [[u for u in node.users if u not in self.rows] for node in row]
+            if not any(outer):
+                continue
+            value, made = inside[row], meta.one_tensor(row[0])
+            found = self.sums.get(row)
+            if found is not None and outer == [[add] for add in _adds_of(found)[:-1]]:
+                owned = is_fresh(row[0]) and len(row[0].users) == 1
+                body.accumulate(row[0].name, row[0], made, add_up, value, "sum", owned)
+                ends.append(found.adds[-2])
+            else:
+                kept = contiguous((self.count, *made.shape), made)
+                body.accumulate(row[0].name, row[0], kept, keep_piece, value, is_fresh(row[0]))
+                ends.append(row)
+        return ends
+
+
+def _adds_of(found: _Sum) -> Row:
+    """The add that reads each term."""
+    return found.adds if found.start else (found.adds[0], *found.adds)
+
+
+def _alike(row: Row) -> bool:
+    """True for calls that differ in operands alone."""
+    first = row[0]
+    if first.op != "call_function":
+        return False
+    marks = [_written(node) for node in row]
+    return all(mark == marks[0] for mark in marks)
+
+
+def _written(node: Node) -> tuple[Any, ...]:
+    """A call without its operands."""
+    args = _shape_of((node.args, tuple(node.kwargs.items())))
+    return node.op, node.target, args, meta.tensors(node), meta.is_backward(node), meta.is_strided(node)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Node):
+        return Node
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, cast(Sequence[Any], value)))
+    return type(value), value
+
+
+def _draws(node: Node) -> bool:
+    return node.op == "call_function" and (draws(node) or node.target is drawn)

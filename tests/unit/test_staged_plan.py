@@ -1,0 +1,124 @@
+"""Pipelines planned from few layers: against the same step with all of its layers and stages, planned as a whole."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint
+
+import wholestep as ws
+from wholestep.cost.stage_costs import BlockPrices
+from wholestep.cost.staged import StagedStep
+from wholestep.plan.strategies import compose
+from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, staged
+from wholestep.planner.staged_search import StagedSearch
+from wholestep.tuning import TUNING
+
+HARDWARE = ws.Hardware.preset("dgx-a100")
+WIDTH, VOCABULARY, LENGTH = 64, 96, 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, tied: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.again = nn.Embedding(VOCABULARY, WIDTH), again
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)  # pyright: ignore
+        return self.head(x)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def captured(batch: int, layers: int, **options: Any) -> ws.TrainGraph:
+    with torch.device("meta"):
+        model = Model(layers, **options)
+        tokens = torch.empty(batch, LENGTH, dtype=torch.int64)
+    return ws.capture(train_step, model, torch.optim.AdamW(model.parameters(), fused=True), tokens)
+
+
+def both(
+    mesh: str, layers: tuple[int, ...], pieces: int, order: Any = "1f1b", chunks: int | None = None, **options: Any
+) -> tuple[StagedStep, StagedStep]:
+    """From short steps, and planned as a whole with the same layers in each stage."""
+    sizes, on = iter(range(sum(layers))), ws.Mesh(mesh)
+    named = [[f"layers.{next(sizes)}" for _ in range(count)] for count in layers]
+    beside = [ws.DataParallel("zero1", axis="dp")] if "dp" in on.names else []
+    short = ShortPipelines(lambda batch, _, count: captured(batch, count, **options), sum(layers), HARDWARE)
+    pipe = ws.Pipeline(micro_batches=pieces, schedule=order, chunks=chunks)
+    few = short.step(StagedSetup(on, compose([*beside, pipe]), layers), 2)
+    pipe = ws.Pipeline(stages=named, micro_batches=pieces, schedule=order, chunks=chunks)
+    per_step = pieces * 2
+    graph = captured(per_step, sum(layers), **options)
+    plan = ws.plan(graph, on, [*beside, pipe], hardware=HARDWARE)
+    return few, staged(ws.partition(graph, plan), BlockPrices(HARDWARE, on), order)
+
+
+@pytest.mark.parametrize(("mesh", "layers", "pieces", "order", "chunks", "options"), [
+    ("dp=2,pp=4", (1, 3, 2, 2), 8, "1f1b", None, {"tied": True}),
+    pytest.param("pp=2", (4, 4), 4, "1f1b", None, {}, marks=pytest.mark.full),
+    pytest.param("pp=4", (2, 2, 2, 2), 8, "zero_bubble", None, {}, marks=pytest.mark.full),
+    pytest.param("pp=2", (2, 2, 2, 2), 4, "interleaved", 2, {}, marks=pytest.mark.full),
+    pytest.param("pp=4", (2, 2, 2, 2), 8, "gpipe", None, {"again": True}, marks=pytest.mark.full),
+])  # fmt: skip
+def test_short_stages_stand_for_any_number(
+    mesh: str, layers: tuple[int, ...], pieces: int, order: str, chunks: int | None, options: dict[str, Any]
+) -> None:
+    few, whole = both(mesh, layers, pieces, order, chunks, **options)
+    assert few.order == whole.order
+    close = 0.005 if chunks else 1e-6  # the update of two chunks is one kernel
+    assert few.step_us == pytest.approx(whole.step_us, rel=close)
+    assert few.bubble == pytest.approx(whole.bubble, rel=close)
+    assert few.model_us == pytest.approx(whole.model_us)
+    assert few.sent_bytes == pytest.approx(whole.sent_bytes)
+    assert few.collectives == whole.collectives
+    for one, other in zip(few.stages, whole.stages, strict=True):
+        assert one.busy_us == pytest.approx(other.busy_us, rel=2 * close)
+        assert one.in_flight == other.in_flight
+        batch = 2 * pieces * LENGTH * 8  # of which a short step has two pieces
+        assert one.rest_bytes == pytest.approx(other.rest_bytes, abs=batch + 128)
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+
+
+@pytest.mark.full
+def test_the_search_of_pipelines_finds_the_fastest_of_all_that_it_lists() -> None:
+    def capture(batch: int, _: int, layers: int) -> ws.TrainGraph:
+        return captured(batch, layers)
+
+    short = ShortPipelines(capture, 8, HARDWARE)
+    search = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 30, None, 1 << 20, ("none",))
+    best, lost = search.run(4, 32)
+    listed = [*best, *lost]
+    assert {str(one.mesh) for one in listed} == {"dp=2,pp=2", "pp=4"}
+    assert {(one.order, one.chunks) for one in listed} >= {("1f1b", 1), ("interleaved", 2)}
+    assert all(one.why for one in lost)
+    times = [short.step(StagedSetup(one.mesh, one.strategies), one.batch).step_us / 1e6 for one in listed]
+    found = [one.costs.step_s for one in best if one.costs]
+    assert min(found) == pytest.approx(min(times), rel=TUNING.setup_estimate_share)
+    none, lost = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 18, None, 1 << 20, ("none",)).run(4, 32)
+    assert not none
+    assert all("too much" in one.why for one in lost)
