@@ -29,6 +29,7 @@ from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
 from wholestep.passes.overlap import Overlap
+from wholestep.passes.peel_pieces import PeelPieces
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
@@ -226,8 +227,10 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
 
 
 def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
-    """The pipeline without what a stack lacks: an update in parts, and overlap."""
-    lacks = (SplitOptimizer, *(() if stack.overlaps else (Overlap, SinkWaits)))
+    """The pipeline without what a stack lacks: an update in parts, and overlap. Stages are simulated by their blocks,
+    so no run of a block is written out.
+    """
+    lacks = (PeelPieces, SplitOptimizer, *(() if stack.overlaps else (Overlap, SinkWaits)))
     return [one for one in ws.pipeline(hardware) if not isinstance(one, lacks)]
 
 

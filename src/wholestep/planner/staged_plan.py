@@ -41,7 +41,9 @@ _SHORT = 3  # stages of a short step: the first, one between, the last
 
 
 def stage_passes() -> tuple[Pass, ...]:
-    """The passes that `compile` applies to the program of a stage."""
+    """The passes that `compile` applies to the program of a stage, without its schedule: merged collectives are not
+    linear in layers. Those along other axes count one by one, where they start.
+    """
     return pipeline(schedule=None)
 
 
