@@ -343,7 +343,7 @@ def test_the_command(tmp_path: Path) -> None:
     text = page.read_text()
     for heading in ("Collectives, by size, held out", "Step times, from the data sheet", "Memory", "Runs left out"):
         assert f"### {heading}" in text
-    assert "| made | pipeline parallel | 1 |" in text
+    assert "| made | a pipeline of one micro-batch | 1 |" in text
     bad = write(tmp_path / "bad.csv", [{"device": "H100"}])
     failed = subprocess.run([*command[:3], "--gemms", str(bad)], capture_output=True, text=True, timeout=120)
     assert failed.returncode == 1

@@ -95,7 +95,7 @@ SIZES = [(4, 4), (4, 4), (4, 3), (4, 3), (4, 4), (3, 4), (4, 4), (4, 4)]
 def _exchanges(rank: int, world: int, several_nodes: bool) -> list[int]:
     """In which calls ranks exchange their sizes, while losses are those of one device."""
     if several_nodes:
-        host_exchange.lockstep = lambda ranks, label: None  # pyright: ignore[reportPrivateUsage]
+        host_exchange.lockstep = lambda ranks, label, words: None  # pyright: ignore[reportPrivateUsage]
     usual, found = host_exchange.HostExchange.rows, [0]
 
     def counted(self: Any, row: Any) -> Any:

@@ -142,7 +142,7 @@ def _without_blocks(program: LocalGraph) -> LocalGraph:
     made = program.copy()
     for node in made.graph.nodes:
         if (part := part_of(node)) is not None:
-            node.target = replace(part, blocks=())
+            node.target = replace(part, blocks=(), actions=())
     return made
 
 

@@ -35,6 +35,14 @@ class LoopBody:
         total = self._placeholder(f"{name}_so_far", like, made)
         self.totals.append((total, add_call(self.graph, target, (total, *args), made, like, f"{name}_total"), like))
 
+    def _add_early(self) -> None:
+        """Accumulate each value as soon as it is there, so that it need not be held until the piece ends."""
+        place = {node: number for number, node in enumerate(self.graph.nodes)}
+        for _, total, _ in reversed(self.totals):
+            made = [given for given in total.all_input_nodes if given.op != "placeholder"]
+            if made:
+                max(made, key=place.__getitem__).append(total)
+
     def _placeholder(self, name: str, like: Node, made: TensorMeta) -> Node:
         new = self.graph.create_node("placeholder", name, name=name)
         meta.copy(like, new)
@@ -45,6 +53,7 @@ class LoopBody:
         """Append the loop to `graph`, and return the items that it accumulates."""
         self.graph.output(tuple(total for _, total, _ in self.totals))
         drop_dead(self.graph)
+        self._add_early()
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
             first.prepend(placeholder)

@@ -187,6 +187,8 @@ class ShortPipelines:
         Raises:
             PlanError: the pipeline cannot be planned.
         """
+        if setup.pieces < 2:
+            raise PlanError("a pipeline of one micro-batch", "a loop over two or more", "raise micro_batches=")
         prices, passes = prices or BlockPrices(self.hardware, setup.mesh), passes or stage_passes()
         folded = self._folded(batch)
         found = None if folded is None else self._short(setup, folded, batch, passes)
