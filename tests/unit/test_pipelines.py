@@ -109,6 +109,17 @@ def test_passes_serve_the_programs_of_stages(mesh: str, pieces: int, order: str,
         assert nodes.index(next(n for n in after if n in varying)) < last
 
 
+@pytest.mark.parametrize("parallel", [
+    ("dp=2,pp=3", ws.DataParallel("zero1", axis="dp", semantics="global")), ("pp=3,tp=2", TENSOR_PARALLEL),
+], ids=["zero1", "tp"])  # fmt: skip
+def test_passes_serve_a_stage_that_is_given_no_batch(parallel: tuple[str, Any]) -> None:
+    """The second of three: all that it computes with comes from the first and the last."""
+    mesh, beside = parallel
+    strategies = [beside, ws.Pipeline(micro_batches=4, schedule="1f1b")]
+    found = compare(one_device(3, True, 0.0), mesh, strategies, passes=ws.pipeline())
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
 def test_a_program_grows_by_one_run_of_a_block() -> None:
     """Runs that are written out, whatever the number of pieces."""
     data = ws.DataParallel("fully_shard", axis="dp", semantics="global")

@@ -255,7 +255,10 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
         (["FILE:four", "--compare", "--style", "zero1"], "--style with --compare: it applies to one plan"),
         (["FILE:four", "--compare", "--program"], "--program with --compare"),
         (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
-        (["FILE:four", "--program", "--stop-after", "Join"], "--stop-after Join: needed one of FoldRepeats, PeelPieces, SizeBuckets"),
+        (
+            ["FILE:four", "--program", "--stop-after", "Join"],
+            "--stop-after Join: needed one of FoldRepeats, PeelPieces, SizeBuckets",
+        ),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
         (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential has no tensor-parallel plan"),
         (["--hf", "llama-9"], "presets are gpt2, llama-3-405b, llama-3-70b, llama-3-8b, mixtral-8x7b"),

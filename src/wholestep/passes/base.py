@@ -127,10 +127,13 @@ def _check(name: str, made: LocalGraph) -> None:
 
 
 def batch_dependent(local: LocalGraph) -> set[Node]:
-    """Nodes that depend on the batch, on gradients of earlier calls, or on random numbers."""
+    """Nodes that depend on the batch, also on what other stages send of it, on gradients of earlier calls, or on random
+    numbers.
+    """
     found = {node for given, node in local.placeholders() if given.role in (Role.BATCH, Role.GRAD)}
     for node in local.graph.nodes:
-        if node.op == "call_function" and (is_random(node) or not found.isdisjoint(node.all_input_nodes)):
+        depends = is_random(node) or part_of(node) is not None or not found.isdisjoint(node.all_input_nodes)
+        if node.op == "call_function" and depends:
             found.add(node)
     return found
 
