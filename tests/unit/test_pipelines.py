@@ -19,8 +19,9 @@ from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.errors import GraphError, PlanError
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies
-from wholestep.graph.nodes import is_collective
+from wholestep.graph.nodes import is_collective, is_mutating, node_at
 from wholestep.graph.stage_part import StagePart, part_of, transfer
+from wholestep.graph.storage import held_in_states
 from wholestep.partition.stage_program import send, stage_program
 from wholestep.passes.base import batch_dependent
 from wholestep.plan.plan import Plan
@@ -81,6 +82,25 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
         return
     found = compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:
+    """Blocks that are written out share values with the blocks of the parts around them: no op may write into these
+    before the last part has read them.
+    """
+    parallel = [ws.DataParallel("fully_shard", axis="dp", semantics="global")]
+    passes = ws.pipeline(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
+    found = compare(
+        one_device(2, True, 0.0), "dp=2,pp=2", [*parallel, ws.Pipeline(micro_batches=2, schedule="interleaved")],
+        passes=passes,
+    )  # fmt: skip
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    for stage in range(2):
+        made = ws.run_passes(stage_program(found.local, stage), passes)
+        place, held = {node: number for number, node in enumerate(made.graph.nodes)}, list(held_in_states(made.graph))
+        assert held
+        written = {node_at(node, 0): place[node] for node in place if is_mutating(node) and node.args}
+        assert all(written.get(one, place[last] + 1) > place[last] for one, last in held)
 
 
 @pytest.mark.crossed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from .. import _torch
 from . import meta
 from .loop import loop_of
 from .meta import TensorMeta
-from .nodes import is_collective, is_wait, operands
+from .nodes import is_collective, is_wait, node_at, operands
 from .stage_part import part_of
 
 aten = torch.ops.aten
@@ -136,6 +136,45 @@ def _by_schema(node: Node, index: int) -> Node | None:
             value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
             return value if isinstance(value, Node) else None
     return None
+
+
+def held_in_states(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Yield each node whose memory the state between parts of a stage shares, with the last part that may read it there:
+    values that parts are given or hand out while other blocks or messages still need them, and operands of which blocks
+    leave views.
+    """
+    end = dict[Node, Node]()
+    for node in reversed(graph.nodes):
+        part = part_of(node)
+        if part is None or (part.begins and part.ends):
+            continue
+        last = end[node] = node if part.ends else next(end[user] for item in _state_of(node) for user in item.users)
+        given = operands(node)[0 if part.begins else 1 :]
+        fixed, late = given[: len(part.operands)], given[len(part.operands) :]
+        totals = {before for before, _ in part.totals}
+        handed = range(len(part.returned), len(part.returned) + len(part.taken))
+        names = {cast(int, item.args[1]): item for item in node.users}
+        held = [names[at] for at, (name, _) in zip(handed, part.taken, strict=True) if at in names and name not in totals]
+        viewed = {name for block in part.running for name in _viewed(block.body)}
+        held += [*late, *(one for one, name in zip(fixed, part.operands, strict=True) if name in viewed)]
+        yield from ((one, last) for one in held)
+
+
+def _state_of(node: Node) -> list[Node]:
+    """The items that are the state which a part leaves."""
+    last = len(meta.tensors(node)) - 1
+    return [item for item in node.users if item.args[1] == last]
+
+
+def _viewed(body: Graph) -> set[str]:
+    """The placeholders of a block in whose memory its outputs are."""
+    found = set[str]()
+    for one in operands(next(iter(reversed(body.nodes)))):
+        at: Node | None = one
+        while at is not None and at.op != "placeholder":
+            at = node_at(at, 0) if _torch.is_getitem(at.target) else shared_operand(at)
+        found |= {at.name} if at is not None else set()
+    return found
 
 
 def most_at_once(body: Graph) -> list[Storage]:

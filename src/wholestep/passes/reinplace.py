@@ -14,7 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
-from ..graph.storage import UNMARKED_VIEWS
+from ..graph.storage import UNMARKED_VIEWS, held_in_states
 from ..partition.rank_ops import MAY_ALIAS
 from ..sizes import equal
 from ..tuning import TUNING
@@ -93,6 +93,8 @@ class _Work:
             self._join(node)
             for given in operands(node):
                 self._use(given, _END if node.op == "output" else self._until(node))
+        for node, last in held_in_states(self.graph):
+            self._use(node, self.index[last])
 
     def _join(self, node: Node) -> None:
         source = aliased(node)
