@@ -1,32 +1,35 @@
 """What batches of changing sizes cost, and whether the numbers stay those of DDP or of one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/sizes.py [--size S] [--calls 50] [--ranks 1 2] [--styles replicate zero1 ...]
+    OMP_NUM_THREADS=1 python benchmarks/sizes.py                                                # all rows
+    OMP_NUM_THREADS=1 python benchmarks/sizes.py --ranks 2 --styles zero2 --semantics global    # one of them
 
-Trains a GPT with AdamW and clipping on random lengths and numbers of rows. Beside each other, in turn, call by call:
+Trains a GPT with AdamW and clipping in float64 on random lengths and numbers of rows, each batch twice. One job runs at
+a time: first the peer, whose losses and parameters are kept in a file, then each style, which is compared with them.
 
-    wholestep      one style; under per_rank its peer is DDP, under global one process with the batch of all ranks
-    DDP            the same step, eager, with DistributedDataParallel; on one rank the plain step
-    torch.compile  the model of DDP with torch.compile(dynamic=None), as torch does by itself (--compiled)
+    DDP            the peer under per_rank: the same step, eager, with DistributedDataParallel
+    one process    the peer on one rank, and under global: the same step, eager, with the batch of all ranks
+    --compiled     compiles the model of the peer with torch.compile, which makes sizes dynamic by itself
 
-A row has the processor time of the first rank's calling thread in the first call; in the second, whose size makes
-symbols of rows and length; in each new size after it, median and worst of what the call took longer than a second call
-with the same batch. Other processes of a busy machine take no part in these. `known` is the wall time of that second
-call, `peer` that of the peer, medians of the slowest rank, taken in turn. All in milliseconds. `error` is the largest
-difference of a loss or a parameter from the peer in float64, in a run of its own. Exit status 1 if numbers differ, or a
-step is captured more than twice.
+All in milliseconds of processor time, so that other processes of a busy machine count little. `first`: the first call;
+`second`: that whose size makes symbols of rows and length; `new` and `worst`: what each new size after it took longer
+than the same batch again, median and worst; all of the calling thread of the first rank. `known`: the whole process of
+the first rank for a batch that it has met, median. `error`: the largest difference of a loss or a parameter from the
+peer, on any rank. Exit status 1 if that is more than rounding, if a step is captured more than twice, or if the median
+new size takes more than 5 % of the first call or 50 ms.
 """
 
 import argparse
-import copy
 import os
 import random
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -41,10 +44,11 @@ from benchmarks.peers.models import build
 from benchmarks.peers.sizes import CONFIGS
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default", "hybrid")
+SEMANTICS = ("per_rank", "global")
 NEEDED = 4  # ranks of a mesh of two axes
-MOST_ROWS = 12
+MOST_ROWS = 4
 TOLERANCE = 1e-9
-Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
+MOST_NEW_MS, MOST_NEW_SHARE = 50.0, 0.05
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -59,65 +63,128 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 @dataclass(frozen=True)
 class Job:
-    """What one table measures."""
+    """What runs at a time: `style` on `world` ranks, or the peer ("")."""
 
     size: str
     calls: int
     compiled: bool
+    world: int
+    semantics: str
+    folder: str
+    style: str = ""
+
+    @property
+    def has_peers(self) -> bool:
+        """True if each rank has a peer, on its own batch."""
+        return self.world > 1 and self.semantics == "per_rank"
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        peer = ("DDP" if self.has_peers else "one process") + (", compiled" if self.compiled else "")
+        return f"{self.style or peer}, {self.semantics}, {self.world} rank{'s' if self.world > 1 else ''}"
+
+    def kept(self, rank: int) -> Path:
+        """Where the peer of a rank leaves its losses, and its parameters."""
+        number = rank if self.has_peers else 0
+        kind = "compiled" if self.compiled else "eager"
+        return Path(self.folder) / f"{self.size}-{self.calls}-{kind}-{self.semantics}-{self.world}-{number}.pt"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One style. Times in ms, that of a new size beyond the same batch again."""
+class Found:
+    """What a job computed, and the milliseconds of its calls: new sizes and the same batch again by thread, and the
+    latter by process.
+    """
 
-    first: float
-    second: float
-    new: tuple[float, ...]
-    known: float
-    peer: float
-    captures: int
-    error: float
-    misses: tuple[str, ...]
+    losses: list[float]
+    params: list[Tensor]
+    new: list[float]
+    again: list[float]
+    known: list[float]
 
 
-def sizes_of(job: Job, rank: int, semantics: str) -> list[tuple[int, int]]:
-    """Rows and length of each call of a rank, the first two with neither in common; under global, ranks have the same
+def sizes_of(job: Job, rank: int) -> list[tuple[int, int]]:
+    """Rows and length of each batch of a rank, the first two with neither in common; under global, ranks have the same
     length.
     """
     context = CONFIGS[job.size].context
     own, shared = random.Random(rank), random.Random(100)
-    drawn = shared if semantics == "global" else own
+    drawn = shared if job.semantics == "global" else own
     first, second = (MOST_ROWS + 1 + rank, context // 2), (MOST_ROWS, context // 2 + 1)
     rest = [(own.randint(2, MOST_ROWS), drawn.randint(2, context)) for _ in range(job.calls - 2)]
     return [first, second, *rest]
 
 
-def batch(rank: int, call: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+def batch(job: Job, rank: int, call: int) -> tuple[Tensor, Tensor]:
     """Bytes to predict and their predictions, the same in every process that asks."""
-    drawn = torch.Generator().manual_seed(1000 * rank + call)
-    return torch.randint(256, (rows, length), generator=drawn), torch.randint(256, (rows, length), generator=drawn)
+    drawn, size = torch.Generator().manual_seed(1000 * rank + call), sizes_of(job, rank)[call]
+    return torch.randint(256, size, generator=drawn), torch.randint(256, size, generator=drawn)
 
 
-def timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Wall and processor milliseconds of this thread."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    step()
-    return 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
+def whole_batch(job: Job, rank: int, call: int) -> tuple[Tensor, Tensor]:
+    """What a peer trains on: the batch of its rank, or of all ranks."""
+    parts = [batch(job, r, call) for r in ((rank,) if job.has_peers else range(job.world))]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def made(job: Job, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer, equal on all ranks."""
-    model = build(CONFIGS[job.size]).to(dtype)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+def timed(step: Callable[[], Tensor]) -> tuple[float, float, float]:
+    """The loss, and the processor milliseconds of this thread and of the process."""
+    thread, process = time.thread_time(), time.process_time()
+    loss = float(step())
+    return loss, 1e3 * (time.thread_time() - thread), 1e3 * (time.process_time() - process)
 
 
-def compiled(style: str, semantics: str) -> ws.CompiledStep:
-    mesh = f"replicate=2,shard={dist.get_world_size() // 2}" if style == "hybrid" else None
-    how = cast(Literal["per_rank", "global"], semantics)
-    return ws.compile(train_step, parallel=ws.DataParallel(cast(Any, style), semantics=how), mesh=mesh)
+def run(job: Job, step: Callable[[int], Tensor], params: Callable[[], list[Tensor]]) -> Found:
+    """Train; `step` gets the number of the batch."""
+    losses, new, again, known = list[float](), list[float](), list[float](), list[float]()
+    for call in range(job.calls):
+        for thread in (new, again):
+            loss, thread_ms, process_ms = timed(partial(step, call))
+            losses.append(loss)
+            thread.append(thread_ms)
+        known.append(process_ms)  # of the second
+    return Found(losses, params(), new, again, known)
 
 
-def slowest(value: float) -> float:
+def run_peer(job: Job, rank: int) -> Found:
+    """Train the peer, and keep what it computed."""
+    model = build(CONFIGS[job.size]).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    peer: nn.Module = DistributedDataParallel(model) if job.has_peers else model
+    peer = cast(nn.Module, torch.compile(peer)) if job.compiled else peer
+    found = run(
+        job,
+        lambda call: train_step(peer, optimizer, *whole_batch(job, rank, call)),
+        lambda: [param.detach() for param in model.parameters()],
+    )
+    torch.save(found.__dict__, job.kept(rank))
+    return found
+
+
+def run_style(job: Job, rank: int) -> tuple[Found, ws.CompiledStep]:
+    """Train a style."""
+    model = build(CONFIGS[job.size]).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mesh = f"replicate=2,shard={job.world // 2}" if job.style == "hybrid" else None
+    how = cast(Literal["per_rank", "global"], job.semantics)
+    step = ws.compile(train_step, parallel=ws.DataParallel(cast(Any, job.style), semantics=how), mesh=mesh)
+
+    def params() -> list[Tensor]:
+        with ws.whole(model, writeback=False):
+            return [param.detach().clone() for param in model.parameters()]
+
+    return run(job, lambda call: step(model, optimizer, *batch(job, rank, call)), params), step
+
+
+def difference(found: Found, peer: Found) -> float:
+    """The largest difference of a loss, or of a parameter."""
+    losses = max(abs(a - b) for a, b in zip(found.losses, peer.losses, strict=True))
+    params = max(float((a - b).abs().max()) for a, b in zip(found.params, peer.params, strict=True))
+    return max(losses, params)
+
+
+def largest(value: float) -> float:
     """The largest value of all ranks."""
     if not dist.is_initialized():
         return value
@@ -126,118 +193,89 @@ def slowest(value: float) -> float:
     return float(found)
 
 
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+HEADS = ("first", "second", "new", "worst", "known", "captures", "error")
 
 
-def costs(job: Job, rank: int, style: str, semantics: str) -> tuple[list[tuple[float, float]], list[Any], list[float]]:
-    """Of each call: wall and processor ms of a new size, the same of a second call, and the wall ms of the peer."""
-    model, optimizer = made(job, torch.float32)
-    twin = copy.deepcopy(model)
-    peer: nn.Module = DistributedDataParallel(twin) if dist.is_initialized() else twin
-    peer = cast(nn.Module, torch.compile(peer)) if job.compiled else peer
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
-    step = compiled(style, semantics)
-    new: list[tuple[float, float]] = []
-    again: list[Any] = []
-    peers: list[float] = []
-    for call, (rows, length) in enumerate(sizes_of(job, rank, semantics)):
-        given = batch(rank, call, rows, length)
-        for into in (new, again):
-            barrier()
-            wall, cpu = timed(partial(step, model, optimizer, *given))
-            into.append((slowest(wall), cpu))
-        barrier()
-        peers.append(slowest(timed(partial(train_step, peer, plain, *given))[0]))
-    return new, again, peers
+def shown(job: Job, found: Found, rest: str) -> str:
+    beyond = beyond_again(found)
+    cells = [*found.new[:2], statistics.median(beyond), max(beyond), statistics.median(found.known)]
+    return f"{job.name:34}" + "".join(f"{cell:9.1f}" for cell in cells) + rest
 
 
-def difference(job: Job, rank: int, world: int, style: str, semantics: str) -> tuple[float, int, list[str]]:
-    """The largest difference from the peer in float64, the captures, and the log of the step."""
-    model, optimizer = made(job, torch.float64)
-    other = copy.deepcopy(model)
-    plain = torch.optim.AdamW(other.parameters(), lr=1e-3)
-    peer = DistributedDataParallel(other) if world > 1 and semantics == "per_rank" else other
-    step, worst = compiled(style, semantics), 0.0
-    for call in range(job.calls):
-        sizes = [sizes_of(job, r, semantics)[call] for r in range(world)]
-        loss = step(model, optimizer, *batch(rank, call, *sizes[rank]))
-        whole = range(world) if semantics == "global" else (rank,)
-        parts = [batch(r, call, *sizes[r]) for r in whole]
-        expected = train_step(peer, plain, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
-        worst = max(worst, abs(float(loss) - float(expected)))
-    with ws.whole(model):
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
-    return slowest(worst), int(slowest(step.captures)), step.misses
+def beyond_again(found: Found) -> list[float]:
+    """What each new size took longer than the same batch again."""
+    return [new - again for new, again in zip(found.new[2:], found.again[2:], strict=True)]
 
 
-def measure(job: Job, rank: int, world: int, style: str, semantics: str) -> Row:
-    new, again, peers = costs(job, rank, style, semantics)
-    error, captures, misses = difference(job, rank, world, style, semantics)
-    beyond = tuple(a[1] - b[1] for a, b in zip(new[2:], again[2:], strict=True))
-    known = statistics.median(wall for wall, _ in again)
-    first, second = (cpu for _, cpu in new[:2])
-    return Row(first, second, beyond, known, statistics.median(peers), captures, error, tuple(misses))
-
-
-HEADS = ("first", "second", "new", "worst", "known", "peer", "captures", "error")
-
-
-def shown(name: str, row: Row) -> str:
-    cells = [row.first, row.second, statistics.median(row.new), max(row.new), row.known, row.peer]
-    return f"{name:34}" + "".join(f"{cell:9.1f}" for cell in cells) + f"{row.captures:9}{row.error:9.0e}"
-
-
-def rank_main(rank: int, world: int, port: int, job: Job, styles: list[str], failed: Any) -> None:
+def rank_main(rank: int, port: int, job: Job, failed: Any) -> None:
+    """One job, on one rank."""
     torch.set_num_threads(1)
-    if world > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    if job.world > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo")
-    for style in styles:
-        if (style == "hybrid") != (world >= NEEDED):
-            continue
-        for semantics in ("per_rank", "global") if world > 1 else ("per_rank",):
-            row = measure(job, rank, world, style, semantics)
-            if rank == 0:
-                print(shown(f"{style}, {semantics}, {world} ranks", row), flush=True)
-            if row.error > TOLERANCE or row.captures > 2:
-                print(f"rank {rank}: {row.misses}", flush=True)
-                failed.value = 1
-    if world > 1:
-        barrier()
+        if job.style or job.has_peers:
+            dist.init_process_group("gloo")
+    if not job.style:
+        found = run_peer(job, rank)
+        if rank == 0:
+            print(shown(job, found, f"{'-':>9}{'-':>9}"), flush=True)
+    else:
+        found, step = run_style(job, rank)
+        peer = Found(**torch.load(job.kept(rank), weights_only=True))
+        error, captures = largest(difference(found, peer)), int(largest(step.captures))
+        new = statistics.median(beyond_again(found))
+        wrong = error > TOLERANCE or captures > 2
+        if rank == 0:
+            print(shown(job, found, f"{captures:9}{error:9.0e}"), flush=True)
+            wrong = wrong or new > min(MOST_NEW_MS, MOST_NEW_SHARE * found.new[0])
+        if wrong:
+            print(f"rank {rank}: {step.misses}", flush=True)
+            failed.value = 1
+    if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
-def free_port() -> int:
+def start(job: Job, failed: Any) -> None:
+    """Run a job in processes of its own, and wait until they have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = probe.getsockname()[1]
+    ranks = job.world if job.style or job.has_peers else 1
+    try:
+        mp.spawn(rank_main, args=(port, job, failed), nprocs=ranks)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        print(f"{job.name:34} failed: {str(error).strip().splitlines()[-1]}", flush=True)
+        failed.value = 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=[name for name, config in CONFIGS.items() if config.kind == "gpt"], default="S"
-    )
-    parser.add_argument("--calls", type=int, default=50)
+    gpts = [name for name, config in CONFIGS.items() if config.kind == "gpt"]
+    parser.add_argument("--size", choices=gpts, default="S")
+    parser.add_argument("--calls", type=int, default=50, help="sizes; each batch is trained on twice")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="hybrid alone runs on 4")
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES))
+    parser.add_argument("--semantics", nargs="+", choices=SEMANTICS, default=list(SEMANTICS))
     parser.add_argument("--compiled", action="store_true", help="the peer is compiled by torch.compile")
+    parser.add_argument("--keep", metavar="FOLDER", help="of what peers computed, which is read where it is there")
     given = parser.parse_args()
-    job = Job(given.size, given.calls, given.compiled)
-    print(f"torch {torch.__version__}, GPT {given.size}, {given.calls} sizes, milliseconds")
-    print(f"{'style':34}" + "".join(f"{head:>9}" for head in HEADS))
+    print(f"torch {torch.__version__}, GPT {given.size}, {given.calls} sizes, processor milliseconds")
+    print(f"{'style':34}" + "".join(f"{head:>9}" for head in HEADS), flush=True)
     failed = mp.get_context("spawn").Value("i", 0)
-    for world in given.ranks:
-        if world == 1:
-            rank_main(0, 1, 0, job, given.styles[:1], failed)
-        else:
-            mp.spawn(rank_main, args=(world, free_port(), job, given.styles, failed), nprocs=world)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = given.keep or folder
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        for world in given.ranks:
+            styles = [style for style in given.styles if (style == "hybrid") == (world >= NEEDED)]
+            for semantics in given.semantics if world > 1 else given.semantics[:1]:  # they are one on one rank
+                peer = Job(given.size, given.calls, given.compiled, world, semantics, kept)
+                if styles and not peer.kept(world - 1).exists():
+                    start(peer, failed)
+                for style in styles:
+                    start(Job(given.size, given.calls, given.compiled, world, semantics, kept, style), failed)
     return failed.value
 
 
