@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -16,12 +17,16 @@ from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
 from tests.live_bytes import peak_of
 from tests.steps import mean_square
+from wholestep.backend.pipeline import pipeline
 from wholestep.capture.call_structure import take_apart
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
+from wholestep.partition.lower import lowered
+from wholestep.passes.base import run_passes
+from wholestep.passes.overlap import CallOrder, SameOrder, with_calls_in
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.resolve import plan
@@ -427,6 +432,39 @@ def test_sizes_that_equal_those_of_parameters_by_chance_are_not_bound_to_them() 
     planned_guards(6, 5)
     guards = [guard for guard in planned_guards(4, 12) if guard.endswith(("== 48", "== 16", "== 12"))]
     assert all(guard.startswith("not ") for guard in guards), guards
+
+
+def turned(local: ws.LocalGraph) -> ws.LocalGraph:
+    """Another order of the same calls, as other prices lead to one: the last of those that can run is the next."""
+    made = local.copy()
+    calls = [node for node in made.graph.nodes if node.op == "call_function"]
+    output, left, done = next(iter(reversed(made.graph.nodes))), dict.fromkeys(calls), set[Node]()
+    while left:
+        node = next(n for n in reversed(left) if all(g in done or g.op == "placeholder" for g in n.all_input_nodes))
+        output.prepend(node)
+        done.add(node)
+        del left[node]
+    return made
+
+
+def scheduled(change: Callable[[ws.LocalGraph], ws.LocalGraph] | None, calls: CallOrder | None) -> list[str]:
+    """The lines of a program of two ranks, whose order `change` has changed before the last passes."""
+    batch = torch.zeros(8, 32, dtype=torch.int64)
+    model = small_gpt()
+    made = capture_step(train, (model, AdamW(model.parameters()), batch, batch), {})
+    planned = plan(made.graph, Mesh("dp=2"), compose(ws.DataParallel("fully_shard")))
+    passes = pipeline(schedule=ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
+    at = next(i for i, one in enumerate(passes) if isinstance(one, SameOrder))
+    edited = (*passes[:at], change, *passes[at:]) if change else passes
+    local = run_passes(lowered(made.graph, planned), with_calls_in(edited, calls) if calls else edited)
+    return sorted(str(local).splitlines())
+
+
+def test_an_order_that_follows_from_prices_is_no_other_program() -> None:
+    """Passes behind it number what they add: in another order, they name it otherwise."""
+    assert scheduled(None, None) != scheduled(turned, None)
+    calls = CallOrder()
+    assert scheduled(None, calls) == scheduled(turned, calls)
 
 
 # -- models of transformers ----------------------------------------------------------------

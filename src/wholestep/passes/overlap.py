@@ -71,6 +71,38 @@ class SameOrder:
         return local if local.across is None else in_one_order(local)
 
 
+@dataclass
+class CallOrder:
+    """Gives programs with the same calls one order: that of the first one that it is called with. Prices decide an
+    order, and passes behind it number what they add.
+    """
+
+    names: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
+
+    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    orders: ClassVar[bool] = True
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The program with its calls in that order; as it is if it has others."""
+        programs = [one.graph for one in (local, *(local.across or ()))]
+        calls = [[node for node in graph.nodes if node.op == "call_function"] for graph in programs]
+        if not self.names:
+            self.names = [{node.name: place for place, node in enumerate(each)} for each in calls]
+        if [{node.name for node in each} for each in calls] != [each.keys() for each in self.names]:
+            return local
+        pairs = zip(programs, calls, self.names, strict=True)
+        made = [_in_order(graph, sorted(each, key=lambda n: places[n.name])) for graph, each, places in pairs]
+        if local.across is None:
+            return replace(local, graph=made[0])
+        first, flush = (replace(one, graph=graph) for one, graph in zip(local.across, made[1:], strict=True))
+        return replace(local, graph=made[0], across=(first, flush))
+
+
+def with_calls_in(passes: Sequence[Pass], calls: CallOrder) -> tuple[Pass, ...]:
+    """`passes` with `calls` behind `SameOrder`."""
+    return tuple(each for one in passes for each in ((one, calls) if isinstance(one, SameOrder) else (one,)))
+
+
 def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
     return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)

@@ -28,6 +28,7 @@ from ..graph.sizes_in_graph import instantiated
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
 from ..passes.fold_repeats import said
+from ..passes.overlap import CallOrder
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -152,7 +153,8 @@ class Compiler:
         self.finalizer.label = self._consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
-        finish = partial(self.finalizer.finish, may_regather=self.options.may_regather and (keeps or not self._choice))
+        may_regather = self.options.may_regather and (keeps or not self._choice)
+        finish = partial(self.finalizer.finish, may_regather=may_regather, calls=CallOrder())
         before, made = made, finish(made, watch=watch)
         if planned and not self._same_after_passes(
             dims, planned, made, lambda local: finish(replace(before, local=local))

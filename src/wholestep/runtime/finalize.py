@@ -22,7 +22,7 @@ from ..partition.stage_program import stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.fit_memory import Fitting, fitted_with
-from ..passes.overlap import collectives_of, with_order_from
+from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
@@ -53,6 +53,7 @@ class Finalizer:
     blocks: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     tuned: dict[str, BucketSizes] = field(default_factory=dict[str, BucketSizes])
     _recalled: dict[str, None] = field(default_factory=dict[str, None])
+    _calls: CallOrder = field(default_factory=CallOrder)
     choices: CachedChoices = field(init=False)
 
     def forget(self, knows: Callable[[str], bool]) -> None:
@@ -63,9 +64,13 @@ class Finalizer:
         self.tuned = {key: sizes for key, sizes in self.tuned.items() if knows(key)}
         self._recalled = {key: None for key in self._recalled if knows(key)}
 
-    def finish(self, made: RankProgram, may_regather: bool, watch: Watch | None = None) -> RankProgram:
-        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered."""
-        key, budget = made.compared, self.options.memory_bytes
+    def finish(
+        self, made: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
+    ) -> RankProgram:
+        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered. Programs
+        that are finished with the same `calls` have one order.
+        """
+        key, budget, self._calls = made.compared, self.options.memory_bytes, calls
         if made.local.stage_axis:
             return replace(made, local=self._of_stage(made.local, key, watch))
         if budget is None:
@@ -194,7 +199,7 @@ class Finalizer:
     def _agreed(self, passes: Sequence[Pass], key: str) -> tuple[Pass, ...]:
         """`passes` that decide alike on all ranks."""
         blocks = with_blocks_from(passes, lambda cuts: self._blocks(cuts, key))
-        return with_order_from(blocks, lambda local: self._order(local, key))
+        return with_calls_in(with_order_from(blocks, lambda local: self._order(local, key)), self._calls)
 
     def _blocks(self, cuts: Sequence[Cut], key: str) -> dict[str, int]:
         """Into how many blocks products are cut, by the collective next to them, where all ranks say the same."""
