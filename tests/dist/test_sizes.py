@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wholestep as ws
 from examples.demo.model import GPTConfig, build
@@ -197,3 +198,76 @@ def test_ranks_pad_their_batches() -> None:
     for worst, programs, misses in run_ranks(_pads, 2, timeout=290):
         assert worst < 1e-12
         assert programs == 1, misses
+
+
+def whole_loss(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The loss of one batch."""
+    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def mean_of(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean of the losses of several batches, as of ranks under DDP."""
+    return torch.stack([whole_loss(model, [part]) for part in parts]).mean()
+
+
+def train_by(
+    loss_of: Callable[[nn.Module, list[tuple[Tensor, Tensor]]], Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: list[tuple[Tensor, Tensor]],
+) -> float:
+    """One update as `train` makes it."""
+    optimizer.zero_grad()
+    loss = loss_of(model, parts)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _piped(rank: int, world: int, mesh: str, order: str, semantics: str) -> tuple[float, int, int, list[str]]:
+    """Stages, whose ranks get the same batch of each size, beside one process."""
+    torch.set_default_dtype(torch.float64)
+    config = GPTConfig(layers=2, width=16, heads=2, context=24)
+    model, other = build(config, 0), build(config, 0)
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    pipeline = ws.Pipeline(micro_batches=3, schedule=cast(Any, order))
+    data = ws.DataParallel("zero1", axis="dp", semantics=cast(Any, semantics))
+    parallel = [data, pipeline] if "dp" in mesh else pipeline
+    step: Any = ws.compile(train, parallel=parallel, mesh=mesh)
+    worst, copies = 0.0, world // 2
+    own, calls = rank // 2, ((6, 8), (9, 5), (15, 9), (12, 24), (6, 8), (18, 17), (12, 2))
+    for call, (rows, length) in enumerate(calls):
+        apart = semantics == "per_rank"
+        given = [(rows + 6 * r, max(2, length - r) if apart else length) for r in range(copies)]
+        parts = [bytes_of(r, call, *size) for r, size in enumerate(given)]
+        loss = float(step(model, optimizer, *parts[own]))
+        losses = mean_of if apart else whole_loss
+        expected = train_by(losses, other, plain, parts)
+        worst = max(worst, abs(loss - expected)) if not apart else worst
+    with ws.whole(model, writeback=False):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, step.captures, len(step.programs), step.misses
+
+
+@pytest.mark.parametrize(
+    "order", ["1f1b", *(pytest.param(one, marks=pytest.mark.full) for one in ("gpipe", "zero_bubble", "auto"))]
+)
+def test_stages_take_all_sizes(order: str) -> None:
+    """Seven sizes, in three pieces each."""
+    for worst, captures, programs, misses in run_ranks(_piped, 2, "pp=2", order, "global", timeout=290):
+        assert worst < 1e-9, misses
+        assert captures == 2, misses
+        assert programs == 2, misses
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+def test_stages_and_data_parallel_ranks_take_all_sizes(semantics: str) -> None:
+    for worst, captures, programs, misses in run_ranks(_piped, 4, "dp=2,pp=2", "1f1b", semantics, timeout=590):
+        assert worst < 1e-9, misses
+        assert captures == 2, misses
+        assert programs <= 4, misses

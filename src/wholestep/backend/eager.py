@@ -19,8 +19,9 @@ from ..graph import meta
 from ..graph.graph import Input
 from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
+from ..graph.sizes_in_graph import sizes_among
 from ..graph.stage_part import StagePart, part_of
-from ..sizes import SizeFloat, SizeGuards, SizeInt
+from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run
@@ -296,12 +297,13 @@ class RunStage:
         self._so_far = {end: before for before, end in part.totals}
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
         self._readers = part.readers
+        self._shapes = _shapes_of({name: one.shape for name, one in part.messages.items() if one.target == part.stage})
 
     def __call__(self, *operands: Any) -> list[Any]:
         """What the pieces accumulate, what others take, and the state for the part that follows."""
         part, given = self._part, iter(operands)
         state = self._begin() if part.begins else next(given)
-        fixed = dict(zip(part.operands, given, strict=False))
+        fixed, shapes = dict(zip(part.operands, given, strict=False)), self._shapes()
         for (name, piece), value in zip(part.given, operands[len(operands) - len(part.given) :], strict=True):
             state.put(name, piece, value)
         for action in part.actions:
@@ -315,7 +317,7 @@ class RunStage:
                 state.going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
             elif action.kind == "post":
                 message = part.messages[name]
-                out = torch.empty(message.shape[piece], dtype=message.dtype, device=part.device)
+                out = torch.empty(shapes[name][piece], dtype=message.dtype, device=part.device)
                 begun = self._receive(out, message.source, self._tags[name] + piece, part.axis)
                 state.coming[name, piece] = begun, out
             elif action.kind == "wait":
@@ -340,6 +342,25 @@ class RunStage:
                 state.totals[self._so_far[given]] = value
             if self._readers.get(given):
                 state.values[piece][given] = value
+
+
+Shapes = Mapping[str, Sequence[Sequence[int]]]
+"""The shape of what a stage receives, by name of the message and number of the piece."""
+
+
+def _shapes_of(given: Shapes) -> Callable[[], Shapes]:
+    """What gives these shapes for the sizes of the call."""
+    sizes = sizes_among([given])
+    if not sizes:
+        return lambda: given
+    record = sizes[0].guards
+    texts = [f"({''.join(f'({_texts(shape)}), ' for shape in shapes)})" for shapes in given.values()]
+    values = evaluator(texts, list(record.dims))
+    return lambda: dict(zip(given, values(*record.now), strict=True))
+
+
+def _texts(shape: Sequence[int]) -> str:
+    return "".join(f"{size.text if isinstance(size, SizeInt) else int(size)}, " for size in shape)
 
 
 def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:

@@ -44,11 +44,16 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
 
 
 def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:
-    """A copy of the graph with the arguments of one rank, collectives as they are; in a loop, those of its pieces."""
+    """A copy of the graph with the arguments of one rank, collectives as they are; in a loop, or a part of a stage,
+    those of its pieces.
+    """
     graph = copy_graph(graph)
     for node in graph.nodes:
         if loop := loop_of(node):
             node.target = loop.with_body(bound_calls(loop.body, coordinate, loop.pieces))
+        elif part := part_of(node):
+            bodies = [bound_calls(block.body, coordinate, part.pieces) for block in part.blocks]
+            node.target = with_shapes(part.with_bodies(bodies), coordinate)
         else:
             _torch.set_operands(node, *_arguments(node, coordinate, pieces))
     return graph
@@ -131,11 +136,7 @@ def _bound_part(
 def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:
     """`part` with the shape of each message for each piece, on the rank at `coordinate`."""
     places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
-    messages = {
-        name: replace(message, shape=tuple(resolve(message.shape, place) for place in places))
-        for name, message in part.messages.items()
-    }
-    return replace(part, messages=messages)
+    return part.with_shapes(lambda shape: tuple(resolve(shape, place) for place in places))
 
 
 def _by_piece(values: Sequence[Any]) -> Any:

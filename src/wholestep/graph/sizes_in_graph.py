@@ -19,6 +19,7 @@ from .graph import Input, TrainGraph
 from .loop import ByPiece, with_bodies
 from .meta import TensorMeta
 from .nodes import copy_with, node_at
+from .stage_part import part_of
 
 aten = torch.ops.aten
 _SLICES: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # where their bounds begin
@@ -132,6 +133,8 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         return made if unit is None else in_units(made, filled(unit))
 
     for node, _ in with_bodies(graph):
+        if part := part_of(node):
+            node.target = part.with_shapes(lambda shape: map_aggregate(cast(Any, shape), filled))
         _replace(node, filled)
         meta.set_tensors(node, [made and _filled_in(made, filled) for made in meta.tensors(node)])
     return filled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -116,6 +116,11 @@ class StagePart:
         """This part with other bodies of its blocks."""
         blocks = tuple(replace(block, body=body) for block, body in zip(self.blocks, bodies, strict=True))
         return replace(self, blocks=blocks)
+
+    def with_shapes(self, change: Callable[[tuple[Any, ...]], Any]) -> StagePart:
+        """This part with other shapes of its messages."""
+        made = {name: replace(one, shape=change(one.shape)) for name, one in self.messages.items()}
+        return replace(self, messages=made)
 
 
 @dataclass(frozen=True, eq=False)

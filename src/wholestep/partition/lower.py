@@ -21,6 +21,7 @@ from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
+from ..graph.stage_part import StageParts
 from ..graph.verify import check_local_graph
 from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
 from ..mesh import TIME
@@ -80,19 +81,19 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
 
 
 @collector_paused()
-def lowered(graph: TrainGraph, plan: Plan) -> LocalGraph:
-    """`partition` by a plan that was made for this graph just now."""
-    return _written(plan.decompose(graph), plan)
+def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
+    return _written(plan.decompose(graph), plan, like)
 
 
-def _written(graph: TrainGraph, plan: Plan) -> LocalGraph:
+def _written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     if plan.owners:
-        local = with_stages(local, plan)
+        local = with_stages(local, plan, like)
     check_local_graph(local)
     return local
 

@@ -68,6 +68,36 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     return StageParts(parts, name, tried, found.spans)
 
 
+def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:
+    """The parts of the stages in the order of a loop that has the same blocks, messages and pieces; None without one.
+    An order follows from prices, which follow from sizes, and ranks have to keep to one.
+    """
+    for other in like:
+        for fillers in (False, True):
+            cut = StageCut(loop, len(other.parts), fillers)
+            own = [_form(*about, cut.messages) for about in zip(cut.blocks, cut.totals, strict=True)]
+            if other.parts[0].pieces == loop.pieces and own == [
+                _form(part.blocks, part.totals, part.messages) for part in other.parts
+            ]:
+                pairs = zip(other.parts, cut.blocks, cut.operands, strict=True)
+                return replace(other, parts=tuple(
+                    replace(part, blocks=tuple(map(_priced_as, blocks, part.blocks)), messages=cut.messages,
+                            operands=given)
+                    for part, blocks, given in pairs
+                ))  # fmt: skip
+    return None
+
+
+def _form(blocks: Sequence[StageBlock], totals: object, messages: Mapping[str, Message]) -> object:
+    """What an order is for: blocks, what they read and send, and what they add up."""
+    sent = [(one.name, one.value, one.source, one.target) for one in messages.values()]
+    return [(block.name, block.takes, block.gives) for block in blocks], totals, sent
+
+
+def _priced_as(block: StageBlock, other: StageBlock) -> StageBlock:
+    return replace(block, us=other.us, holds_bytes=other.holds_bytes, work_bytes=other.work_bytes)
+
+
 def _priced(block: StageBlock, cost: BlockCost) -> StageBlock:
     return replace(block, us=cost.us, holds_bytes=cost.holds_bytes, work_bytes=cost.work_bytes)
 

@@ -15,11 +15,11 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
-from ..graph.stage_part import transfer
+from ..graph.stage_part import StageParts, transfer
 from ..plan.plan import Plan
 from ..rules.registry import draws
 from .rank_ops import drawn
-from .stage_blocks import is_staged, stages_of
+from .stage_blocks import in_order_of, is_staged, stages_of
 
 aten = torch.ops.aten
 
@@ -40,15 +40,24 @@ POINT_TO_POINT = (send, receive)
 """Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
 
 
-def with_stages(local: LocalGraph, plan: Plan) -> LocalGraph:
-    """`local`, the program of all stages, with the order in which stages run the pieces of its loops."""
+def with_stages(local: LocalGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
+    `like` which has the same blocks, else as the plan says.
+    """
     for node in local.graph.nodes:
         loop = loop_of(node)
         if loop is not None and is_staged(loop):
             device = meta.one_tensor(next(iter(local.graph.nodes))).device
-            made = stages_of(loop, local.mesh, local.stage_axis, plan.options.order, plan.hardware, device)
+            made = in_order_of(loop, like)
+            made = made or stages_of(loop, local.mesh, local.stage_axis, plan.options.order, plan.hardware, device)
             node.target = replace(loop, stages=made)
     return local
+
+
+def orders_in(local: LocalGraph) -> list[StageParts]:
+    """How stages share the loops of a program."""
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node))]
+    return [loop.stages for loop in loops if loop.stages is not None]
 
 
 def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:

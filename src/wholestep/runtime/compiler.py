@@ -23,10 +23,12 @@ from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankFailedError, RankMismatchError, WholestepError
-from ..graph.graph import LocalGraph
+from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import instantiated
+from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
+from ..partition.stage_program import orders_in
 from ..passes.fold_repeats import said
 from ..passes.overlap import CallOrder
 from ..plan.plan import Plan
@@ -106,6 +108,7 @@ class Compiler:
     _chosen_on: Hardware | None = None
     _carried: Promoted = field(default_factory=Promoted)
     _changing: Promoted = field(default_factory=Promoted)
+    _orders: list[StageParts] = field(default_factory=list[StageParts])
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
@@ -204,7 +207,7 @@ class Compiler:
             budget = self.options.memory_bytes is not None
             sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
             fixed = instantiated(captured.graph, sizes)
-            found.append(PlannedFor(sizes, lowered(fixed, self._plan(replace(captured, graph=fixed)))))
+            found.append(PlannedFor(sizes, self._lowered(fixed, self._plan(replace(captured, graph=fixed)))))
         return found
 
     def _same_after_passes(
@@ -268,9 +271,18 @@ class Compiler:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
-            local = lowered(captured.graph, planned)
+            local = self._lowered(captured.graph, planned)
             dump.write("3-local-graph", local)
         return RankProgram(captured, planned, local, local, tuple(program_lines(local, planned)))
+
+    def _lowered(self, graph: TrainGraph, planned: Plan) -> LocalGraph:
+        """The program of a plan. Stages keep the order of their first program that has the same blocks, as they have to
+        agree in each call, and a program is compiled by those ranks alone that need it.
+        """
+        local = lowered(graph, planned, self._orders)
+        known = [[part.actions for part in one.parts] for one in self._orders]
+        self._orders += [one for one in orders_in(local) if [part.actions for part in one.parts] not in known]
+        return local
 
     def _plan(self, captured: Capture) -> Plan:
         options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices
