@@ -139,9 +139,10 @@ def _by_schema(node: Node, index: int) -> Node | None:
 
 
 def held_in_states(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Yield each node whose memory the state between parts of a stage shares, with the last part that may read it there:
-    values that parts are given or hand out while other blocks or messages still need them, and operands of which blocks
-    leave views.
+    """Yield each node whose memory the state between parts of a stage shares, with the last part that may read it.
+
+    These are values that a part is given or hands out, which other blocks or messages may need still, and operands of
+    which blocks leave views. Accumulators that are handed out belong to their reader.
     """
     end = dict[Node, Node]()
     for node in reversed(graph.nodes):
@@ -149,15 +150,15 @@ def held_in_states(graph: Graph) -> Iterator[tuple[Node, Node]]:
         if part is None or (part.begins and part.ends):
             continue
         last = end[node] = node if part.ends else next(end[user] for item in _state_of(node) for user in item.users)
-        given = operands(node)[0 if part.begins else 1 :]
-        fixed, late = given[: len(part.operands)], given[len(part.operands) :]
-        totals = {before for before, _ in part.totals}
-        handed = range(len(part.returned), len(part.returned) + len(part.taken))
-        names = {cast(int, item.args[1]): item for item in node.users}
-        held = [names[at] for at, (name, _) in zip(handed, part.taken, strict=True) if at in names and name not in totals]
+        given, totals = iter(operands(node)[0 if part.begins else 1 :]), {before for before, _ in part.totals}
         viewed = {name for block in part.running for name in _viewed(block.body)}
-        held += [*late, *(one for one, name in zip(fixed, part.operands, strict=True) if name in viewed)]
-        yield from ((one, last) for one in held)
+        yield from ((one, last) for name, one in zip(part.operands, given, strict=False) if name in viewed)
+        yield from ((one, last) for one in given)
+        names = (*part.returned, *(name for name, _ in part.taken))
+        for item in node.users:
+            at = cast(int, item.args[1])
+            if len(part.returned) <= at < len(names) and names[at] not in totals:
+                yield item, last
 
 
 def _state_of(node: Node) -> list[Node]:
