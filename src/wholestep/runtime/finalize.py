@@ -67,8 +67,8 @@ class Finalizer:
     def finish(
         self, made: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
     ) -> RankProgram:
-        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered. Programs
-        that are finished with the same `calls` have one order.
+        """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered.
+        Programs that are finished with the same `calls` have one order.
         """
         key, budget, self._calls = made.compared, self.options.memory_bytes, calls
         if made.local.stage_axis:
