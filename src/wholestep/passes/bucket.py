@@ -326,17 +326,29 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @priced_like(FREE)
 @shares("view")
 def pieces_of_gather(
-    joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], numbers: Sequence[int], parts: int
+    joined: Tensor,
+    outlines: Sequence[Tensor | tuple[int, ...]],
+    numbers: Sequence[int],
+    parts: int,
+    own: int | None = None,
 ) -> list[Tensor]:
-    """What each rank sent of the tensors with these `numbers`, as views of a gathered bucket."""
-    return [row for number in numbers for row in rows_of_gather(joined, outlines, number, parts)]
+    """What each rank but `own` sent of the tensors with these `numbers`, as views of a gathered bucket."""
+    return [row for number in numbers for row in _without(own, rows_of_gather(joined, outlines, number, parts))]
 
 
 @priced_like(FREE)
 @shares("all")
-def in_pieces(tensors: Sequence[Tensor], parts: int) -> list[Tensor]:
-    """Contiguous tensors, each as `parts` views of equal size."""
-    return [row for tensor in tensors for row in in_rows(tensor, parts)]
+def in_pieces(tensors: Sequence[Tensor], parts: int, own: int | None = None) -> list[Tensor]:
+    """Contiguous tensors, each as `parts` views of equal size; that of rank `own` is left out."""
+    return [row for tensor in tensors for row in _without(own, in_rows(tensor, parts))]
+
+
+OWN_APART = (pieces_of_gather, in_pieces)
+"""Their last argument is the axis along which a rank's own part is left out, until a rank is put into the graph."""
+
+
+def _without(own: int | None, rows: Tensor) -> list[Tensor]:
+    return [row for rank, row in enumerate(rows.unbind()) if rank != own]
 
 
 @priced_like(FREE)

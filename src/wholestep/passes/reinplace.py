@@ -13,13 +13,13 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
-from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
+from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS, held_in_states
-from ..partition.rank_ops import MAY_ALIAS
+from ..partition.rank_ops import MAY_ALIAS, take_chunk
 from ..sizes import equal
 from ..tuning import TUNING
 from .base import InPlace
-from .bucket import GATHER, in_pieces, in_rows, part_of_gather, pieces_of_gather, rows_of_gather
+from .bucket import GATHER, in_pieces, in_rows, join_rows, part_of_gather, pieces_of_gather, rows_of_gather
 from .coalesced import coalesce
 
 aten = torch.ops.aten
@@ -52,23 +52,32 @@ class Reinplace(InPlace):
 
 
 class _Arriving:
-    """One copy of several parameters from the bucket in which they were gathered, at position `at`."""
+    """One copy of several parameters from the bucket in which they were gathered, at position `at`; without the own part
+    along `axis`, where one is given.
+    """
 
-    def __init__(self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int) -> None:
-        self.at = at
+    def __init__(
+        self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int, axis: str | None
+    ) -> None:
+        self.at, self.axis = at, axis
         joined, outlines, number, parts = part.args
         with graph.inserting_before(part):
-            self.homes = add_call(graph, in_pieces, ([stored], parts), made, part)
-            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts), made, part)
+            self.homes = add_call(graph, in_pieces, ([stored], parts, axis), made, part)
+            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts, axis), made, part)
             self.copy = add_call(graph, aten._foreach_copy_.default, (self.homes, self.pieces), made, part)
+        self.length = 0
+        self._lengthen(made, cast(int, parts))
 
-    def add(self, stored: Node, number: int, made: meta.TensorMeta) -> None:
+    def add(self, stored: Node, number: int, made: meta.TensorMeta, parts: int) -> None:
         """Copy one more."""
         self.homes.update_arg(0, [*cast("list[Node]", self.homes.args[0]), stored])
         self.pieces.update_arg(2, [*cast("list[int]", self.pieces.args[2]), number])
-        length = meta.one_tensor(self.homes).numel + made.numel
+        self._lengthen(made, parts)
+
+    def _lengthen(self, made: meta.TensorMeta, parts: int) -> None:
+        self.length += made.numel if self.axis is None else made.numel // parts * (parts - 1)
         for node in (self.homes, self.pieces, self.copy):
-            meta.set_tensors(node, (meta.contiguous([length], made),))
+            meta.set_tensors(node, (meta.contiguous([self.length], made),))
 
 
 @dataclass
@@ -78,7 +87,9 @@ class _Work:
     local: LocalGraph
     temporaries: bool
     index: dict[Node, int] = field(default_factory=dict[Node, int])
-    arriving: dict[Node, _Arriving] = field(default_factory=dict[Node, "_Arriving"])
+    arriving: dict[tuple[Node, str | None], _Arriving] = field(
+        default_factory=dict[tuple[Node, "str | None"], "_Arriving"]
+    )
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
     members: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
     last_use: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -155,13 +166,14 @@ class _Work:
         if stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
             return
         joined, _, number, parts = cast("tuple[Node, Any, int, int]", node.args)
-        begun = self.arriving.get(joined)
+        key = joined, self._updated_along(stored, joined, number, parts)
+        begun = self.arriving.get(key)
         if self.last_use.get(self.root[stored], -1) >= (self.index[node] if begun is None else begun.at):
             return
         if begun is not None:
-            begun.add(stored, number, made)
-        elif self._copies_together(parts):
-            self.arriving[joined] = _Arriving(self.graph, node, stored, made, self.index[node])
+            begun.add(stored, number, made, parts)
+        elif parts <= TUNING.most_pieces_together:
+            self.arriving[key] = _Arriving(self.graph, node, stored, made, self.index[node], key[1])
         else:
             rows = meta.contiguous([parts, made.numel // parts], made)
             with self.graph.inserting_before(node):
@@ -172,10 +184,15 @@ class _Work:
         node.replace_all_uses_with(stored)
         self.graph.erase_node(node)
 
-    def _copies_together(self, parts: int) -> bool:
-        """True where GPUs run the program, and a kernel takes the pieces of several parameters."""
-        sizes = self.local.sizes
-        return sizes is not None and sizes.coalesces and parts <= TUNING.most_pieces_together
+    def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
+        """The axis along which a rank sent its part of a bucket from the storage of `stored`, where it is up to date."""
+        gather = node_at(joined, 0)
+        sent = node_at(gather, 0)
+        if gather.target is not GATHER or sent.target not in (join_rows, coalesce):
+            return None
+        piece = cast("Sequence[Node]", sent.args[0])[number]
+        axis = gather.args[2]
+        return str(axis) if piece.target is take_chunk and piece.args == (stored, 0, parts, axis) else None
 
     def _gather_into(self, node: Node) -> None:
         """Receive a parameter that is gathered outside a bucket, and stored gathered, in its storage."""
