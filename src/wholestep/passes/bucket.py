@@ -92,7 +92,8 @@ class Bucket(InPlace):
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
-            after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
+            if GATHER in wanted:  # sums are merged whatever they wait for
+                after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
@@ -101,7 +102,7 @@ class Bucket(InPlace):
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
-            key = _key(stages, backward, after[node])
+            key = _key(stages, backward, after.get(node, frozenset()))
             if self.coalesces and _ahead(node):
                 key = *key, _is_kept(node)
             whole_bytes = max(one_tensor(one).size_bytes for one in (*stages, node_at(node, 0)))

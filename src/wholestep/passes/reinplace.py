@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -93,6 +94,7 @@ class _Work:
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
     members: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
     last_use: dict[Node, int] = field(default_factory=dict[Node, int])
+    counted: tuple[Node, Counter[Node]] | None = None
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.local.graph
@@ -220,14 +222,21 @@ class _Work:
         strides = zip(operand.stride, made.stride, operand.shape, strict=True)
         alike = (operand.dtype, operand.device) == (made.dtype, made.device) and equal(operand.shape, made.shape)
         fits = alike and all(a == b != 0 for a, b, size in strides if size > 1)
-        alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
+        alone = self._reads(node)[self.root[given]] == 1
         return fits and alone and not self._may_broadcast(given, node, made) and self._dies_at(given, node)
+
+    def _reads(self, node: Node) -> Counter[Node]:
+        """How often `node` reads a storage; it is asked for each of many operands of one node."""
+        if self.counted is None or self.counted[0] is not node:
+            self.counted = node, Counter(self.root[given] for given in operands(node))
+        return self.counted[1]
 
     def _may_broadcast(self, given: Node, node: Node, made: meta.TensorMeta) -> bool:
         """True if `given` has the shape of the result on the first rank, but may be broadcast to it on another."""
+        if 1 not in made.shape:
+            return False
         whole = meta.global_shapes(given)
-        same = len(whole) == 1 and whole[0] is not None and whole[0] in meta.global_shapes(node)
-        return 1 in made.shape and not same
+        return len(whole) != 1 or whole[0] is None or whole[0] not in meta.global_shapes(node)
 
     def _lists(self, node: Node, inplace: Any) -> None:
         """Foreach and fused ops: in place for all their lists, or not at all."""
@@ -307,17 +316,16 @@ def _index(getitem: Node) -> int:
 
 def aliased(node: Node) -> Node | None:
     """The operand whose storage `node` may share."""
-    given = operands(node)
-    if node.op != "call_function" or not given or bodies_of(node)[1]:
+    if node.op != "call_function" or bodies_of(node)[1]:
         return None
-    if node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node):
-        return given[0]
     if _torch.is_getitem(node.target):
-        return given[0] if aliased(given[0]) is not None else None
-    if _torch.is_op(node.target):
-        schema = _torch.schema_of(node.target)
-        return given[0] if any(r.alias_info is not None for r in schema.returns) else None
-    return given[0]  # a function of wholestep: it may return a view
+        source = node_at(node, 0)
+        return source if aliased(source) is not None else None
+    known = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
+    if not known and _torch.is_op(node.target):
+        if all(made.alias_info is None for made in _torch.schema_of(node.target).returns):
+            return None
+    return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
 
 
 def inplace_form(target: Any) -> Any:
