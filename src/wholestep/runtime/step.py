@@ -16,6 +16,7 @@ from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
 from ..capture.scheduled_numbers import scheduled
+from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
@@ -396,7 +397,11 @@ class CompiledStep:
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
         program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
         if self._tuner is not None:
-            self._tuner.add(made, program, compiler.has_compared)
+            try:
+                self._tuner.add(made, program, compiler.has_compared)
+            except SizesFixedError as error:
+                compiler.capture_one_by_one(made.capture, error)
+                return self._compile(inputs, like)
         self.programs.append(program)
         self._evict()
         return self.programs[-1]
