@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from torch.fx import Node
 
@@ -21,7 +20,7 @@ from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout
 from ..mesh import TIME, Mesh
 from ..rules.find_rule import find_rule
-from ..rules.registry import is_random
+from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group
 from ..typed_values import check_fields
 from .decision import Decision
@@ -162,8 +161,9 @@ class _Check:
                     node, f"({node.target}) cannot compute {_states(takes, gives)} along {axis}", needed
                 )
         rule = find_rule(node) if cuts else None
-        for group in rule.groups if rule else ():
-            self._check_cuts(node, group, rule.by_shape if rule else frozenset(), decision)
+        if rule is not None:
+            for group in rule.groups:
+                self._check_cuts(node, group, rule, decision)
 
     def _check_owner(self, node: Node, axis: str, takes: Sequence[AxisState], gives: set[AxisState]) -> None:
         """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""
@@ -174,10 +174,10 @@ class _Check:
             needed = "operands and results of one owner"
             raise self._refused(node, f"has {_several(takes)} -> {_several(tuple(gives))} along {axis}", needed)
 
-    def _check_cuts(self, node: Node, group: Group, by_shape: frozenset[int], decision: Decision) -> None:
+    def _check_cuts(self, node: Node, group: Group, rule: BoundRule, decision: Decision) -> None:
         """Each factor is cut by the same axes in the same order wherever it stands, into parts that it allows."""
         found: dict[str, tuple[str, ...]] = {}
-        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in by_shape]
+        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in rule.by_shape]
         placed += [(decision.outputs[o], term) for o, term in group.outputs.items() if o not in group.opaque]
         for layout, term in placed:
             for factor, axes in zip(term, layout.dims, strict=False):
@@ -187,8 +187,8 @@ class _Check:
                         node, f"cuts one factor by {found[factor]} and by {cut_by}", "one order of axes"
                     )
         for factor, axes in found.items():
-            parts = prod(self.mesh.axis_size(axis) for axis in axes)
-            if axes and not group.splits(factor, parts, equal=TIME in axes):
+            parts = [self.mesh.axis_size(axis) for axis in axes]
+            if axes and not group.splits(factor, parts, TIME in axes, rule.extends and not draws(node)):
                 raise self._refused(node, f"cannot be cut by {', '.join(axes)}", "equal parts, or none that is empty")
 
     def _check_results(self, graph: TrainGraph) -> None:

@@ -20,6 +20,7 @@ from ..cache.step_cache import CachedChoices, StepCache
 from ..capture.capture import Capture, capture_step
 from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed
+from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankFailedError, RankMismatchError, WholestepError
@@ -163,6 +164,7 @@ class Compiler:
             dims, planned, made, lambda local: finish(replace(before, local=local))
         ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
+        made = replace(made, planned=tuple(planned))
         if note := said(before.local, made.local):
             made = replace(made, plan=made.plan.with_notes(note))
         dump.write("4-final-graph", made.local)
@@ -228,6 +230,14 @@ class Compiler:
             self.sizes.failed(dims, error)
             return False
         return True
+
+    def capture_one_by_one(self, captured: Capture, error: SizesFixedError) -> None:
+        """The sizes of a capture with symbols have a program each from now on."""
+        assert captured.symbols is not None, "captured with symbols"
+        dims: dict[str, tuple[int, ...]] = {}
+        for name, dim in captured.symbols.record.dims.values():
+            dims[name] = (*dims.get(name, ()), dim)
+        self.sizes.failed(dims, error)
 
     def _refuse_other_graph(
         self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump
