@@ -26,7 +26,7 @@ from ..mesh import Axis, Mesh
 from ..plan.strategies import Strategies
 
 MOST_TENSORS = 63
-MOST_LENGTH = 1 << 20
+MOST_LENGTH = (1 << 20) - 1
 _SIZES = (1 << 40) - 1  # numbers that ranks exchange
 _MOST_KNOWN, _MOST_EXCHANGES = 1024, 1 << 19  # numbers of what is known differ, and a `Lockstep` can hold them
 BatchSizes = tuple[tuple[int, ...], ...]

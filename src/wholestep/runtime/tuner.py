@@ -12,10 +12,11 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backend.protocol import Run
+from ..backend.rank_binding import bound_calls
 from ..cache.step_cache import CachedChoices
 from ..capture.sizes_fixed import SizesFixedError
 from ..cost.memory import peak_memory
@@ -271,7 +272,7 @@ class TurnTaker:
         now = () if check is None else check.record.now
         if now not in self._predicted:
             if check is not None:
-                local = local.copy()
+                local = replace(local, graph=bound_calls(local.graph, self.running.tuner.world.coordinate))
                 at_sizes(local.graph, dict(zip(check.record.dims, now, strict=True)))
             hardware = self.running.tuner.finalizer.hardware_and_schedule()[0]
             self._predicted[now] = simulate(local, hardware).step_us
