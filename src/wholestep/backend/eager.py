@@ -100,15 +100,16 @@ def eager(graph: Graph, clock: NodeClock | None = None) -> Run:
 class _Eager:
     """A bound graph as a function; `source` is its text.
 
-    The body of a loop is a function of its own, which takes the number of the piece too.
+    The body of a loop is a function of its own, which takes the number of the piece too. It empties the list of inputs
+    that it is given, and frees each with its last reader: what a piece has kept goes while its backward runs.
 
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
     functions about them. The first call with certain sizes finds those nodes; from then on their results are copied
     into shape.
     """
 
-    def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
-        self._graph, self._clock = graph, clock
+    def __init__(self, graph: Graph, clock: NodeClock | None, is_body: bool = False) -> None:
+        self._graph, self._clock, self._is_body = graph, clock, is_body
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
         self._blocks: dict[Graph, _Eager] = {}
@@ -131,7 +132,7 @@ class _Eager:
         self._checked.add(now)
         return out
 
-    def _compile(self, first: bool) -> Callable[[Sequence[Any], int], list[Any]]:
+    def _compile(self, first: bool) -> Callable[[list[Any], int], list[Any]]:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
@@ -161,11 +162,12 @@ class _Eager:
         last = {given: node for node in nodes for given in operands(node)}
         dying: dict[Node, list[str]] = {}
         for given, node in last.items():
-            if given.op != "placeholder" and node.op != "output":
+            if (self._is_body or given.op != "placeholder") and node.op != "output":
                 dying.setdefault(node, []).append(given.name)
         inputs = [n.name for n in nodes if n.op == "placeholder"]
         lines = [f"def run(inputs, {_PIECE}):"]
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
+        lines += ["    inputs.clear()"] if self._is_body else []
         if self._sizes is not None:
             symbols = "".join(f"{symbol}, " for symbol in self._sizes.dims)
             lines += [f"    ({symbols}) = {self._constant(self._sizes, 'c')}.now"]
@@ -204,7 +206,7 @@ class _Eager:
     def _block(self, body: Graph) -> _Eager:
         """A block of a stage, which several parts may run."""
         if body not in self._blocks:
-            self._blocks[body] = _Eager(body, None)
+            self._blocks[body] = _Eager(body, None, is_body=True)
         return self._blocks[body]
 
     def _value(self, value: Any) -> str:
@@ -234,7 +236,7 @@ class RunLoop:
     """A loop as a function: its body is compiled once, and runs for every piece."""
 
     def __init__(self, loop: Loop) -> None:
-        self._pieces, self._body = loop.pieces, _Eager(loop.body, None)
+        self._pieces, self._body = loop.pieces, _Eager(loop.body, None, is_body=True)
         self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
 
     def __call__(self, *given: Any) -> list[Any]:
@@ -290,7 +292,7 @@ class RunStage:
         part: StagePart,
         send: Start = _torch.start_send,
         receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], Callable[[Sequence[Any], int], list[Any]]] = lambda body: _Eager(body, None),
+        compile: Callable[[Graph], Callable[[list[Any], int], list[Any]]] = lambda body: _Eager(body, None, is_body=True),
     ) -> None:
         self._part, self._send, self._receive = part, send, receive
         self._blocks = {block.name: (block, compile(block.body)) for block in part.running}
