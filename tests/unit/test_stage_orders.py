@@ -121,6 +121,10 @@ def runs(orders: Orders, messages: Mapping[str, Message], room: int, draw: rando
                 sent, posted = channels.get((message.source, stage), [[], []])
                 if key not in posted or len(sent) <= posted.index(key) or sent[posted.index(key)] != key:
                     continue
+            if action.kind == "sent":
+                sent, posted = channels.get((stage, messages[action.name].target), [[], []])
+                if key not in sent or sent.index(key) >= len(posted) + room:
+                    continue
             if action.kind == "complete" and any(
                 len(sent) > len(posted) + room for (source, _), (sent, posted) in channels.items() if source == stage
             ):
@@ -201,6 +205,23 @@ def test_random_plans_end_whatever_channels_hold(count: int) -> None:
         assert runs(actions, messages, draw.randint(0, 3), draw)
 
 
+@pytest.mark.parametrize("order", ["1f1b", "zero_bubble"])
+def test_a_stage_keeps_no_more_of_what_it_sent_for_more_pieces(order: str) -> None:
+    kept: list[list[int]] = []
+    for pieces in (8, 32):
+        costs = equal_stages(4, apart=order == "zero_bubble")
+        blocks, messages = with_blocks(costs)
+        kept.append([])
+        for actions in actions_of(NAMED[order](costs, pieces, 4).orders, blocks, messages):
+            open_, most = set[tuple[str, int]](), 0
+            for action in actions:
+                key = (action.name, action.piece)
+                open_ = open_ | {key} if action.kind == "send" else open_ - {key} if action.kind == "sent" else open_
+                most = max(most, len(open_))
+            kept[-1].append(most)
+    assert kept[0] == kept[1]
+
+
 def test_a_hang_is_told_by_stage_and_message() -> None:
     messages = {"a": Message("a", "x", 0, 1, (), float32), "b": Message("b", "y", 1, 0, (), float32)}
     hang = [
@@ -211,6 +232,12 @@ def test_a_hang_is_told_by_stage_and_message() -> None:
         GraphError, match=r"stages wait for each other: stage 0 at 'wait b\[0\]'; stage 1 at 'wait a\[0\]'"
     ):
         check_orders(hang, messages)
+    with pytest.raises(GraphError, match=r"stage 0 waits until b\[0\] has left, which it does not send"):
+        check_orders([[*hang[0][:2], Action("sent", "b"), *hang[0][2:]], hang[1]], messages)
+    early = [Action("send", "a"), Action("sent", "a"), Action("post", "b"), Action("wait", "b"), Action("complete")]
+    with pytest.raises(GraphError, match=r"stage 0 at 'sent a\[0\]'; stage 1 at 'sent b\[0\]'"):
+        other = [Action("send", "b"), Action("sent", "b"), Action("post", "a"), Action("wait", "a"), Action("complete")]
+        check_orders([early, other], messages)
     with pytest.raises(GraphError, match=r"stage 1 never receives a\[0\]"):
         check_orders([[Action("send", "a"), Action("complete")], []], messages)
 

@@ -264,7 +264,9 @@ class StageState:
     coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
         default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
     )
-    going: list[tuple[Any, torch.Tensor]] = field(default_factory=list["tuple[Any, torch.Tensor]"])
+    going: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
+        default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
+    )
 
     def take(self, name: str, piece: int) -> Any:
         """An accumulator, or a value of a piece, which is dropped with its last reader."""
@@ -313,21 +315,15 @@ class RunStage:
             if action.kind == "run":
                 self._run_block(name, piece, fixed, state)
             elif action.kind == "send":
-                message = part.messages[name]
-                value = state.take(message.value, piece)
-                state.going = [one for one in state.going if not one[0].is_completed()]
-                state.going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
+                self._begin_send(name, piece, state)
             elif action.kind == "post":
-                message = part.messages[name]
-                out = torch.empty(shapes[name][piece], dtype=message.dtype, device=part.device)
-                begun = self._receive(out, message.source, self._tags[name] + piece, part.axis)
-                state.coming[name, piece] = begun, out
+                self._begin_receive(name, piece, shapes[name][piece], state)
             elif action.kind == "wait":
                 begun, state.values[piece][name] = state.coming.pop((name, piece))
                 begun.wait()
             else:
-                for begun, _ in state.going:
-                    begun.wait()
+                for key in [(name, piece)] if action.kind == "sent" else list(state.going):
+                    state.going.pop(key)[0].wait()
         out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.taken)]
         return out if part.ends else [*out, state]
 
@@ -335,6 +331,18 @@ class RunStage:
         pieces = range(self._part.pieces)
         totals = {before: None for before, _ in self._part.totals}
         return StageState([{} for _ in pieces], [dict(self._readers) for _ in pieces], totals)
+
+    def _begin_send(self, name: str, piece: int, state: StageState) -> None:
+        message = self._part.messages[name]
+        value = state.take(message.value, piece)
+        begun = self._send(value, message.target, self._tags[name] + piece, self._part.axis)
+        state.going[name, piece] = begun, value
+
+    def _begin_receive(self, name: str, piece: int, shape: Sequence[int], state: StageState) -> None:
+        message = self._part.messages[name]
+        out = torch.empty(shape, dtype=message.dtype, device=self._part.device)
+        begun = self._receive(out, message.source, self._tags[name] + piece, self._part.axis)
+        state.coming[name, piece] = begun, out
 
     def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
         block, run = self._blocks[name]

@@ -58,7 +58,7 @@ def _started(
 def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
     """Each message is waited for once after it was started; all that is sent is completed."""
     for stage, actions in enumerate(orders):
-        open_, sending = set[_Key](), False
+        open_, going, sending = set[_Key](), set[_Key](), False
         for action in actions:
             key = (action.name, action.piece)
             if action.kind == "post":
@@ -69,8 +69,16 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
                         f"stage {stage} waits for {_shown(key)}, which it does not receive", "post before wait"
                     )
                 open_.remove(key)
-            elif action.kind in ("send", "complete"):
-                sending = action.kind == "send"
+            elif action.kind == "send":
+                sending = True
+                going.add(key)
+            elif action.kind == "sent":
+                if key not in going:
+                    found = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
+                    raise GraphError(found, "send before sent")
+                going.remove(key)
+            elif action.kind == "complete":
+                sending = False
         if open_:
             raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
         if sending:
@@ -90,7 +98,7 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) ->
             while at[stage] < len(actions):
                 action = actions[at[stage]]
                 key = (action.name, action.piece)
-                if (action.kind == "wait" and key not in done) or (action.kind == "complete" and left[stage]):
+                if (action.kind in ("wait", "sent") and key not in done) or (action.kind == "complete" and left[stage]):
                     break
                 if action.kind in ("send", "post"):
                     message = messages[action.name]
