@@ -187,7 +187,7 @@ class _Work:
         self.graph.erase_node(node)
 
     def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
-        """The axis along which ranks sent their parts of a bucket from the storage of `stored`: the own one is there."""
+        """The axis along which ranks sent their parts of a bucket from where `stored` is: the own one is there."""
         gather = node_at(joined, 0)
         sent = node_at(gather, 0)
         if gather.target is not GATHER or sent.target not in (join_rows, coalesce):
