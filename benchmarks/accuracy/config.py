@@ -33,6 +33,8 @@ _SIZES = {  # by family and billions: layers, width, heads, heads of keys, hidde
     r"qwen-?2(\.5)?-?72b": (80, 8192, 64, 8, 29568), r"qwen-?3-?8b": (36, 4096, 32, 8, 12288),
     r"qwen-?3-?14b": (40, 5120, 40, 8, 17408), r"qwen-?3-?32b": (64, 5120, 64, 8, 25600),
 }  # fmt: skip
+_LINKS = (("vtrain_multi", ", 100 Gbit/s a GPU"),)
+"""By source, where a row does not say it. vTrain's `inter_node_bandwidth`: 800 Gbit/s for the eight GPUs of a node."""
 _SIZE_COLUMNS = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff")
 
 
@@ -251,6 +253,7 @@ def _model(row: Row) -> str:
 def _completed(row: Row) -> Row:
     """Sizes of layers by the model's name, where the row has none; the micro-batch from the batch of all ranks."""
     made = dict(row)
+    made["hw"] += next((links for source, links in _LINKS if source == row["source_id"]), "")
     sizes = next((sizes for pattern, sizes in _SIZES.items() if re.match(rf"{pattern}\b", _model(row))), None)
     if sizes and not any(whole(row, name) for name in _SIZE_COLUMNS[:3]):
         made |= dict(zip(_SIZE_COLUMNS, map(str, sizes), strict=True))

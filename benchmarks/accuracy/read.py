@@ -15,7 +15,8 @@ _FIGURE = r"\d+(?:\.\d+)?"
 # the first whose pattern is found in what a source calls its hardware
 _MACHINES = (
     (r"a3", "a3-mega"), (r"b[23]00", "b200-nvl72"), (r"h200", "h200"), (r"h100.*\b9[456] ?gi?b", "h100-96gb-500w"),
-    (r"h100", "dgx-h100"), (r"a100.*\b40 ?gi?b", "dgx-a100-40gb"), (r"a100", "dgx-a100"),
+    (r"h100", "dgx-h100"), (r"a100.*\b40 ?gi?b", "dgx-a100-40gb"), (r"a100.*\b100 gbit", "dgx-a100+infiniband-100"),
+    (r"a100", "dgx-a100"),
 )  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
     found: list[Predicted] = []
     left: list[Left] = []
     for row in rows:
-        run, hardware = config.read(row), hardware_of(row["hw"])
+        run = config.read(row)
+        hardware = hardware_of(row["hw"] if isinstance(run, str) else run.hardware)
         where = f"{row['model']} on {row['n_gpus']} {row['hw']}"
         if isinstance(run, str) or hardware is None:
             left.append(Left(row["source_id"], where, run if isinstance(run, str) else "no preset for this hardware"))

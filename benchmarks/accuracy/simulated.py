@@ -227,10 +227,8 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
 
 
 def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
-    """The pipeline without what a stack lacks: an update in parts, and overlap. Stages are simulated by their blocks,
-    so no run of a block is written out.
-    """
-    lacks = (PeelPieces, SplitOptimizer, *(() if stack.overlaps else (Overlap, SinkWaits)))
+    """The pipeline without what a stack lacks: an update in parts, and overlap."""
+    lacks = (SplitOptimizer, *(() if stack.overlaps else (PeelPieces, Overlap, SinkWaits)))
     return [one for one in ws.pipeline(hardware) if not isinstance(one, lacks)]
 
 

@@ -9,10 +9,17 @@ from torch import nn
 from torch.utils import checkpoint
 
 import wholestep as ws
+from tests.clock_stages import Stages
+from wholestep.backend.pipeline import stage_pipeline
+from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
+from wholestep.passes.bucket import Bucket
+from wholestep.passes.overlap import Overlap
+from wholestep.passes.peel_pieces import PeelPieces
+from wholestep.passes.split_optimizer import SplitOptimizer
 from wholestep.plan.strategies import compose
-from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, staged
+from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, stage_passes, staged
 from wholestep.planner.staged_search import StagedSearch
 
 HARDWARE = ws.Hardware.preset("dgx-a100")
@@ -89,7 +96,8 @@ def test_short_stages_stand_for_any_number(
 ) -> None:
     few, whole = both(mesh, layers, pieces, order, chunks, **options)
     assert few.order == whole.order
-    close = 0.005 if chunks else 1e-6  # the update of two chunks is one kernel
+    # buckets of the whole, in stages with other numbers of layers; the update of two chunks is one kernel
+    close = 0.005 if chunks else 1e-3 if "dp" in mesh else 1e-6
     assert few.step_us == pytest.approx(whole.step_us, rel=close)
     assert few.bubble == pytest.approx(whole.bubble, rel=close)
     assert few.model_us == pytest.approx(whole.model_us)
@@ -103,10 +111,47 @@ def test_short_stages_stand_for_any_number(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
 
 
+def planned(mesh: str, style: Any, order: Any, pieces: int, chunks: int | None = None) -> ws.LocalGraph:
+    several: list[Any] = [ws.Pipeline(micro_batches=pieces, schedule=order, chunks=chunks)]
+    several += [ws.DataParallel(style, axis="dp")] if style else []
+    graph = captured(2 * pieces, 4)
+    return ws.partition(graph, ws.plan(graph, mesh, several, hardware=HARDWARE))
+
+
+@pytest.mark.parametrize(("style", "order", "chunks"), [
+    ("zero1", "1f1b", None),
+    pytest.param("zero1", "zero_bubble", None, marks=pytest.mark.full),
+    pytest.param("zero2", "1f1b", None, marks=pytest.mark.full),
+    pytest.param("replicate", "interleaved", 2, marks=pytest.mark.full),
+    pytest.param("fully_shard", "1f1b", None, marks=pytest.mark.full),
+    pytest.param("zero1", "gpipe", None, marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_step_takes_what_the_programs_of_its_stages_take(style: str, order: str, chunks: int | None) -> None:
+    """Beside an independent clock that runs the programs that ranks run, node by node, all stages together."""
+    local = planned("dp=4,pp=2", style, order, 4, chunks)
+    prices = BlockPrices(HARDWARE, local.mesh)
+    passes = stage_passes(local.mesh, local.stage_axis, prices)
+    stages = Stages(local, HARDWARE, passes)
+    made = staged(local, prices, order)
+    assert made.step_us == pytest.approx(stages.step_us(), rel=0.01)
+    sent = [sum(one.count for one in program.collectives().values()) for program in stages.programs]
+    unscheduled = staged(local, prices, order, stage_pipeline(local.mesh, "pp", lambda: None))
+    assert made.collectives < unscheduled.collectives
+    assert made.waited_us < unscheduled.waited_us
+    assert made.collectives <= max(sent)
+
+
+def test_a_stack_without_overlap_gets_passes_without_it() -> None:
+    local = planned("dp=4,pp=2", "replicate", "1f1b", 4)
+    stack = ws.Stack.named("megatron-deepspeed-2022")
+    prices = BlockPrices(HARDWARE, local.mesh, Software(stack=stack))
+    passes = {type(one) for one in stage_passes(local.mesh, local.stage_axis, prices)}
+    assert passes.isdisjoint({Overlap, PeelPieces, SplitOptimizer})
+    assert Bucket in passes
+
+
 @pytest.mark.full
 def test_the_search_of_pipelines_simulates_what_is_fast() -> None:
-    """Steps of this model take 4 ms, most of it starts of ops, where the quick estimate is up to a quarter off."""
-
     def capture(batch: int, _: int, layers: int) -> ws.TrainGraph:
         return captured(batch, layers)
 
@@ -120,7 +165,7 @@ def test_the_search_of_pipelines_simulates_what_is_fast() -> None:
     again = [short.step(StagedSetup(one.mesh, one.strategies), one.batch).step_us / 1e6 for one in listed]
     found = [one.costs.step_s for one in best if one.costs]
     assert found == pytest.approx(again[: len(best)])
-    assert min(found) <= 1.3 * min(again)
+    assert min(found) <= 1.05 * min(again)
     none, lost = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 18, None, 1 << 20, ("none",)).run(4, 32)
     assert not none
     assert all("too much" in one.why for one in lost)

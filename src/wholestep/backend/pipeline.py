@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
+from ..mesh import Mesh
 from ..passes.async_tensor_parallel import Agree, AsyncTensorParallel
 from ..passes.base import Pass
 from ..passes.bucket_sizes import resized
@@ -15,9 +16,12 @@ from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
 from ..passes.fold_repeats import FoldRepeats
 from ..passes.offload import Offload
-from ..passes.overlap import SameOrder
+from ..passes.overlap import Overlap, SameOrder
+from ..passes.peel_pieces import PeelPieces
 from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule
+from ..passes.sink_waits import SinkWaits
+from ..passes.split_optimizer import SplitOptimizer
 from ..passes.write_into_buckets import WriteIntoBuckets
 from ..typed_values import check_arguments
 from ..units import parse_bytes
@@ -47,6 +51,22 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
         needed = "one order of collectives on all ranks: otherwise ranks wait for each other forever"
         raise PlanError(text, needed, "keep SameOrder after the passes that order collectives")
     return cast("tuple[Pass, ...]", found)
+
+
+def stage_pipeline(
+    mesh: Mesh, axis: str, schedule: Callable[[], Schedule | None], *, backend: Backend | str = "eager",
+    overlaps: bool = True,
+) -> tuple[Pass, ...]:  # fmt: skip
+    """The passes that `compile` applies to the program of a stage along `axis`: with a schedule, which is asked for
+    where ranks of one stage have something to exchange. Without `overlaps` that of software which reduces gradients, in
+    buckets, once all are there, and updates once all are reduced.
+    """
+    alone = all(one.size == 1 or one.name == axis for one in mesh.axes)
+    made = pipeline(schedule=None if alone else schedule(), backend=backend)
+    return made if overlaps else tuple(one for one in made if not isinstance(one, _OVERLAPPING))
+
+
+_OVERLAPPING = (PeelPieces, SplitOptimizer, Overlap, SinkWaits)
 
 
 def pipeline(

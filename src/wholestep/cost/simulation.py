@@ -82,9 +82,9 @@ class Clock:
             self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
         elif is_fused(node):
-            self._compute(fused_us(node, self.hardware))
+            self.compute(fused_us(node, self.hardware))
         else:
-            self._compute(node_us(node, self.hardware) if self.times is None else self.times[node])
+            self.compute(node_us(node, self.hardware) if self.times is None else self.times[node])
 
     def _run_pieces(self, loop: Loop) -> None:
         """Run the first two pieces; all that follow take as long as the second."""
@@ -136,7 +136,7 @@ class Clock:
             if its == axis and self.done[node] > after:
                 self.done[node] += us
 
-    def _compute(self, us: float) -> None:
+    def compute(self, us: float) -> None:
         """Compute for `us`, and longer by what collectives in flight steal; of several, the first one counts."""
         for node in list(self.stolen_us):
             begin, done = self.begun[node], self.done[node]

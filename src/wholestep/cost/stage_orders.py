@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import GraphError, PlanError
 
@@ -19,10 +19,28 @@ Orders = tuple[tuple[Task, ...], ...]
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Microseconds of a stage, and the part of them in which it waits for collectives."""
+
+    us: float = 0.0
+    waited_us: float = 0.0
+
+    def plus(self, more: Spent, times: float = 1.0) -> Spent:
+        """This and `times` another."""
+        return Spent(self.us + times * more.us, self.waited_us + times * more.waited_us)
+
+    def without(self, waited_us: float) -> Spent:
+        """This with so much less waiting, down to none."""
+        less = min(max(waited_us, 0.0), self.waited_us)
+        return Spent(self.us - less, self.waited_us - less)
+
+
+@dataclass(frozen=True)
 class BlockCost:
     """What a block takes: `needs` are messages, `after` blocks of its stage, for the same piece. `sends`: messages, the
     stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece.
-    `work_bytes`: more, while it runs. `waited_us`: the part of `us` in which it waits for collectives.
+    `work_bytes`: more, while it runs. `waited_us`: the part of `us` in which it waits for collectives. `first`, `last`:
+    what its first and its last run take, where collectives run beside these (`passes.peel_pieces`).
     """
 
     stage: int
@@ -36,18 +54,37 @@ class BlockCost:
     holds_bytes: int = 0
     work_bytes: int = 0
     waited_us: float = 0.0
+    first: Spent | None = None
+    last: Spent | None = None
+
+    @property
+    def steady(self) -> BlockCost:
+        """The same where all runs are alike: orders are chosen by those, before anything is written out."""
+        return replace(self, first=None, last=None)
+
+    def run(self, number: int, pieces: int, begin: float) -> Spent:
+        """Its run `number`, for one of `pieces`. What the first one waits for has been under way since the loop began,
+        `begin` microseconds ago.
+        """
+        if number == pieces - 1 and self.last is not None:
+            return self.last
+        if number == 0 and self.first is not None:
+            more = self.first.waited_us - self.waited_us
+            return self.first.without(min(more, begin))
+        return Spent(self.us, self.waited_us)
 
 
 @dataclass(frozen=True)
 class OrderResult:
     """A simulated order. `spans`: stage, block, piece, begin and end in microseconds. `peak_bytes` of each stage counts
-    what blocks of pieces in flight hold.
+    what blocks of pieces in flight hold. `waited_us`: of each stage, for collectives.
     """
 
     orders: Orders
     us: float
     spans: tuple[tuple[int, str, int, float, float], ...]
     peak_bytes: tuple[int, ...]
+    waited_us: tuple[float, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -59,20 +96,24 @@ class OrderResult:
 @dataclass
 class _Run:
     """The state of a simulated run. `ready_at`: when the last of what a task waits for is there; `waits`: for how many
-    things.
+    things. `starts`: when each stage begins.
     """
 
     blocks: Mapping[str, BlockCost]
     pieces: int
     stages: int
+    starts: Sequence[float] = ()
     free: list[float] = field(init=False)
     waits: dict[Task, int] = field(init=False)
     ready_at: dict[Task, float] = field(default_factory=dict[Task, float])
     channels: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    runs: dict[str, int] = field(default_factory=dict[str, int])
+    waited: list[float] = field(init=False)
     spans: list[tuple[int, str, int, float, float]] = field(default_factory=list[tuple[int, str, int, float, float]])
 
     def __post_init__(self) -> None:
-        self.free = [0.0] * self.stages
+        self.starts = self.starts or [0.0] * self.stages
+        self.free, self.waited = list(self.starts), [0.0] * self.stages
         self.readers: dict[str, list[str]] = {}
         self.followers: dict[str, list[str]] = {}
         for name, block in self.blocks.items():
@@ -92,8 +133,10 @@ class _Run:
     def run(self, task: Task, begin: float) -> list[Task]:
         """Run a task; returns the tasks that wait for nothing more."""
         name, piece = task
-        block = self.blocks[name]
-        end = begin + block.us
+        block, number = self.blocks[name], self.runs.get(name, 0)
+        spent = block.run(number, self.pieces, begin - self.starts[block.stage])
+        self.runs[name], end = number + 1, begin + spent.us
+        self.waited[block.stage] += spent.waited_us
         self.free[block.stage] = end
         self.spans.append((block.stage, name, piece, begin, end))
         found: list[Task] = []
@@ -117,7 +160,9 @@ class _Run:
         for stage, name, piece, _, _ in ordered:
             orders[stage].append((name, piece))
         made = tuple(map(tuple, orders))
-        return OrderResult(made, max(self.free, default=0.0), tuple(ordered), peaks(self.blocks, made))
+        return OrderResult(
+            made, max(self.free, default=0.0), tuple(ordered), peaks(self.blocks, made), tuple(self.waited)
+        )
 
 
 def peaks(blocks: Mapping[str, BlockCost], orders: Orders) -> tuple[int, ...]:
@@ -142,9 +187,11 @@ def peaks(blocks: Mapping[str, BlockCost], orders: Orders) -> tuple[int, ...]:
     return tuple(found)
 
 
-def simulate_orders(blocks: Mapping[str, BlockCost], pieces: int, orders: Orders) -> OrderResult:
-    """Run given orders. Raises GraphError if stages wait for each other."""
-    run, at = _Run(blocks, pieces, len(orders)), [0] * len(orders)
+def simulate_orders(
+    blocks: Mapping[str, BlockCost], pieces: int, orders: Orders, starts: Sequence[float] = ()
+) -> OrderResult:
+    """Run given orders, each stage from when it `starts` on. Raises GraphError if stages wait for each other."""
+    run, at = _Run(blocks, pieces, len(orders), starts), [0] * len(orders)
     moved = True
     while moved:
         moved = False

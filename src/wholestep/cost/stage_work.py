@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch.fx import Node
@@ -17,21 +18,9 @@ from ..graph.text import collective_bytes
 from .compute import peak_us
 from .memory import bytes_held, memory_at
 from .stage_costs import BlockPrices
-from .stage_orders import BlockCost
+from .stage_orders import BlockCost, Spent
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Microseconds of a stage, and the part of them in which it waits for collectives."""
-
-    us: float = 0.0
-    waited_us: float = 0.0
-
-    def plus(self, more: Spent, times: float = 1.0) -> Spent:
-        """This and `times` another."""
-        return Spent(self.us + times * more.us, self.waited_us + times * more.waited_us)
 
 
 @dataclass(frozen=True)
@@ -101,80 +90,157 @@ def _is_exchange(node: Node, axis: str) -> bool:
     return node.target is transfer or (loop is not None and loop.stages is not None) or shares_all
 
 
+@dataclass(frozen=True)
+class StagePrograms:
+    """The program of a stage as `partition` leaves it, and after all passes: with gradients of weights in the blocks of
+    the backward, and in blocks of their own where an order has these.
+    """
+
+    plain: LocalGraph
+    whole: LocalGraph
+    apart: LocalGraph | None = None
+
+
 def work_of(
-    program: LocalGraph, position: Mapping[str, int], whole: Sequence[BlockCost], apart: Sequence[BlockCost],
+    own: StagePrograms, position: Mapping[str, int], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
     prices: BlockPrices,
 ) -> StageWork:  # fmt: skip
-    """The work of a stage with `program`. `position` of all exchanges by name; `whole` and `apart` are the costs of its
-    blocks.
+    """The work of a stage. `position` of all exchanges by name; `whole` and `apart` are the costs of its blocks, in
+    their order.
     """
-    at = next(node for node in program.graph.nodes if part_of(node) is not None)
+    plain = own.plain
+    at = next(node for node in plain.graph.nodes if part_of(node) is not None)
     part = part_of(at)
     assert part is not None, "a part"
-    loop, kinds = memory_at(program, at), dict[str, float]()
+    loop, kinds = memory_at(plain, at), dict[str, float]()
     for one in loop.live:
         kinds[one.kind] = kinds.get(one.kind, 0.0) + one.size_bytes
     kinds["activation"] = kinds.get("activation", 0.0) - part.peak_bytes
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    others = [size for node, size in zip(calls, bytes_held(program), strict=True) if node is not at]
+    calls = [node for node in own.whole.graph.nodes if node.op == "call_function"]
+    others = [size for node, size in zip(calls, bytes_held(own.whole), strict=True) if part_of(node) is None]
     each = [peak_us(block.body, prices.hardware) for block in part.blocks]
-    outside = _without_blocks(program)
-    piece_sent = _sent(program, (node for block in part.blocks for node in block.body.nodes))
+    walk = _Walk(own.whole, position, position[at.name] + 1, whole, prices)
+    last = walk if own.apart is None else _Walk(own.apart, position, position[at.name] + 1, apart, prices)
+    outside, _ = _without_blocks(plain)
+    inside = [node for block in part.blocks for node in block.body.nodes]
+    once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
     return StageWork(
-        tuple(replace(one, needs=(), after=()) for one in whole),
-        tuple(replace(one, needs=(), after=()) for one in apart),
-        *_between(outside, position, prices), loop.rest_bytes, loop.size_bytes - part.peak_bytes,
-        max(others, default=loop.rest_bytes), kinds, (sum(once for once, _ in each), sum(again for _, again in each)),
-        peak_us(outside.graph, prices.hardware), piece_sent, _sent(program, program.graph.nodes),
+        walk.blocks, last.blocks, tuple(last.own), tuple(last.common), tuple(last.further), loop.rest_bytes,
+        loop.size_bytes - part.peak_bytes, max(others, default=loop.rest_bytes), kinds,
+        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(outside.graph, prices.hardware),
+        (_sent_bytes(plain, inside), _collectives(plain, inside)),
+        (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
     )  # fmt: skip
 
 
-def _sent(program: LocalGraph, nodes: Iterable[Node]) -> tuple[float, float]:
-    sent = [
-        collective_bytes(node, program)[1]
-        for node in nodes if communicates(node) and node.args[-1] != program.stage_axis
-    ]  # fmt: skip
-    return float(sum(sent)), float(len(sent))
+def _sent_bytes(program: LocalGraph, nodes: Iterable[Node]) -> float:
+    return float(sum(collective_bytes(node, program)[1] for node in nodes if _is_beside(program, node)))
 
 
-def _without_blocks(program: LocalGraph) -> LocalGraph:
-    """`program` with what it runs outside of the loop alone."""
-    made = program.copy()
+def _collectives(program: LocalGraph, nodes: Iterable[Node]) -> float:
+    return float(sum(_is_beside(program, node) for node in nodes))
+
+
+def _is_beside(program: LocalGraph, node: Node) -> bool:
+    """True for a collective along another axis than that of stages."""
+    return communicates(node) and node.args[-1] != program.stage_axis
+
+
+def _without_blocks(program: LocalGraph) -> tuple[LocalGraph, dict[Node, list[str]]]:
+    """`program` with what it runs outside of loops of stages alone, and the blocks that each part ran."""
+    made, ran = program.copy(), dict[Node, list[str]]()
     for node in made.graph.nodes:
         if (part := part_of(node)) is not None:
+            ran[node] = [action.name for action in part.actions if action.kind == "run"]
             node.target = replace(part, blocks=(), actions=())
-    return made
+    return made, ran
 
 
-def _between(
-    program: LocalGraph, position: Mapping[str, int], prices: BlockPrices
-) -> tuple[tuple[Spent, ...], tuple[Spent, ...], tuple[Spent, ...]]:
-    """What runs around each exchange: of this stage, of all stages alike, and for further pieces. Changes loops."""
-    clock, at = prices.clock(program.graph), 0
-    own, common, further = ([Spent() for _ in range(len(position) + 1)] for _ in range(3))
+@dataclass
+class _Walk:
+    """A clock that goes through the program of a stage which waits for no other one.
 
-    def ran(node: Node) -> Spent:
-        before, waited = clock.now, clock.waited
-        clock.run(node)
-        return Spent(clock.now - before, clock.waited - waited)
+    `behind`: the number of exchanges up to the loop. `own`, `common`, `further`: what runs in front of each exchange
+    and after the last one, as in `StageWork`. `runs`: the runs of blocks that are written out, by block and piece.
+    `loose`: what ran since, between the parts of the loop.
+    """
 
-    for node in program.graph.nodes:
-        name = node.name.removesuffix("_send")
-        if node.op != "call_function":
-            continue
-        if name in position:
-            at = position[name] + 1
-            if not is_collective(node):
+    program: LocalGraph
+    position: Mapping[str, int]
+    behind: int
+    costs: Mapping[str, BlockCost]
+    prices: BlockPrices
+    runs: dict[tuple[str, int], Spent] = field(default_factory=dict[tuple[str, int], Spent])
+    loose: Spent = field(default_factory=Spent)
+    pieces: int = 0
+
+    def __post_init__(self) -> None:
+        self.own, self.common, self.further = (
+            [Spent() for _ in range(len(self.position) + 1)] for _ in range(3)
+        )  # fmt: skip
+        bare, ran = _without_blocks(self.program)
+        self.clock = self.prices.clock(bare.graph)
+        left, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
+        for node in bare.graph.nodes:
+            name = node.name.removesuffix("_send")
+            if node.op != "call_function":
                 continue
-        into = common if meta.stage(node) is None else own
-        if (loop := loop_of(node)) is None:
-            into[at] = into[at].plus(ran(node))
-            continue
-        node.target = replace(loop, pieces=2)
-        two = ran(node)
-        node.target = replace(loop, pieces=3)
-        into[at], further[at] = into[at].plus(two), further[at].plus(ran(node)).plus(two, -1)
-    return tuple(own), tuple(common), tuple(further)
+            if node in ran:
+                part = part_of(node)
+                assert part is not None, "a part"
+                at, is_inside, self.pieces = self.behind, not part.ends, part.pieces
+                for block in ran[node]:
+                    self.clock.compute(self.costs[block].us)
+                self.clock.host = self.clock.now
+                if not is_inside:
+                    self.own[at], self.loose = self.own[at].plus(self.loose), Spent()
+                continue
+            if name in self.position:
+                at = self.position[name] + 1
+                if not is_collective(node):
+                    continue
+            if (key := _run_of(node)) is not None:
+                left[key] -= 1
+                if key != run:
+                    run, self.clock.host = key, self.clock.now
+            self._note(node, at, run, is_inside)
+            run = run if run is not None and left[run] else None
+
+    @property
+    def blocks(self) -> tuple[BlockCost, ...]:
+        """The costs of the blocks, with their first and last runs where these are written out."""
+        made: list[BlockCost] = []
+        for name, cost in self.costs.items():
+            first, last = self.runs.get((name, 0)), self.runs.get((name, self.pieces - 1))
+            made.append(replace(cost, needs=(), after=(), first=first, last=last))
+        return tuple(made)
+
+    def _note(self, node: Node, at: int, run: tuple[str, int] | None, is_inside: bool) -> None:
+        if (loop := loop_of(node)) is not None:
+            node.target = replace(loop, pieces=2)
+        spent = self._run(node)
+        if run is not None:
+            self.runs[run], self.loose = self.runs.get(run, Spent()).plus(self.loose).plus(spent), Spent()
+            return
+        if is_inside:
+            self.loose = self.loose.plus(spent)
+            return
+        into = self.common if meta.stage(node) is None else self.own
+        into[at] = into[at].plus(spent)
+        if (loop := loop_of(node)) is not None:
+            node.target = replace(loop, pieces=3)
+            self.further[at] = self.further[at].plus(self._run(node)).plus(spent, -1)
+
+    def _run(self, node: Node) -> Spent:
+        before, waited = self.clock.now, self.clock.waited
+        self.clock.run(node)
+        return Spent(self.clock.now - before, self.clock.waited - waited)
+
+
+def _run_of(node: Node) -> tuple[str, int] | None:
+    """The run of a block that a node is a part of, where that is written out: the block, and the piece."""
+    block, piece = meta.block(node), meta.piece(node)
+    return None if block is None or piece is None else (block, piece)
 
 
 def is_chain(local: LocalGraph) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ..graph.text import human, seconds, table
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
-from .stage_orders import NAMED, BlockCost, OrderResult, Orders, best_order
-from .stage_work import Spent, StageWork
+from .stage_orders import NAMED, BlockCost, OrderResult, Orders, Spent, best_order, simulate_orders
+from .stage_work import StageWork
 from .timeline import STAGE, Span, Timeline
 
 BEFORE, AFTER = "before pieces", "after pieces"
@@ -117,20 +117,26 @@ def staged_step(
     order moves gradients of weights. `order`: by name, or `auto`.
     """
     ranks = len(works)
+    steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
     if order == "auto":
-        name, loop, tried = best_order(whole, apart, pieces, ranks)
+        name, loop, tried = best_order(steady, cut, pieces, ranks)
     else:
-        name, loop = order, NAMED[order](apart if order == "zero_bubble" else whole, pieces, ranks)
+        name, loop = order, NAMED[order](cut if order == "zero_bubble" else steady, pieces, ranks)
         tried = {name: loop.us}
     costs = apart if any(task in apart and task not in whole for tasks in loop.orders for task, _ in tasks) else whole
-    now, spans, waited = [0.0] * ranks, list[Span](), [0.0] * ranks
+    spans, waited = list[Span](), [0.0] * ranks
+    now: list[float] = [0.0] * ranks
+    ends = dict[int, float]()  # of each stage: when its last block ends
     seen_loop = False
 
     def spend(at: int) -> None:
         for rank, several in enumerate(works):
             common = max((work.common[at] for work, _ in several), key=lambda one: one.us)
             more = [Spent().plus(work.further[at], pieces - 2) for work, _ in several]
-            spent = [*(work.between[at] for work, _ in several), common, *more]
+            own = [work.between[at] for work, _ in several]
+            if at and exchanges[at - 1].is_loop:  # beside the runs of a rank's later chunks, collectives went on
+                own = [one.without(now[rank] - ends.get(rank + i * ranks, now[rank])) for i, one in enumerate(own)]
+            spent = [*own, common, *more]
             us = sum(one.us for one in spent)
             waited[rank] += sum(one.waited_us for one in spent)
             if us > 0:
@@ -141,9 +147,13 @@ def staged_step(
     for at, exchange in enumerate(exchanges):
         spend(at)
         if exchange.is_loop:
-            begin, seen_loop = max(now), True
+            begin, seen_loop = min(now), True
+            loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now])
+            for _, block, _, _, end in loop.spans:
+                stage = int(block.partition(",")[0].removeprefix(STAGE))
+                ends[stage] = max(ends.get(stage, begin), begin + end)
             spans += _of_blocks(loop, costs, begin)
-            waited = [us + _waits(loop, costs, rank) for rank, us in enumerate(waited)]
+            waited = [us + more for us, more in zip(waited, loop.waited_us, strict=True)]
             now = [max([now[rank], *(begin + s[4] for s in loop.spans if s[0] == rank)]) for rank in range(ranks)]
         elif exchange.source is None or exchange.target is None:
             now = [max(now)] * ranks
@@ -177,10 +187,6 @@ def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) 
             Span(f"{name} of piece {piece}", short or kind, f"{STAGE}{stage}", begin + start, end - start, phase)
         )
     return made
-
-
-def _waits(loop: OrderResult, costs: Mapping[str, BlockCost], rank: int) -> float:
-    return sum(costs[name].waited_us for stage, name, _, _, _ in loop.spans if stage == rank)
 
 
 def _stage(

@@ -322,14 +322,22 @@ def stage(node: Node) -> int | None:
     return node.meta.get("wholestep_stage")
 
 
-def set_piece(node: Node, piece: int) -> None:
-    """Record for which piece of the batch a node outside of loops runs what the body of a loop says."""
+def set_piece(node: Node, piece: int, block: str) -> None:
+    """Record for which piece of the batch a node outside of loops runs what the body of a loop says, and the block of a
+    stage that it is of.
+    """
     node.meta["wholestep_piece"] = piece
+    node.meta["wholestep_block"] = block
 
 
 def piece(node: Node) -> int | None:
     """Return for which piece of the batch a node outside of loops runs; None for most."""
     return node.meta.get("wholestep_piece")
+
+
+def block(node: Node) -> str | None:
+    """Return the block of a stage whose run, outside of loops, a node is a part of; None for most."""
+    return node.meta.get("wholestep_block")
 
 
 def copy_origin(source: Node, target: Node) -> None:

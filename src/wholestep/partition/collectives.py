@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -30,10 +30,13 @@ aten = torch.ops.aten
 
 @dataclass
 class Emitter:
-    """Appends nodes of reshard steps to a graph, with the shapes of the first rank."""
+    """Appends nodes of reshard steps to a graph, with the shapes of the first rank. `sent`: what left its stage, by the
+    node and where it went: readers that want it in several layouts make these of one message.
+    """
 
     graph: Graph
     mesh: Mesh
+    sent: dict[object, Node] = field(default_factory=dict[object, Node])
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
         """Append a call node with one tensor output and the source line of `like`."""
@@ -113,7 +116,10 @@ class Emitter:
             node = self._contiguous(node)
             return self.call(funcol.all_reduce.default, (node, op, step.axis), contiguous(local.shape, local), node)
         if step.kind in ("send", "broadcast"):
-            return self._from_owner(move, self._contiguous(node), whole)
+            key = node, step, whole.dtype
+            if key not in self.sent:
+                self.sent[key] = self._from_owner(move, self._contiguous(node), whole)
+            return self.sent[key]
         if step.kind == "all_to_all":
             return self._exchange(move, node, whole)
         long, short = (after, before) if step.kind == "all_gather" else (before, after)

@@ -249,7 +249,7 @@ class _Peel:
                 inside[node] = fixed or (None if nothing else self.at[node.name, action.piece])
             elif node.op == "call_function":
                 made = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
-                meta.set_piece(made, action.piece)
+                meta.set_piece(made, action.piece, action.name)
                 if node.name in block.gives:
                     self._note(node.name, made, at)
                 unsent.discard(node.name)

@@ -8,12 +8,13 @@ are. The order of blocks is then simulated with all stages and all pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from math import ceil
 
-from ..backend.pipeline import pipeline
+from ..backend.pipeline import stage_pipeline
 from ..cost.stage_costs import BlockPrices
 from ..cost.stage_orders import APART, BlockCost
-from ..cost.stage_work import StageWork, exchanges, is_chain, work_of
+from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
 from ..errors import PlanError
 from ..graph import meta
@@ -24,12 +25,17 @@ from ..graph.stage_part import transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
 from ..partition.lower import lowered
-from ..partition.stage_blocks import StageCut
+from ..partition.stage_blocks import StageCut, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
+from ..passes.bucket import CollectiveTraffic, collective_traffic
+from ..passes.bucket_sizes import SizeBuckets, resized
+from ..passes.overlap import Overlap
+from ..passes.schedule import Schedule
 from ..plan.micro_batches import MicroBatches
 from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
+from ..tuning import TUNING
 from .bounds import Costs
 from .folded_step import FoldedStep
 from .resolve import plan_strategies
@@ -38,13 +44,14 @@ from .short_steps import CaptureStep
 _PIECES = 2  # that a short step has: blocks are those of any number
 _FEW, _MORE = 1, 2  # equal layers in each stage of the two short steps
 _SHORT = 3  # stages of a short step: the first, one between, the last
+_MOST = 4  # layers in a stage of the smaller short step
 
 
-def stage_passes() -> tuple[Pass, ...]:
-    """The passes that `compile` applies to the program of a stage, without its schedule: merged collectives are not
-    linear in layers. Those along other axes count one by one, where they start.
-    """
-    return pipeline(schedule=None)
+def stage_passes(mesh: Mesh, axis: str, prices: BlockPrices) -> tuple[Pass, ...]:
+    """The passes that `compile` applies to the program of a stage; without overlap where a stack has none."""
+    stack = prices.software.stack
+    overlaps = stack is None or stack.overlaps
+    return stage_pipeline(mesh, axis, lambda: Schedule(prices.hardware), overlaps=overlaps)
 
 
 @dataclass(frozen=True)
@@ -91,30 +98,81 @@ class StagedSetup:
         return mesh, compose([*parts, few])
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShortStages:
-    """The program of a step with few stages, and that of each stage."""
+    """The program of a step with few stages; kept: those of each stage, before passes and after, and what they do."""
 
     local: LocalGraph
-    programs: tuple[LocalGraph, ...]
-    known: dict[object, list[StageWork]] = field(default_factory=dict[object, list[StageWork]])
+    plain: dict[bool, list[LocalGraph]] = field(default_factory=dict[bool, "list[LocalGraph]"])
+    passed: dict[object, LocalGraph] = field(default_factory=dict[object, LocalGraph])
+    known: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
 
-    def works(self, prices: BlockPrices, order: str) -> list[StageWork]:
-        """What each stage does, at these prices."""
-        key = prices, order in APART
+    def works(
+        self, prices: BlockPrices, order: str, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None = None
+    ) -> list[StageWork]:
+        """What each stage does, at these prices, in programs that went through `passes`. `whole`: what a stage carries
+        in the step that this one stands for, from which buckets are sized; None: what it carries here.
+        """
+        key = prices, order in APART, repr(passes), None if whole is None else tuple(whole)
         if key not in self.known:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
-            whole, apart = self.costs(prices, order)
-            self.known[key] = [
-                work_of(program, position, _own(whole, stage), _own(apart, stage), prices)
-                for stage, program in enumerate(self.programs)
-            ]
+            costs, cut = self.costs(prices, order)
+            made: list[StageWork] = []
+            for stage in range(self.count):
+                sizes = passes if whole is None else resized(passes, whole=whole[stage])
+                several = [
+                    self._passed(apart, stage, sizes) for apart in ((False, True) if order in APART else (False,))
+                ]
+                programs = StagePrograms(self.programs(False)[stage], *several)
+                made.append(work_of(programs, position, _own(costs, stage), _own(cut, stage), prices))
+            self.known[key] = made
         return self.known[key]
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return self.local.mesh.axis_size(self.local.stage_axis)
+
+    def programs(self, apart: bool) -> list[LocalGraph]:
+        """The program of each stage before passes; `apart`: with gradients of weights in blocks of their own."""
+        if apart not in self.plain:
+            self.plain[apart] = [stage_program(_with_blocks(self.local, apart), at) for at in range(self.count)]
+        return self.plain[apart]
+
+    def traffic(self) -> list[CollectiveTraffic]:
+        """What each stage reduces, and gathers more than once."""
+        return [collective_traffic(program) for program in self.programs(False)]
 
     def costs(self, prices: BlockPrices, order: str) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:
         """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
         whole = _costs(self.local, prices, False)
         return whole, _costs(self.local, prices, True) if order in APART else whole
+
+    def busy_us(self, prices: BlockPrices) -> list[float]:
+        """Microseconds of each stage for a piece."""
+        costs = self.costs(prices, "")[0].values()
+        return [sum(one.us for one in costs if one.stage == stage) for stage in range(self.count)]
+
+    def _passed(self, apart: bool, stage: int, passes: Sequence[Pass]) -> LocalGraph:
+        key = apart, stage, repr(passes)
+        if key not in self.passed:
+            self.passed[key] = run_passes(self.programs(apart)[stage], passes)
+        return self.passed[key]
+
+
+def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
+    """`local` in an order whose blocks have gradients of weights apart, or not."""
+    made = local.copy()
+    for node in made.graph.nodes:
+        loop = loop_of(node)
+        if loop is None or loop.stages is None:
+            continue
+        has_fillers = any(block.is_filler for part in loop.stages.parts for block in part.blocks)
+        if has_fillers != apart:
+            order, device = "zero_bubble" if apart else "1f1b", loop.stages.parts[0].device
+            stages = stages_of(loop, local.mesh, local.stage_axis, order, Hardware.default(), device)
+            node.target = replace(loop, stages=stages)
+    return made
 
 
 def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
@@ -123,9 +181,9 @@ def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, B
     return StageCut(loop, local.mesh.axis_size(axis), fillers).costs(axis, prices)
 
 
-def _own(costs: dict[str, BlockCost], stage: int) -> list[BlockCost]:
-    own = [block for block in costs.values() if block.stage == stage]
-    return sorted(own, key=lambda block: (block.level, block.is_filler))
+def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
+    own = {name: block for name, block in costs.items() if block.stage == stage}
+    return dict(sorted(own.items(), key=lambda item: (item[1].level, item[1].is_filler)))
 
 
 def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Exchange]:
@@ -154,16 +212,67 @@ def staged(local: LocalGraph, prices: BlockPrices, order: str, passes: Sequence[
         raise PlanError(found, "one loop", "give two or more micro-batches")
     found = loop_of(loops[0])
     assert found is not None, "a loop"
-    short = _stages_of(local, passes)
-    whole, apart = short.costs(prices, order)
-    works = [[(work, None)] for work in short.works(prices, order)]
-    return staged_step(works, whole, apart, _exchanges(local, prices, len(works)), found.pieces, order)
+    short, priced = ShortStages(local), list[dict[str, BlockCost]]()
+    passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
+    works = short.works(prices, order, passes)
+    for several, whole in zip(short.costs(prices, order), (True, False), strict=True):
+        blocks = [block for work in works for block in (work.whole if whole else work.apart)]
+        names = [name for stage in range(short.count) for name in _own(several, stage)]
+        edges = dict(zip(names, blocks, strict=True))
+        priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
+    return staged_step(
+        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)), found.pieces,
+        order,
+    )  # fmt: skip
 
 
-def _stages_of(local: LocalGraph, passes: Sequence[Pass] | None) -> ShortStages:
-    count = local.mesh.axis_size(local.stage_axis)
-    passes = stage_passes() if passes is None else passes
-    return ShortStages(local, tuple(run_passes(stage_program(local, at), passes) for at in range(count)))
+@dataclass(frozen=True)
+class ShortPair:
+    """Two short steps, whose stages have so many equal `layers` each: what stages do is linear in these."""
+
+    steps: tuple[ShortStages, ShortStages]
+    layers: tuple[int, int]
+
+    def works(
+        self, layers: Sequence[int], count: int, prices: BlockPrices, order: str, passes: Sequence[Pass],
+        whole: Sequence[CollectiveTraffic] | None,
+    ) -> list[StageWork]:  # fmt: skip
+        """The work of stages with so many each of all `count` equal layers."""
+        few, more = (short.works(prices, order, passes, whole) for short in self.steps)
+        times_all = self._times(count / len(few))
+        return [
+            few[kind].towards(more[kind], self._times(own), times_all)
+            for kind, own in zip(_kinds(len(layers), len(few)), layers, strict=True)
+        ]
+
+    def spread(self, count: int, stages: int, prices: BlockPrices) -> tuple[int, ...]:
+        """The equal layers of each stage, `count` in all (`spread`)."""
+        few, more = (one.busy_us(prices) for one in self.steps)
+        return spread(few, more, count, stages)
+
+    def traffic(self, layers: Sequence[int], ranks: int) -> list[CollectiveTraffic]:
+        """What the program of a rank with each kind of stage carries, all its chunks counted, of the rank with most."""
+        few, more = (short.traffic() for short in self.steps)
+        kinds = _kinds(len(layers), len(few))
+
+        def of_stage(stage: int) -> tuple[float, ...]:
+            two = zip(astuple(few[kinds[stage]]), astuple(more[kinds[stage]]), strict=True)
+            return tuple(a + (b - a) * self._times(layers[stage]) for a, b in two)
+
+        of_rank = [
+            [sum(values) for values in zip(*map(of_stage, range(rank, len(layers), ranks)), strict=True)]
+            for rank in range(ranks)
+        ]  # fmt: skip
+        most = [
+            [max(of_rank[stage % ranks][i] for stage, kind in enumerate(kinds) if kind == short) for i in (0, 1)]
+            for short in {*kinds}
+        ]  # fmt: skip
+        made = dict(zip({*kinds}, most, strict=True))
+        return [CollectiveTraffic(*map(round, made.get(short, (0, 0)))) for short in range(len(few))]
+
+    def _times(self, layers: float) -> float:
+        few, more = self.layers
+        return (layers - few) / (more - few)
 
 
 @dataclass
@@ -187,43 +296,79 @@ class ShortPipelines:
         Raises:
             PlanError: the pipeline cannot be planned.
         """
-        if setup.pieces < 2:
-            raise PlanError("a pipeline of one micro-batch", "a loop over two or more", "raise micro_batches=")
-        prices, passes = prices or BlockPrices(self.hardware, setup.mesh), passes or stage_passes()
-        folded = self._folded(batch)
-        found = None if folded is None else self._short(setup, folded, batch, passes)
-        if folded is None or found is None:
+        prices = self._prices(setup, prices)
+        passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
+        found = self._short(setup, batch, (_FEW, _MORE))
+        if found is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
                 raise PlanError("layers= of a step that three stages do not stand for", needed, "leave it out")
             return self._whole(setup, batch, passes, prices)
-        order = setup.pipeline.schedule
-        few, more = (short.works(prices, order) for short in found)
-        layers = setup.layers or spread(few, more, folded.count, setup.stages)
-        if len(layers) != setup.stages or sum(layers) != folded.count:
+        layers = self._layers(setup, batch, found, prices)
+        whole, count = found.traffic(layers, setup.ranks), self._equal_layers(batch)[0]
+        wider = _filling(found, whole, min(max(layers), count // len(whole)), passes)
+        if wider != found.layers:
+            found = self._short(setup, batch, wider) or found
+        return self._from(found, setup, batch, layers, prices, passes, whole)
+
+    def estimate(self, setup: StagedSetup, like: StagedSetup, batch: int, prices: BlockPrices) -> StagedStep | None:
+        """About `step`, from the short stages of `like`, of which only sizes of the axes of data and stages differ: in
+        what they reduce and update. Nothing is planned if `like` has been. None where short stages do not stand for it.
+
+        Raises:
+            PlanError: as `step`.
+        """
+        prices, found = self._prices(setup, prices), self._short(like, batch, (_FEW, _MORE), _SHORT)
+        if found is None:
+            return None
+        passes = stage_passes(setup.mesh, setup.pipeline.axis, prices)
+        layers = self._layers(setup, batch, found, prices)
+        return self._from(found, setup, batch, layers, prices, passes, None)
+
+    def _prices(self, setup: StagedSetup, prices: BlockPrices | None) -> BlockPrices:
+        if setup.pieces < 2:
+            raise PlanError("a pipeline of one micro-batch", "a loop over two or more", "raise micro_batches=")
+        return prices or BlockPrices(self.hardware, setup.mesh)
+
+    def _layers(self, setup: StagedSetup, batch: int, found: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
+        """The equal layers of each stage."""
+        count = self._equal_layers(batch)[0]
+        layers = setup.layers or found.spread(count, setup.stages, prices)
+        if len(layers) != setup.stages or sum(layers) != count:
             text = f"{sum(layers)} layers in {len(layers)} stages"
-            raise PlanError(text, f"{folded.count} in {setup.stages}", "correct layers=")
-        works = [
-            _with_layers(few, more, stage, setup.stages, count, folded.count) for stage, count in enumerate(layers)
-        ]
-        whole, apart = (chain(works, setup.ranks, fillers) for fillers in (False, True))
+            raise PlanError(text, f"{count} in {setup.stages}", "correct layers=")
+        return layers
+
+    def _from(
+        self, found: ShortPair, setup: StagedSetup, batch: int, layers: Sequence[int], prices: BlockPrices,
+        passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None,
+    ) -> StagedStep:  # fmt: skip
+        """The step of stages with so many layers each."""
+        order, (count, period) = setup.pipeline.schedule, self._equal_layers(batch)
+        works = found.works(layers, count, prices, order, passes, whole)
+        whole_blocks, apart = (chain(works, setup.ranks, fillers) for fillers in (False, True))
         by_rank = [
-            [(works[stage], layers[stage] * folded.repeats.period)
-             for stage in range(rank, setup.stages, setup.ranks)]
+            [(works[stage], layers[stage] * period) for stage in range(rank, setup.stages, setup.ranks)]
             for rank in range(setup.ranks)
         ]  # fmt: skip
-        outside = _exchanges(found[0].local, prices, setup.ranks)
-        return staged_step(by_rank, whole, apart, outside, setup.pieces, order)
+        outside = _exchanges(found.steps[0].local, prices, setup.ranks)
+        return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order)
 
     def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
         planned = plan_strategies(graph, setup.mesh, setup.strategies, None, self.hardware)
         return staged(lowered(graph, planned), prices, setup.pipeline.schedule, passes)
 
-    def _folded(self, batch: int) -> FoldedStep | None:
-        """The step with enough equal layers for the short stages; None where it has too few."""
-        if batch not in self.folded:
-            found = self._captured(batch, _SHORT * _MORE)
+    def _equal_layers(self, batch: int) -> tuple[int, int]:
+        """How many equal layers the step has, each of so many modules."""
+        folded, layers = self.folded[batch]
+        period = folded.repeats.period
+        return folded.repeats.count + (self.layers - layers) // period, period
+
+    def _folded(self, batch: int, blocks: int) -> FoldedStep | None:
+        """The step with so many equal layers or more; None where it has too few."""
+        if batch not in self.folded or self.folded[batch][0].repeats.count < blocks:
+            found = self._captured(batch, blocks, blocks)
             if found is None:
                 return None
             self.folded[batch] = found
@@ -231,36 +376,59 @@ class ShortPipelines:
         left_out, rest = divmod(self.layers - layers, folded.repeats.period)
         return None if rest or left_out < 0 else replace(folded, left_out=left_out)
 
-    def _captured(self, batch: int, layers: int) -> tuple[FoldedStep, int] | None:
+    def _captured(self, batch: int, layers: int, blocks: int) -> tuple[FoldedStep, int] | None:
         layers = min(layers, self.layers)
         graph = self.capture(batch * _PIECES, 1, layers)
         repeats = find_repeats(graph)
-        if repeats is not None and repeats.count >= _SHORT * _MORE:
+        if repeats is not None and repeats.count >= blocks:
             return FoldedStep(graph, repeats, self.hardware), layers
         if repeats is None or layers == self.layers:
             return None
-        return self._captured(batch, layers + (_SHORT * _MORE - repeats.count) * repeats.period)
+        return self._captured(batch, layers + (blocks - repeats.count) * repeats.period, blocks)
 
-    def _short(
-        self, setup: StagedSetup, folded: FoldedStep, batch: int, passes: Sequence[Pass]
-    ) -> tuple[ShortStages, ShortStages] | None:
-        """The two short steps; None where they do not stand for more stages."""
-        count = min(setup.stages, _SHORT)
+    def _short(self, setup: StagedSetup, batch: int, pair: tuple[int, int], count: int = 0) -> ShortPair | None:
+        """The two short steps with so many layers in each stage; None where they do not stand for more stages."""
+        count, folded = count or min(setup.stages, _SHORT), self._folded(batch, _SHORT * pair[1])
+        if folded is None:
+            return None
         parts = tuple(part for part in setup.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
         made: list[ShortStages] = []
-        for each in (_FEW, _MORE):
+        for each in pair:
             mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
-            key = mesh, repr(parts), batch, each, repr(passes)
+            key = mesh, repr(parts), batch, each
             if key not in self.short:
                 graph = folded.with_blocks(each * count)
                 planned = plan_strategies(graph, mesh, strategies, None, self.hardware)
-                self.short[key] = _stages_of(lowered(graph, planned), passes)
+                self.short[key] = ShortStages(lowered(graph, planned))
             made.append(self.short[key])
         few, more = made
         same = [type(node.target) for node in exchanges(few.local).values()] == [
             type(node.target) for node in exchanges(more.local).values()
         ]
-        return (few, more) if same and is_chain(few.local) and is_chain(more.local) else None
+        return ShortPair((few, more), pair) if same and is_chain(few.local) and is_chain(more.local) else None
+
+
+def _kinds(stages: int, short: int) -> list[int]:
+    """Which stage of a short step stands for each: the first, the last, or one between them."""
+    return [0 if stage == 0 else short - 1 if stage == stages - 1 else 1 for stage in range(stages)]
+
+
+def _filling(
+    found: ShortPair, whole: Sequence[CollectiveTraffic], most: int, passes: Sequence[Pass]
+) -> tuple[int, int]:
+    """Numbers of layers in a stage that fill a few buckets, so that it matters little at which one closes; no more than
+    there are, `most`. Where nothing overlaps, one layer tells as much as several.
+    """
+    sizing = next((one for one in passes if isinstance(one, SizeBuckets)), None)
+    if sizing is None or not any(isinstance(one, Overlap) for one in passes):
+        return found.layers
+    at = len(whole) // 2
+    few, more = (short.traffic()[at].reduced_bytes for short in found.steps)
+    sized = replace(sizing, whole=whole[at])(found.steps[0].programs(False)[at])
+    assert sized.sizes is not None, "it has been sized"
+    several = ceil(TUNING.folded_buckets * sized.sizes.bucket_bytes / max(more - few, 1)) if more > few else 1
+    several = max(min(several, _MOST, most - 1), 1)
+    return several, max(min(2 * several, most), several + 1)
 
 
 def _modules(folded: FoldedStep, each: int, stage: int) -> list[str]:
@@ -270,30 +438,18 @@ def _modules(folded: FoldedStep, each: int, stage: int) -> list[str]:
     return [f"{repeats.prefix}.{first + number}" for number in range(each * repeats.period)]
 
 
-def _with_layers(
-    few: Sequence[StageWork], more: Sequence[StageWork], stage: int, stages: int, count: int, layers: int
-) -> StageWork:
-    """The work of a stage with `count` of all equal `layers`: that of the first, the last, or one between them."""
-    kind, short = 0 if stage == 0 else len(few) - 1 if stage == stages - 1 else 1, len(few)
-    times, times_all = count - _FEW, layers / short - _FEW
-    return few[kind].towards(more[kind], times / (_MORE - _FEW), times_all / (_MORE - _FEW))
-
-
-def spread(few: Sequence[StageWork], more: Sequence[StageWork], layers: int, stages: int) -> tuple[int, ...]:
+def spread(few: Sequence[float], more: Sequence[float], layers: int, stages: int) -> tuple[int, ...]:
     """The equal layers of each stage, so that the longest one is as short as it can be: one after the other goes where
-    it adds least. Every stage has one, but the first and the last, which have what stands around them.
+    it adds least. Every stage has one, but the first and the last, which have what stands around them. `few`, `more`:
+    microseconds of each kind of stage for a piece, with one layer and with two.
 
     Raises:
         PlanError: there are too few.
     """
-
-    def us(stage: int, count: int) -> float:
-        return sum(block.us for block in _with_layers(few, more, stage, stages, count, layers).whole)
-
     found = [0, *[1] * (stages - 2), 0]
     if layers < sum(found):
         raise PlanError(f"{stages} stages of {layers} equal layers", f"at most {layers + 2}", "give fewer chunks")
-    each = [(us(stage, 1), us(stage, 2) - us(stage, 1)) for stage in range(stages)]
+    each = [(few[kind], more[kind] - few[kind]) for kind in _kinds(stages, len(few))]
     for _ in range(layers - sum(found)):
         at = min(range(stages), key=lambda stage: each[stage][0] + each[stage][1] * found[stage])
         found[at] += 1

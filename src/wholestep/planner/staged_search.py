@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..errors import WholestepError
-from ..graph.text import human
+from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..mesh import STAGES, Axis, Mesh
 from ..plan.data_parallel import DataParallel
@@ -23,6 +23,7 @@ from .staged_plan import ShortPipelines, StagedSetup, costs_of_staged
 
 _STYLE = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
 _CHUNKS = (1, 2, 4, 8)
+_FAR = 1.25  # times the fastest estimate: stages are not as equal as a formula has them
 
 
 @dataclass
@@ -49,32 +50,64 @@ class StagedSearch:
     kinds: Sequence[RecomputeKind]
     software: Software = OWN
     watch: Watch = unwatched
-    piece_us: dict[int, float] = field(default_factory=dict[int, float])
 
     def run(self, ranks: int, sequences: int) -> tuple[list[Setup], list[Setup]]:
-        """Pipelines that fit and were simulated, and why others lost. Of each number of ranks that share a layer, the
-        one with the smallest bubble is simulated first; its time for a piece orders all others.
+        """Pipelines that fit and were simulated, and why others lost. All are estimated from the short stages of one of
+        their like; those that are the fastest then are planned and simulated themselves.
         """
         best, lost, waiting = list[Setup](), list[Setup](), list[Setup]()
-        for setup in self._setups(ranks, sequences):
+        for setup in self._estimated(self._setups(ranks, sequences)):
             (lost if setup.why else waiting).append(setup)
-        self.piece_us.clear()
-        for split in sorted({self._split(one) for one in waiting}, reverse=True):
-            alike = [one for one in waiting if self._split(one) == split]
-            first = min(alike, key=self._bubble)
-            waiting.remove(first)
-            found = self._simulated(first)
-            (best if found.costs else lost).append(found)
-        waiting = [replace(one, estimate_s=self._estimate_s(one)) for one in waiting]
         for setup in sorted(waiting, key=lambda one: one.estimate_s):
             fastest = min((one.costs.step_s for one in best if one.costs), default=float("inf"))
             late = setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
             if late or len(best) >= TUNING.most_setups:
-                lost.append(replace(setup, why="not simulated: a pipeline that is slower by a quick estimate"))
+                lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
                 continue
             found = self._simulated(setup)
             (best if found.costs else lost).append(found)
         return best, lost
+
+    def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
+        """`setups` with estimates and the first kind of recomputation that seems to fit, or why they lost. Where the
+        formula of equal stages says that one is far slower, it is not estimated.
+        """
+        groups, fastest = dict[object, list[Setup]](), float("inf")
+        for setup in setups:
+            groups.setdefault((self._split(setup), setup.batch, "dp" in setup.mesh.names), []).append(setup)
+        for several in groups.values():
+            like, work_s = min(several, key=self._bubble), 0.0
+            for setup in sorted(several, key=self._bubble):
+                ranks = setup.mesh.axis_size(STAGES)
+                rough_s = setup.micro_batches * work_s / ranks / (1 - self._bubble(setup))
+                if setup.why or rough_s > fastest * _FAR:
+                    why = setup.why or f"not simulated: about {seconds(rough_s)} with equal stages"
+                    yield replace(setup, estimate_s=rough_s, why=why)
+                    continue
+                found, busy_us = self._estimate(setup, like)
+                work_s = work_s or busy_us / setup.micro_batches / 1e6
+                fastest = fastest if found.why else min(fastest, found.estimate_s)
+                yield found
+
+    def _estimate(self, setup: Setup, like: Setup) -> tuple[Setup, float]:
+        """With an estimate, and the microseconds in which its stages do something."""
+        prices, found, busy_us = BlockPrices(self.hardware, setup.mesh, self.software), setup, 0.0
+        for kind in self.kinds:
+            found = replace(setup, recompute=kind)
+            self.watch(f"about {found}")
+            own, other = (StagedSetup(one.mesh, one.strategies) for one in (found, like))
+            try:
+                step = self.pipelines(kind).estimate(own, other, setup.batch, prices)
+            except WholestepError as error:
+                return replace(found, why=f"no plan: {first_line(error)}"), 0.0
+            if step is None:
+                return found, 0.0  # stages are not alike: it is simulated
+            busy_us, peak = sum(one.busy_us + one.waited_us for one in step.stages), step.fullest.peak_bytes
+            if peak <= self.memory_bytes * TUNING.setup_memory_share:
+                return replace(found, estimate_s=step.step_us / 1e6), busy_us
+            over = f"{human(peak)} at its peak by a quick estimate, {human(peak - self.memory_bytes)} too much"
+            found = replace(found, why=f"holds about {over}")
+        return found, busy_us
 
     def _split(self, setup: Setup) -> int:
         axis = self.tensor.axis if self.tensor else ""
@@ -84,10 +117,6 @@ class StagedSearch:
         """The share of idle time of equal stages, by formula."""
         idle = (setup.mesh.axis_size(STAGES) - 1) / setup.chunks
         return idle / (setup.micro_batches + idle)
-
-    def _estimate_s(self, setup: Setup) -> float:
-        each = self.piece_us.get(self._split(setup), 0.0) * setup.batch / setup.mesh.axis_size(STAGES)
-        return setup.micro_batches * each / (1 - self._bubble(setup)) / 1e6
 
     def _setups(self, ranks: int, sequences: int) -> Iterator[Setup]:
         node = min(self.hardware.ranks_per_node or ranks, ranks)
@@ -120,9 +149,9 @@ class StagedSearch:
                     yield setup
 
     def _simulated(self, setup: Setup) -> Setup:
-        """With simulated costs and the first kind of recomputation that fits."""
+        """With simulated costs and the first kind of recomputation that fits, from its own on."""
         found = setup
-        for kind in self.kinds:
+        for kind in self.kinds[self.kinds.index(setup.recompute) :]:
             found = replace(setup, recompute=kind)
             self.watch(str(found))
             try:
@@ -131,8 +160,6 @@ class StagedSearch:
                 step = self.pipelines(kind).step(staged, setup.batch, prices=prices)
             except WholestepError as error:
                 return replace(found, why=f"no plan: {first_line(error)}")
-            spent = sum(one.busy_us + one.waited_us for one in step.stages)
-            self.piece_us[self._split(setup)] = spent / setup.micro_batches / setup.batch
             costs = costs_of_staged(step)
             if costs.peak_bytes <= self.memory_bytes:
                 return replace(found, costs=costs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backend.gloo.exchange import exchanges
-from ..backend.pipeline import edited, pipeline, with_blocks_from
+from ..backend.pipeline import edited, pipeline, stage_pipeline, with_blocks_from
 from ..backend.rank_binding import bind
 from ..backend.same_bits import same_bits
 from ..cache.step_cache import CachedChoices
@@ -83,9 +83,8 @@ class Finalizer:
     def _of_stage(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
         refuse_for_stages(self.options, self.world.device)
-        alone = all(axis.size == 1 or axis.name == local.stage_axis for axis in self.world.mesh.axes)
-        schedule = None if alone else self._schedule()
-        passes = edited(pipeline(schedule=schedule, backend=self.options.backend), self.options.given.passes)
+        several = stage_pipeline(self.world.mesh, local.stage_axis, self._schedule, backend=self.options.backend)
+        passes = edited(several, self.options.given.passes)
         passes = self._agreed(passes, f"{key}, stage {self.world.coordinate[local.stage_axis]}")
         with self.stages.stage("schedule"):
             own = stage_program(local, self.world.coordinate[local.stage_axis])

@@ -1,0 +1,102 @@
+"""All stages of a pipeline in time: each runs its program node by node, and waits for what others send."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch.fx import Node
+
+import wholestep as ws
+from wholestep.cost.simulation import Clock, clock_of, sent_us
+from wholestep.graph import meta
+from wholestep.graph.nodes import is_collective
+from wholestep.graph.stage_part import part_of
+from wholestep.partition.stage_program import POINT_TO_POINT, receive, send
+from wholestep.passes.base import Pass
+
+
+@dataclass
+class Stages:
+    """`arrives`: when a message is there, by its name and piece, or tag. `met`: when stages began a collective of all
+    of them. `free`: until when a channel sends.
+    """
+
+    local: ws.LocalGraph
+    hardware: ws.Hardware
+    passes: Sequence[Pass]
+    arrives: dict[object, float] = field(default_factory=dict[object, float])
+    met: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    free: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    waited: list[float] = field(default_factory=list[float])
+
+    def __post_init__(self) -> None:
+        self.count = self.local.mesh.axis_size(self.local.stage_axis)
+        self.programs = [
+            ws.run_passes(ws.stage_program(self.local, stage), self.passes) for stage in range(self.count)
+        ]  # fmt: skip
+
+    def step_us(self) -> float:
+        """Until the last stage ends."""
+        clocks = [clock_of(one.graph, one.mesh, self.hardware) for one in self.programs]
+        running = [self._stage(stage, clock) for stage, clock in enumerate(clocks)]
+        left, rounds = set(range(self.count)), 0
+        while left:
+            for stage in sorted(left):
+                if next(running[stage], "ends") == "ends":
+                    left.remove(stage)
+            rounds += 1
+            assert rounds < 100_000, "stages wait for each other"
+        self.waited = [clock.waited for clock in clocks]
+        return max(clock.now for clock in clocks)
+
+    def _stage(self, stage: int, clock: Clock) -> Generator[str]:
+        for node in self.programs[stage].graph.nodes:
+            if node.op != "call_function":
+                continue
+            if part_of(node) is not None:
+                yield from self._part(node, stage, clock)
+            elif node.target in POINT_TO_POINT:
+                yield from self._message(node, stage, clock)
+            elif is_collective(node) and node.args[-1] == self.local.stage_axis:
+                begun = self.met.setdefault(node.name, {})
+                begun[stage] = clock.now
+                yield from _until(lambda begun=begun: len(begun) == self.count)
+                clock.begun[node] = max(begun.values())
+                clock.done[node] = clock.begun[node] + sent_us(node, self.hardware, self.local.mesh)
+            else:
+                clock.run(node)
+
+    def _part(self, node: Node, stage: int, clock: Clock) -> Generator[str]:
+        part = part_of(node)
+        assert part is not None, "a part"
+        us = {block.name: block.us for block in part.blocks}
+        for action in part.actions:
+            key, message = (action.name, action.piece), part.messages.get(action.name)
+            if action.kind == "run":
+                clock.compute(us[action.name])
+            elif action.kind == "send":
+                assert message is not None, "a message"
+                channel = stage, message.target
+                sent = self.hardware.collective_us("send", message.size_bytes, self.local.mesh, part.axis)
+                self.arrives[key] = self.free[channel] = max(self.free.get(channel, 0.0), clock.now) + sent
+            elif action.kind == "wait":
+                yield from _until(lambda key=key: key in self.arrives)
+                clock.now = max(clock.now, self.arrives[key])
+
+    def _message(self, node: Node, stage: int, clock: Clock) -> Generator[str]:
+        if node.target is send:
+            given = cast(Node, node.args[0])
+            clock.now += self.hardware.collective_us(
+                "send", meta.size_bytes(given), self.local.mesh, self.local.stage_axis
+            )
+            self.arrives[node.args[2]] = clock.now
+        else:
+            assert node.target is receive, "the other one"
+            tag = node.args[4]
+            yield from _until(lambda: tag in self.arrives)
+            clock.now = max(clock.now, self.arrives[tag])
+
+
+def _until(is_there: Callable[[], bool]) -> Generator[str]:
+    while not is_there():
+        yield "waits"
