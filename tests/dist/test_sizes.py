@@ -179,28 +179,69 @@ def test_what_inductor_compiles_is_for_all_sizes_on_each_rank(style: str, semant
         assert all("is compiled again" in miss for miss in regions), misses
 
 
-def _pads(rank: int, world: int) -> tuple[float, int, list[str]]:
-    """Ranks whose batches have other lengths, each padded, beside DDP on the batches as they are."""
+FFN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+PADDED: dict[str, tuple[str, Any]] = {
+    "per_rank": ("dp=2", ws.DataParallel("default")),
+    "global": ("dp=2", ws.DataParallel("zero1", semantics="global")),
+    "tensor parallel": ("tp=2", ws.TensorParallel(FFN)),
+    "both": ("dp=2,tp=2", [ws.DataParallel("fully_shard", semantics="global"), ws.TensorParallel(FFN)]),
+}
+
+
+def longest(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Batches that one device gets as one: padded to the longest."""
+    most = max(x.shape[1] for x, _ in parts)
+    return [(F.pad(x, (0, most - x.shape[1])), F.pad(y, (0, most - y.shape[1]), value=-100)) for x, y in parts]
+
+
+def _pads(rank: int, world: int, kind: str) -> tuple[float, int, list[str]]:
+    """Ranks whose batches have other lengths, each padded, beside one process on the batches as they are."""
     torch.set_default_dtype(torch.float64)
     model, other = (build(GPTConfig(layers=1, width=16, heads=2, context=24), 0) for _ in range(2))
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
     pad_to = ws.PadTo((8, 16, 24), {"tokens": 1, "targets": 1}, fill={"targets": -100})
-    step = ws.compile(train, pad_to=pad_to, dynamic={"tokens": (0,), "targets": (0,)})
-    worst = 0.0
-    for call, (rows, length) in enumerate(sizes(rank, 6, "per_rank")):
-        batch = bytes_of(rank, call, rows, length)
-        expected = train(other, plain, *batch, between=lambda: average(other, world))
-        worst = max(worst, abs(float(step(model, optimizer, *batch)) - float(expected)))
+    mesh, parallel = PADDED[kind]
+    dynamic = {"tokens": (0,), "targets": (0,)}
+    step = ws.compile(train, mesh=mesh, parallel=parallel, pad_to=pad_to, dynamic=dynamic)
+    worst, parts = 0.0, dict(axis.split("=") for axis in mesh.split(",")).get("dp", 1)
+    own = rank * int(parts) // world
+    for call in range(6):
+        given = [sizes(r, 6, "per_rank")[call] for r in range(int(parts))]
+        batches = [bytes_of(r, call, *size) for r, size in enumerate(given)]
+        loss = float(step(model, optimizer, *batches[own]))
+        whole = longest(batches) if kind in ("global", "both") else batches
+        expected = train_by(whole_loss if kind in ("global", "both") else mean_of, other, plain, whole)
+        worst = max(worst, abs(loss - expected)) if kind != "per_rank" else worst
     with ws.whole(model):
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
     return worst, len(step.programs), step.misses
 
 
-def test_ranks_pad_their_batches() -> None:
-    for worst, programs, misses in run_ranks(_pads, 2, timeout=290):
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=pytest.mark.full) if one == "both" else one for one in PADDED]
+)
+def test_ranks_pad_their_batches(kind: str) -> None:
+    for worst, programs, misses in run_ranks(_pads, 4 if kind == "both" else 2, kind, timeout=290):
         assert worst < 1e-12
         assert programs == 1, misses
+
+
+def _lengths_that_differ(rank: int, world: int) -> str:
+    model = nn.Linear(6, 4)
+    step: Any = ws.compile(_square, parallel=ws.DataParallel(semantics="global"))
+    try:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3 + rank, 6))
+    except ws.errors.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_a_batch_have_one_length() -> None:
+    for rank, found in enumerate(run_ranks(_lengths_that_differ, 2)):
+        shapes = f"with x of {[2, 3 + rank, 6]}"
+        assert f"rank {1 - rank} was given a batch of other sizes than rank {rank}, {shapes}" in found
+        assert "they differ in the dims that ranks share alone (dim 0 of x)" in found
 
 
 def whole_loss(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

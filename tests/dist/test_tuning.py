@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -116,6 +117,34 @@ def test_ranks_whose_batches_differ_run_the_same_schedule_in_each_call() -> None
     assert tuned[0][3].chosen == tuned[1][3].chosen == 1
     assert not tuned[0][4]
     assert not tuned[1][4]
+
+
+def train_on_lengths(rank: int, world: int, style: str, tune: str) -> Any:
+    """Batches of another size in each call, and on each rank."""
+    tuner.merged = second_is_fastest
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = compiled(mean_square, style, tune, dynamic={"x": (0, 1)})
+    drawn, sizes = torch.Generator().manual_seed(100 + rank), Random(rank)
+    losses, orders = list[float](), list[tuple[str, ...]]()
+    for _ in range(CALLS):
+        x = torch.randn(sizes.randint(2, 9), sizes.randint(2, 9), WIDTH, generator=drawn)
+        losses.append(step(model, optimizer, x).item())
+        orders.append(ran(step))
+    params = [whole(p).tolist() for p in model.parameters()]
+    return losses, params, orders, step.tuning, step.captures, step.misses
+
+
+@pytest.mark.parametrize("style", ["fully_shard", pytest.param("zero1", marks=FULL)])
+def test_calls_of_all_sizes_take_turns(style: str) -> None:
+    plain, tuned = (run_ranks(train_on_lengths, 2, style, tune) for tune in ("off", "auto"))
+    assert [one[:2] for one in plain] == [one[:2] for one in tuned]
+    assert tuned[0][2] == tuned[1][2]
+    for _, _, orders, tuning, captures, misses in tuned:
+        assert captures == 2, misses
+        assert tuning.chosen == 1, str(tuning)
+        assert len(set(orders)) == len(tuning.tried) > 1
+        assert orders[-1] == tuning.tried[1].order
 
 
 def forward(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """A trace without its mutation computes what the mutating step computes, views of views included."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import wholestep as ws
 from wholestep import _torch
 from wholestep.capture.functional import functionalize
 
@@ -140,6 +143,28 @@ def never_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("step", CATALOGUE, ids=lambda step: step.__name__)
 def test_writes_through_views(step: Step) -> None:
     compare(step)
+
+
+def normed_columns(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """Autograd writes into a gradient that lies by columns; the kernel that reads it next takes it for rows."""
+    optimizer.zero_grad()
+    y = F.group_norm(model(x).transpose(1, 2), 2).transpose(1, 2)
+    loss = y.norm() + y.norm(dim=-1).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.usefixtures("never_again")
+def test_what_is_written_keeps_its_order_in_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    other, x = copy.deepcopy(model), torch.randn(6, 5, 6, dtype=torch.float64)
+    step = ws.compile(normed_columns)
+    for _ in range(2):
+        loss = step(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+        torch.testing.assert_close(loss, normed_columns(other, torch.optim.SGD(other.parameters(), lr=0.1), x))
+    torch.testing.assert_close(model.weight, other.weight, rtol=1e-12, atol=1e-12)
 
 
 def test_writes_it_does_not_know_are_traced_again() -> None:

@@ -143,6 +143,35 @@ def test_tokens_are_cut_between_rows(kind: str, rows: int) -> None:
             assert not gathers
 
 
+class Attends(nn.Module):
+    """(b, t, d) to (b, t, d), by a kernel that needs a row."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(d, 3 * d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("rows", [5, pytest.param(9, marks=pytest.mark.full)])
+def test_a_rank_without_rows_is_no_reason_to_gather(rows: int) -> None:
+    """Five rows on four ranks are two, two, one and none, and on two times two, two, one, one and one."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Attends(8)
+        return model, SGD(model.parameters(), lr=0.05)
+
+    drawn = torch.Generator().manual_seed(3)
+    batches = [({"x": torch.randn(rows, 4, 8, generator=drawn, dtype=torch.float64)},) for _ in range(2)]
+    one = OneDevice(make, _step(lambda model, b: model(b["x"]).square().mean()), batches)
+    for mesh in ("dp=4", HYBRID):
+        found = compare(one, mesh, ws.DataParallel("replicate", semantics="global"))
+        assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"
+        assert not [n for n in found.local.graph.nodes if "all_gather" in str(n.target)]
+
+
 def mlp() -> nn.Module:
     return SimpleMlp(33, 8)
 

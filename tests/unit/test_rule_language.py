@@ -116,7 +116,7 @@ def test_matmul() -> None:
     assert group.operands == {0: ("m", "k"), 1: ("k", "n")}
     assert group.outputs == {0: ("m", "n")}
     assert group.reduces == {"k": "sum"}
-    assert [group.splits("m", n) for n in (2, 3, 4, 8)] == [True] * 4
+    assert [group.splits("m", (n,)) for n in (2, 3, 4, 8)] == [True] * 4
 
 
 def test_rest_is_aligned_from_the_right() -> None:
@@ -137,7 +137,7 @@ def test_only_the_outer_factor_cuts_a_merged_dim_and_evenly() -> None:
     assert group.operands == {0: ("a", None)}
     assert group.outputs == {0: ("a",)}
     assert group.even == {"a": 4}
-    assert [group.splits("a", n) for n in (2, 3, 4)] == [True, False, True]
+    assert [group.splits("a", (n,)) for n in (2, 3, 4)] == [True, False, True]
 
 
 def test_outer_factors_of_size_one_do_not_count() -> None:
@@ -149,7 +149,7 @@ def test_outer_factors_of_size_one_do_not_count() -> None:
 
 def test_filled_factors_are_not_cut_into_empty_pieces() -> None:
     group = bind("a -> ()", aten.amax.default, torch.ones(5), reduces={"a": "max"}).groups[0]
-    assert [group.splits("a", n) for n in (2, 3, 4)] == [True, True, False]
+    assert [group.splits("a", (n,)) for n in (2, 3, 4)] == [True, True, False]
 
 
 def test_lists_are_cut_entry_by_entry() -> None:

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.optim import SGD, Adam, Optimizer
 
 import wholestep as ws
@@ -24,7 +26,7 @@ from wholestep.graph.verify import check_local_graph
 from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, join_rows
+from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, in_pieces, join_rows
 from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.overlap import Overlap, with_collectives_in
@@ -403,10 +405,12 @@ def test_moving_needs_split_optimizers() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
 def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> None:
-    """Parameters and state are updated where they are; ZeRO-1's gathered parameters are copied, once each."""
+    """Parameters and state are updated where they are; ZeRO-1's gathered parameters are copied, once a bucket."""
     local = ws.run_passes(layers(4, 64, style, fused), [Schedule(SLOW), Reinplace()])
-    copies = [n for n in local.graph.nodes if "copy_" in str(n.target)]
-    assert len(copies) == (8 if style == "zero1" else 0)
+    names = [getattr(n.target, "__name__", str(n.target)) for n in local.graph.nodes]
+    copies, gathers = sum("copy_" in name for name in names), sum("all_gather" in name for name in names)
+    assert copies == (gathers if style == "zero1" else 0)
+    assert gathers or style == "replicate"
 
 
 def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
@@ -414,14 +418,30 @@ def test_gathered_parameters_are_copied_to_where_they_rest() -> None:
     merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64, "zero1"))
     landed = ws.run_passes(merged, [Reinplace()])
     names = [[getattr(n.target, "__name__", "") for n in one.graph.nodes] for one in (merged, landed)]
-    assert (names[0].count("part_of_gather"), names[0].count("in_rows")) == (8, 0)
-    assert (names[1].count("part_of_gather"), names[1].count("in_rows")) == (0, 8)
+    assert (names[0].count("part_of_gather"), names[1].count("part_of_gather")) == (8, 0)
     params = {n: i.name for i, n in landed.placeholders() if i.role is Role.PARAM}
     order = {n: at for at, n in enumerate(landed.graph.nodes)}
-    for home in (n for n in landed.graph.nodes if getattr(n.target, "__name__", "") == "in_rows"):
-        param = node_at(home, 0)
-        assert param in params
+    homes = [n for n in landed.graph.nodes if n.target is in_pieces]
+    landing = [(home, param) for home in homes for param in cast("list[Node]", home.args[0])]
+    assert sorted(params[param] for _, param in landing) == sorted(params.values())
+    for home, param in landing:
         assert all(order[user] <= order[home] for user in param.users), f"{params[param]} is read once it is written"
+        assert home.args[2] == "dp", "the own part is there already"
+
+
+def test_an_own_part_that_was_not_updated_in_place_is_copied_too() -> None:
+    """Where the optimizer makes new tensors, what a rank sent is not what its parameters hold."""
+    merged = Schedule(SLOW, 40 << 10, 40 << 10)(layers(4, 64, "zero1"))
+    for join in [n for n in merged.graph.nodes if n.target is join_rows and n.args[1] == 1]:
+        pieces = cast("list[Node]", join.args[0])
+        with merged.graph.inserting_before(join):
+            join.args = (
+                [add_call(merged.graph, torch.ops.aten.neg.default, (p,), one_tensor(p), p) for p in pieces],
+                1,
+            )
+    homes = [n for n in ws.run_passes(merged, [Reinplace()]).graph.nodes if n.target is in_pieces]
+    assert homes
+    assert all(home.args[2] is None for home in homes)
 
 
 def test_on_gpus_a_bucket_is_copied_at_once() -> None:

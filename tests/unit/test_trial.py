@@ -15,7 +15,7 @@ from wholestep.mesh import Mesh
 from wholestep.passes.other_schedules import schedules_to_try, sums_of
 from wholestep.passes.overlap import collectives_of
 from wholestep.runtime.compile_options import CompileOptions, StepOptions, not_tuned
-from wholestep.runtime.trial import Round, Trial, merged
+from wholestep.runtime.trial import Round, Trial, for_one_batch, merged
 from wholestep.runtime.tuner import ScheduleTuning
 from wholestep.tuning import TUNING
 
@@ -48,6 +48,16 @@ def test_what_is_slower_beyond_the_noise_is_out_after_two_rounds() -> None:
 def test_a_machine_that_gets_slower_counts_for_nothing() -> None:
     slower: Round = {number: tuple(10 * one for one in times) for number, times in CLEAR.items()}
     assert rounds(Trial(3), CLEAR, slower).left == (1,)
+
+
+def test_times_of_batches_of_several_sizes_are_those_of_the_first() -> None:
+    """The second rank has the larger batch in the first call, and a call that does not count in the last."""
+    rows = [[(1.0, 50.0), (2.5, 200.0), (9.0, 10.0)], [(1.1, 100.0), (2.4, 100.0), None]]
+    seconds, usual_us = for_one_batch(rows, 0.0)
+    assert usual_us == 100.0
+    assert seconds == [[1.0, 1.25, 90.0], [1.1, 1.2, None]]
+    again, same = for_one_batch([[(1.0, 50.0)], [(1.0, 25.0)]], usual_us)
+    assert (again, same) == ([[2.0], [2.0]], usual_us)
 
 
 def test_noise_goes_on_until_the_calls_are_used_up() -> None:

@@ -102,6 +102,14 @@ class Symbols:
         self.env.sizes = other
         return other
 
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """After the block, numbers of the trace are those of these symbols again: `at` has others take their place."""
+        try:
+            yield
+        finally:
+            self.env.sizes = self
+
     def apart(self, sizes: Mapping[str, int]) -> Symbols:
         """The same symbols in an environment of their own, at these sizes: what is compared there is no guard here."""
         other = Symbols(str)

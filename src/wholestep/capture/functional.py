@@ -129,6 +129,12 @@ def _required_defaults(node: Node, form: Any) -> tuple[Any, ...]:
     )
 
 
+def _is_dense(found: meta.TensorMeta) -> bool:
+    """True if a tensor is row-major with its dims in some order."""
+    rows = sorted(zip(found.stride, found.shape, strict=True), reverse=True)
+    return all(stride == row for (stride, _), row in zip(rows, meta.row_major([size for _, size in rows]), strict=True))
+
+
 @dataclass
 class _Walk:
     """The rewrite of one graph; the fields describe the families at the node being visited."""
@@ -245,10 +251,23 @@ class _Walk:
             new = put(self.call, node, self.current(source), new)
             node = source
             changed.append((node, new))
+        changed[-1] = node, self._as_written(node, changed[-1][1])
         self.version[node] = self.version.get(node, 0) + 1
         kept = [self._keep(member, made, self.version[node]) for member, made in changed]
         if not kept[-1]:
             raise _UnsupportedError(f"{node} with other strides")
+
+    def _as_written(self, node: Node, new: Node) -> Node:
+        """`new` with the memory layout of the tensor that is written: autograd has left out copies for it, which some
+        kernels need. A few functional forms return rows where the in-place op keeps an order.
+        """
+        wanted, made = meta.tensor(node), meta.tensor(new)
+        if wanted is None or made is None or wanted == made or not _is_dense(wanted):
+            return new
+        order = sorted(range(len(wanted.shape)), key=lambda dim: (-wanted.stride[dim], dim))
+        rows = self.call(aten.permute.default, new, order)
+        rows = self.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, rows, [order.index(dim) for dim in range(len(order))])
 
     def _eldest(self, node: Node) -> Node:
         while node in self.same:

@@ -38,6 +38,7 @@ from ..rules.registry import draws
 from ..typed_values import check_arguments
 from . import rank_ops
 from .collectives import Emitter
+from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
@@ -118,6 +119,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh)
+        self.extended = ExtendedCalls(self.emit)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
@@ -191,6 +193,7 @@ class _Lowering:
         if not _takes_any_strides(node):
             found = zip(operands(node), given, decision.operands, strict=True)
             given = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in found]
+        added = self.extended.operands(node, decision, given)
         ready = iter(given)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
@@ -201,7 +204,7 @@ class _Lowering:
             rule = find_rule(node)
             cut = [layout.state(TIME).kind == "S" for layout in decision.operands]
             self.once[new] = tuple(n for i, n in enumerate(given) if rule and i in rule.by_shape and not cut[i])
-        return self._with_outputs(new, node)
+        return self.extended.result(self._with_outputs(new, node), node, added)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
         layouts = (*decision.operands, *decision.outputs)
@@ -239,7 +242,7 @@ class _Lowering:
         new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
         meta.copy(node, new)
         meta.set_strided(new, meta.is_strided(made))
-        return self._with_outputs(new, node)
+        return self.extended.item(self._with_outputs(new, node), node, source)
 
     def _with_outputs(self, new: Node, node: Node) -> Node:
         """Record the local outputs of `node` on `new`."""

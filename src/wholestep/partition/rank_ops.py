@@ -41,6 +41,13 @@ def pad_to(x: Tensor, dim: int, chunk: int, chunks: int) -> Tensor:
     return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)  # torch pads no symbol
 
 
+@priced_like(FREE)
+@shares("if alike")
+def at_least_one(x: Tensor, dim: int) -> Tensor:
+    """Return `x`, or one place of zeros along `dim` if it has none: some kernels need one."""
+    return x if x.shape[dim] else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+
+
 def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size: int) -> Tensor:
     """Reorder the result of an all-to-all and remove its padding.
 
@@ -110,4 +117,7 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 RANK_DEPENDENT = (take_chunk, take_units, only_first, share, put_piece, kept_piece)
-MAY_ALIAS = (take_chunk, take_units, pad_to, only_first, share, contiguous, in_order, with_stride, cut_to, *HOST_COPIES)
+MAY_ALIAS = (
+    take_chunk, take_units, pad_to, at_least_one, only_first, share, contiguous, in_order, with_stride, cut_to,
+    *HOST_COPIES,
+)  # fmt: skip

@@ -101,7 +101,7 @@ def meets_stages(local: LocalGraph, node: Node) -> bool:
 def _exchanged(local: LocalGraph) -> list[str]:
     """What a stage of a pipeline exchanges with others, in order."""
     found: list[str] = []
-    for node in local.graph.nodes:
+    for node in local.graph.nodes if local.stage is not None else ():
         if part := part_of(node):
             found += [str(action) for action in part.actions if action.kind != "run"]
         elif meets_stages(local, node):

@@ -92,7 +92,8 @@ class Bucket(InPlace):
         backward, after = False, dict[Node, frozenset[Node]]()
         for node in graph.nodes:
             backward = backward or meta.is_backward(node)
-            after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
+            if GATHER in wanted:  # sums are merged whatever they wait for
+                after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
@@ -101,7 +102,7 @@ class Bucket(InPlace):
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
-            key = _key(stages, backward, after[node])
+            key = _key(stages, backward, after.get(node, frozenset()))
             if self.coalesces and _ahead(node):
                 key = *key, _is_kept(node)
             whole_bytes = max(one_tensor(one).size_bytes for one in (*stages, node_at(node, 0)))
@@ -326,17 +327,29 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @priced_like(FREE)
 @shares("view")
 def pieces_of_gather(
-    joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], numbers: Sequence[int], parts: int
+    joined: Tensor,
+    outlines: Sequence[Tensor | tuple[int, ...]],
+    numbers: Sequence[int],
+    parts: int,
+    own: int | None = None,
 ) -> list[Tensor]:
-    """What each rank sent of the tensors with these `numbers`, as views of a gathered bucket."""
-    return [row for number in numbers for row in rows_of_gather(joined, outlines, number, parts)]
+    """What each rank but `own` sent of the tensors with these `numbers`, as views of a gathered bucket."""
+    return [row for number in numbers for row in _without(own, rows_of_gather(joined, outlines, number, parts))]
 
 
 @priced_like(FREE)
 @shares("all")
-def in_pieces(tensors: Sequence[Tensor], parts: int) -> list[Tensor]:
-    """Contiguous tensors, each as `parts` views of equal size."""
-    return [row for tensor in tensors for row in in_rows(tensor, parts)]
+def in_pieces(tensors: Sequence[Tensor], parts: int, own: int | None = None) -> list[Tensor]:
+    """Contiguous tensors, each as `parts` views of equal size; that of rank `own` is left out."""
+    return [row for tensor in tensors for row in _without(own, in_rows(tensor, parts))]
+
+
+OWN_APART = (pieces_of_gather, in_pieces)
+"""Their last argument is the axis along which a rank's own part is left out, until a rank is put into the graph."""
+
+
+def _without(own: int | None, rows: Tensor) -> list[Tensor]:
+    return [row for rank, row in enumerate(rows.unbind()) if rank != own]
 
 
 @priced_like(FREE)

@@ -286,11 +286,10 @@ class _Work:
         """True for the sum of two gradients that are there: it is computed at once, as it frees one of them. Without
         that, the gradients of all micro-batches would be kept until the last reduction starts.
         """
+        if node.target is not torch.ops.aten.add.Tensor or node not in self.tail.place:
+            return False
         given = operands(node)
-        return (
-            node.target is torch.ops.aten.add.Tensor and node in self.tail.place and len(given) == 2
-            and self.placed.issuperset(given)
-        )  # fmt: skip
+        return len(given) == 2 and self.placed.issuperset(given)
 
     def _gather_ahead(self, node: Node) -> None:
         """Start gathers while the bounds allow, and at least the gathers that `node` reads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -13,13 +14,13 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
-from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, operands, redirect
+from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
 from ..graph.storage import UNMARKED_VIEWS, held_in_states
-from ..partition.rank_ops import MAY_ALIAS
+from ..partition.rank_ops import MAY_ALIAS, take_chunk
 from ..sizes import equal
 from ..tuning import TUNING
 from .base import InPlace
-from .bucket import GATHER, in_pieces, in_rows, part_of_gather, pieces_of_gather, rows_of_gather
+from .bucket import GATHER, in_pieces, in_rows, join_rows, part_of_gather, pieces_of_gather, rows_of_gather
 from .coalesced import coalesce
 
 aten = torch.ops.aten
@@ -52,23 +53,32 @@ class Reinplace(InPlace):
 
 
 class _Arriving:
-    """One copy of several parameters from the bucket in which they were gathered, at position `at`."""
+    """One copy of several parameters from the bucket in which they were gathered, at position `at`; without the own
+    part along `axis`, where one is given.
+    """
 
-    def __init__(self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int) -> None:
-        self.at = at
+    def __init__(
+        self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int, axis: str | None
+    ) -> None:
+        self.at, self.axis = at, axis
         joined, outlines, number, parts = part.args
         with graph.inserting_before(part):
-            self.homes = add_call(graph, in_pieces, ([stored], parts), made, part)
-            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts), made, part)
+            self.homes = add_call(graph, in_pieces, ([stored], parts, axis), made, part)
+            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts, axis), made, part)
             self.copy = add_call(graph, aten._foreach_copy_.default, (self.homes, self.pieces), made, part)
+        self.length = 0
+        self._lengthen(made, cast(int, parts))
 
-    def add(self, stored: Node, number: int, made: meta.TensorMeta) -> None:
+    def add(self, stored: Node, number: int, made: meta.TensorMeta, parts: int) -> None:
         """Copy one more."""
         self.homes.update_arg(0, [*cast("list[Node]", self.homes.args[0]), stored])
         self.pieces.update_arg(2, [*cast("list[int]", self.pieces.args[2]), number])
-        length = meta.one_tensor(self.homes).numel + made.numel
+        self._lengthen(made, parts)
+
+    def _lengthen(self, made: meta.TensorMeta, parts: int) -> None:
+        self.length += made.numel if self.axis is None else made.numel // parts * (parts - 1)
         for node in (self.homes, self.pieces, self.copy):
-            meta.set_tensors(node, (meta.contiguous([length], made),))
+            meta.set_tensors(node, (meta.contiguous([self.length], made),))
 
 
 @dataclass
@@ -78,10 +88,13 @@ class _Work:
     local: LocalGraph
     temporaries: bool
     index: dict[Node, int] = field(default_factory=dict[Node, int])
-    arriving: dict[Node, _Arriving] = field(default_factory=dict[Node, "_Arriving"])
+    arriving: dict[tuple[Node, str | None], _Arriving] = field(
+        default_factory=dict[tuple[Node, "str | None"], "_Arriving"]
+    )
     root: dict[Node, Node] = field(default_factory=dict[Node, Node])
     members: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
     last_use: dict[Node, int] = field(default_factory=dict[Node, int])
+    counted: tuple[Node, Counter[Node]] | None = None
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.local.graph
@@ -155,13 +168,14 @@ class _Work:
         if stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
             return
         joined, _, number, parts = cast("tuple[Node, Any, int, int]", node.args)
-        begun = self.arriving.get(joined)
+        key = joined, self._updated_along(stored, joined, number, parts)
+        begun = self.arriving.get(key)
         if self.last_use.get(self.root[stored], -1) >= (self.index[node] if begun is None else begun.at):
             return
         if begun is not None:
-            begun.add(stored, number, made)
-        elif self._copies_together(parts):
-            self.arriving[joined] = _Arriving(self.graph, node, stored, made, self.index[node])
+            begun.add(stored, number, made, parts)
+        elif parts <= TUNING.most_pieces_together:
+            self.arriving[key] = _Arriving(self.graph, node, stored, made, self.index[node], key[1])
         else:
             rows = meta.contiguous([parts, made.numel // parts], made)
             with self.graph.inserting_before(node):
@@ -172,10 +186,15 @@ class _Work:
         node.replace_all_uses_with(stored)
         self.graph.erase_node(node)
 
-    def _copies_together(self, parts: int) -> bool:
-        """True where GPUs run the program, and a kernel takes the pieces of several parameters."""
-        sizes = self.local.sizes
-        return sizes is not None and sizes.coalesces and parts <= TUNING.most_pieces_together
+    def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
+        """The axis along which ranks sent their parts of a bucket from where `stored` is: the own one is there."""
+        gather = node_at(joined, 0)
+        sent = node_at(gather, 0)
+        if gather.target is not GATHER or sent.target not in (join_rows, coalesce):
+            return None
+        piece = cast("Sequence[Node]", sent.args[0])[number]
+        axis = gather.args[2]
+        return str(axis) if piece.target is take_chunk and piece.args == (stored, 0, parts, axis) else None
 
     def _gather_into(self, node: Node) -> None:
         """Receive a parameter that is gathered outside a bucket, and stored gathered, in its storage."""
@@ -203,14 +222,21 @@ class _Work:
         strides = zip(operand.stride, made.stride, operand.shape, strict=True)
         alike = (operand.dtype, operand.device) == (made.dtype, made.device) and equal(operand.shape, made.shape)
         fits = alike and all(a == b != 0 for a, b, size in strides if size > 1)
-        alone = sum(self.root[n] is self.root[given] for n in operands(node)) == 1
+        alone = self._reads(node)[self.root[given]] == 1
         return fits and alone and not self._may_broadcast(given, node, made) and self._dies_at(given, node)
+
+    def _reads(self, node: Node) -> Counter[Node]:
+        """How often `node` reads a storage; it is asked for each of many operands of one node."""
+        if self.counted is None or self.counted[0] is not node:
+            self.counted = node, Counter(self.root[given] for given in operands(node))
+        return self.counted[1]
 
     def _may_broadcast(self, given: Node, node: Node, made: meta.TensorMeta) -> bool:
         """True if `given` has the shape of the result on the first rank, but may be broadcast to it on another."""
+        if 1 not in made.shape:
+            return False
         whole = meta.global_shapes(given)
-        same = len(whole) == 1 and whole[0] is not None and whole[0] in meta.global_shapes(node)
-        return 1 in made.shape and not same
+        return len(whole) != 1 or whole[0] is None or whole[0] not in meta.global_shapes(node)
 
     def _lists(self, node: Node, inplace: Any) -> None:
         """Foreach and fused ops: in place for all their lists, or not at all."""
@@ -290,17 +316,19 @@ def _index(getitem: Node) -> int:
 
 def aliased(node: Node) -> Node | None:
     """The operand whose storage `node` may share."""
-    given = operands(node)
-    if node.op != "call_function" or not given or bodies_of(node)[1]:
+    if node.op != "call_function" or bodies_of(node)[1]:
         return None
-    if node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node):
-        return given[0]
     if _torch.is_getitem(node.target):
-        return given[0] if aliased(given[0]) is not None else None
-    if _torch.is_op(node.target):
-        schema = _torch.schema_of(node.target)
-        return given[0] if any(r.alias_info is not None for r in schema.returns) else None
-    return given[0]  # a function of wholestep: it may return a view
+        source = node_at(node, 0)
+        return source if aliased(source) is not None else None
+    known = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
+    if not known and _torch.is_op(node.target) and not _returns_alias(node.target):
+        return None
+    return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
+
+
+def _returns_alias(target: Any) -> bool:
+    return any(made.alias_info is not None for made in _torch.schema_of(target).returns)
 
 
 def inplace_form(target: Any) -> Any:

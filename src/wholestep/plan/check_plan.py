@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from torch.fx import Node
 
@@ -21,7 +20,7 @@ from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout
 from ..mesh import TIME, Mesh
 from ..rules.find_rule import find_rule
-from ..rules.registry import is_random
+from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group
 from ..typed_values import check_fields
 from .decision import Decision
@@ -127,12 +126,13 @@ class _Check:
         return ops
 
     def _check_over_ranks(self, node: Node, decision: Decision) -> None:
-        """Every rank is heard."""
+        """Every rank that has a value is heard."""
         (read,), (made,) = decision.operands, decision.outputs
         part, other = AxisState("P", op="norm1"), AxisState("P", op="norm2")
         takes = (REPLICATED, VARIES, part, other)
         alike = TIME if read.state(TIME) == made.state(TIME) == REPLICATED else ""
-        heard = all(made.state(axis) == part and read.state(axis) in takes for axis in self.axes if axis != alike)
+        states = [(read.state(axis), made.state(axis)) for axis in self.axes if axis != alike]
+        heard = all((new == part and old in takes) or (new == old and old.kind == "O") for old, new in states)
         if not heard or read.dims != made.dims:
             raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 
@@ -162,8 +162,9 @@ class _Check:
                     node, f"({node.target}) cannot compute {_states(takes, gives)} along {axis}", needed
                 )
         rule = find_rule(node) if cuts else None
-        for group in rule.groups if rule else ():
-            self._check_cuts(node, group, rule.by_shape if rule else frozenset(), decision)
+        if rule is not None:
+            for group in rule.groups:
+                self._check_cuts(node, group, rule, decision)
 
     def _check_owner(self, node: Node, axis: str, takes: Sequence[AxisState], gives: set[AxisState]) -> None:
         """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""
@@ -174,10 +175,10 @@ class _Check:
             needed = "operands and results of one owner"
             raise self._refused(node, f"has {_several(takes)} -> {_several(tuple(gives))} along {axis}", needed)
 
-    def _check_cuts(self, node: Node, group: Group, by_shape: frozenset[int], decision: Decision) -> None:
+    def _check_cuts(self, node: Node, group: Group, rule: BoundRule, decision: Decision) -> None:
         """Each factor is cut by the same axes in the same order wherever it stands, into parts that it allows."""
         found: dict[str, tuple[str, ...]] = {}
-        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in by_shape]
+        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in rule.by_shape]
         placed += [(decision.outputs[o], term) for o, term in group.outputs.items() if o not in group.opaque]
         for layout, term in placed:
             for factor, axes in zip(term, layout.dims, strict=False):
@@ -187,8 +188,8 @@ class _Check:
                         node, f"cuts one factor by {found[factor]} and by {cut_by}", "one order of axes"
                     )
         for factor, axes in found.items():
-            parts = prod(self.mesh.axis_size(axis) for axis in axes)
-            if axes and not group.splits(factor, parts, equal=TIME in axes):
+            parts = [self.mesh.axis_size(axis) for axis in axes]
+            if axes and not group.splits(factor, parts, TIME in axes, rule.extends and not draws(node)):
                 raise self._refused(node, f"cannot be cut by {', '.join(axes)}", "equal parts, or none that is empty")
 
     def _check_results(self, graph: TrainGraph) -> None:

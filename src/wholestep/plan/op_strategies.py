@@ -55,7 +55,7 @@ def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
     """All strategies of `group` on `parts` ranks, replicated first; partial values that may pass are to be summed."""
     yield whole(group)
     for factor in group.factors:
-        if group.splits(factor, parts):
+        if group.splits(factor, (parts,)):
             yield cut(group, factor)
     for number, passing in enumerate(group.partial):
         if "sum" in passing.ops:

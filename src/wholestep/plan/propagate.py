@@ -111,10 +111,13 @@ class _Propagation:
         return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=param)
 
     def _over_ranks(self, node: Node) -> Decision:
-        """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard."""
+        """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard. Of
+        stages, the one that has it is.
+        """
         layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
-            if axis != TIME or layout.state(axis) != REPLICATED:  # a rank need not be heard once for each piece
+            state = layout.state(axis)
+            if state.kind != "O" and (axis != TIME or state != REPLICATED):  # not once for each piece
                 partial = partial.put(axis, AxisState("P", op="norm1"))
         return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 
@@ -125,7 +128,7 @@ class _Propagation:
         wanted = [replicated(len(layout.dims)) for layout in have]
         outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
         rule: BoundRule | None = None
-        cut: dict[tuple[int, str], int] = {}
+        cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
         for axis in in_order(list(self._active()), have, [n in self.batch_dependent for n in given]):
@@ -314,12 +317,13 @@ class _CallOnAxis:
     given: Sequence[Node]
     states: Sequence[AxisState]
     rule: BoundRule
-    cut: dict[tuple[int, str], int]
+    cut: dict[tuple[int, str], tuple[int, ...]]
 
     def __post_init__(self) -> None:
         self.batch_dependent, self.parts = self.run.batch_dependent, self.run.situation.mesh.axis_size(self.axis)
         self.moves = self.node in self.batch_dependent
         self.only_stores = self.axis in self.run.situation.storage
+        self.extended = self.rule.extends and not draws(self.node)
 
     def chosen(self) -> tuple[list[AxisState], dict[int, AxisState], str]:
         """States of operands and outputs, and the reason."""
@@ -328,7 +332,7 @@ class _CallOnAxis:
         for number, group in enumerate(self.rule.groups):
             best = self._pinned(number, group) or self._cheapest(number, group)
             if best.factor:
-                self.cut[number, best.factor] = self.parts * self.cut.get((number, best.factor), 1)
+                self.cut[number, best.factor] = (*self.cut.get((number, best.factor), ()), self.parts)
             for i, state in best.takes.items():
                 stays = i in self.rule.by_shape and state.kind != "S" and self.states[i].kind == "P"
                 takes[i] = self.states[i] if stays else state
@@ -337,8 +341,8 @@ class _CallOnAxis:
         return takes, gives, why
 
     def _splits(self, number: int, group: Group, factor: str) -> bool:
-        parts = self.parts * self.cut.get((number, factor), 1)
-        return not factor or group.splits(factor, parts, equal=self.axis == TIME)
+        parts = (*self.cut.get((number, factor), ()), self.parts)
+        return not factor or group.splits(factor, parts, self.axis == TIME, self.extended)
 
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""

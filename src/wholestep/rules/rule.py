@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 Term = tuple[str | None, ...]
@@ -55,11 +56,34 @@ class Group:
         """Factors of the operands, in order of appearance."""
         return tuple(dict.fromkeys(f for term in self.operands.values() for f in term if f))
 
-    def splits(self, factor: str, parts: int, equal: bool = False) -> bool:
-        """True if `factor` may be split into `parts`. `equal`: merged dims are not cut in units."""
-        size = self.filled.get(factor)
-        fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % parts == 0
-        return fits and (size is None or -(-size // parts) * (parts - 1) < size)
+    def splits(self, factor: str, parts: Sequence[int], equal: bool = False, extended: bool = False) -> bool:
+        """True if `factor` may be split into `parts`, those of the outermost axis first. `equal`: merged dims are not
+        cut in units. `extended`: a rank with an empty piece computes on one place of zeros, where that is right.
+        """
+        size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
+        fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
+        return fits and (size is None or _is_filled(size, parts))
+
+    def may_be_extended(self, factor: str) -> bool:
+        """True if ranks with an empty piece may compute on one place of zeros instead: it is cut off from outputs that
+        have the factor, and adds zero to sums that lack it.
+        """
+        linear = [passing.operands for passing in self.partial if "sum" in passing.ops]
+        sums = any(all(factor in self.operands[i] for i in given) for given in linear)
+        lost = [number for number, term in self.outputs.items() if factor not in term and number not in self.opaque]
+        return factor not in self.even and (not lost or (sums and self.reduces.get(factor, "sum") == "sum"))
+
+
+def _is_filled(size: int, parts: Sequence[int]) -> bool:
+    """True if no piece is empty where a dim is cut into parts, and each of these again."""
+    if not parts:
+        return size > 0
+    first, *inner = parts
+    step = -(-size // first)
+    last = size - step * (first - 1)
+    if not inner:
+        return last > 0
+    return last > 0 and _is_filled(step, inner) and _is_filled(last, inner)
 
 
 @dataclass(frozen=True)
@@ -79,3 +103,8 @@ class BoundRule:
     local: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     instead: Callable[..., Any] | None = None
     origin: str = "built in"
+
+    @property
+    def extends(self) -> bool:
+        """True if calls may be given more places: no argument says how many, and no other function runs instead."""
+        return not self.sizes and not self.local and self.instead is None

@@ -309,7 +309,7 @@ def refuse_for_stages(options: StepOptions, device: str) -> None:
     given = options.given
     refused = {
         "backend='inductor'": options.backend.name == "inductor", "offload": given.offload is not None,
-        "memory_bytes": options.memory_bytes is not None, "on_nonfinite": given.on_nonfinite is not None,
+        "memory_bytes": options.memory_bytes is not None,
         "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
         "tune='auto'": given.tune == "auto",
     }  # fmt: skip

@@ -17,9 +17,10 @@ from ..backend.build import CAPABILITIES
 from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
-from ..capture.capture import Capture, capture_step
+from ..capture.capture import Capture, at_other_sizes, capture_step
 from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed
+from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankFailedError, RankMismatchError, WholestepError
@@ -163,6 +164,7 @@ class Compiler:
             dims, planned, made, lambda local: finish(replace(before, local=local))
         ):
             return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
+        made = replace(made, planned=tuple(planned))
         if note := said(before.local, made.local):
             made = replace(made, plan=made.plan.with_notes(note))
         dump.write("4-final-graph", made.local)
@@ -206,9 +208,18 @@ class Compiler:
         for far in (False, True)[: 1 if self.options.given.passes is None else 2]:  # of passes= nothing is known
             budget = self.options.memory_bytes is not None
             sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
-            fixed = instantiated(captured.graph, sizes)
-            found.append(PlannedFor(sizes, self._lowered(fixed, self._plan(replace(captured, graph=fixed)))))
+            found.append(PlannedFor(sizes, self._planned_at(captured, sizes)))
         return found
+
+    def _planned_at(self, captured: Capture, sizes: dict[str, int]) -> LocalGraph:
+        """The program that is planned for other sizes. Its numbers keep their expressions, unless torch has compared
+        some since the trace: with plain ones, a dim that ranks share equally has another form.
+        """
+        assert captured.symbols is not None, "captured with symbols"
+        with captured.symbols.kept():
+            other = at_other_sizes(captured, sizes)
+            other = other or replace(captured, graph=instantiated(captured.graph, sizes))
+            return self._lowered(other.graph, self._plan(other))
 
     def _same_after_passes(
         self, dims: Dims, planned: list[PlannedFor], made: RankProgram, finish: Callable[[LocalGraph], RankProgram]
@@ -228,6 +239,14 @@ class Compiler:
             self.sizes.failed(dims, error)
             return False
         return True
+
+    def capture_one_by_one(self, captured: Capture, error: SizesFixedError) -> None:
+        """The sizes of a capture with symbols have a program each from now on."""
+        assert captured.symbols is not None, "captured with symbols"
+        dims: dict[str, tuple[int, ...]] = {}
+        for name, dim in captured.symbols.record.dims.values():
+            dims[name] = (*dims.get(name, ()), dim)
+        self.sizes.failed(dims, error)
 
     def _refuse_other_graph(
         self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump

@@ -41,6 +41,7 @@ from ..tuning import TUNING
 from .compile_options import StepOptions
 from .progress import Stages
 from .step_inputs import StepInputs
+from .symbolic_sizes import PlannedFor
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
@@ -56,7 +57,7 @@ _SHOWN = 4
 @dataclass(frozen=True)
 class RankProgram:
     """The captured step, its plan and the program of the rank; `before` is the program before passes. Ranks compare
-    `lines`, and know it as `compared`.
+    `lines`, and know it as `compared`. `planned`: what a program for all sizes has to be for some of them.
     """
 
     capture: Capture
@@ -65,6 +66,7 @@ class RankProgram:
     before: LocalGraph
     lines: tuple[str, ...]
     compared: str = ""
+    planned: tuple[PlannedFor, ...] = ()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,11 @@ class Padding:
     lengths: dict[tuple[str, int], int]
 
 
-def padded(given: Sequence[PadTo], call: StepCall, names: Sequence[str]) -> Padding | None:
-    """A call with its batch padded; None if a length of it is longer than all that it could be padded to.
+def padded(
+    given: Sequence[PadTo], call: StepCall, names: Sequence[str], longest: Callable[[int], int] = int
+) -> Padding | None:
+    """A call with its batch padded; None if a length of it is longer than all that it could be padded to. `longest`:
+    the greatest of the lengths that ranks give which share a batch.
 
     Raises PlanError: a tensor that is named is not there, or tensors of one length have several.
     """
@@ -37,7 +40,7 @@ def padded(given: Sequence[PadTo], call: StepCall, names: Sequence[str]) -> Padd
         if len(set(found.values())) > 1:
             sizes = ", ".join(f"{n} of {name}" for name, n in found.items())
             raise PlanError(f"pad_to: lengths {sizes}", "one length", "give each length a PadTo of its own")
-        length = next(iter(found.values()))
+        length = longest(next(iter(found.values())))
         if length > max(one.lengths):
             return None
         for name, dim in one.dims.items():
@@ -45,6 +48,15 @@ def padded(given: Sequence[PadTo], call: StepCall, names: Sequence[str]) -> Padd
             leaves[at[name]] = _longer(leaves[at[name]], dim, one.length(length), one.fill.get(name, 0))
     args, kwargs = put_together(call.structure, leaves)
     return Padding(StepCall(call.structure, tuple(leaves)), args, kwargs, lengths)
+
+
+def refuse_cut(given: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> None:
+    """Raise PlanError for a dim that ranks share: each has a part, behind which padding would lie."""
+    for name, dim in [place for one in given for place in one.dims.items() if place in cut]:
+        found = f"pad_to: dim {dim} of {name!r}, of which each rank has a part"
+        raise PlanError(
+            found, "another dim than that of rows", "leave out pad_to: ranks may have other numbers of rows"
+        )
 
 
 def _length(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> int:

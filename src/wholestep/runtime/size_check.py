@@ -48,8 +48,9 @@ class SizeCheck:
         self._terms: list[SizeGuard] = []
 
     def prove(self) -> None:
-        """Read the guards of the program, which now is complete."""
-        self._terms = self._guards()
+        """Read the guards of the program, which now is complete, or has another schedule beside it."""
+        self._terms, self._last = self._guards(), None
+        self._proved.clear()
         self._holds = evaluator([f"({term.text})" for term in self._terms], list(self.record.dims))
 
     def check(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> str:

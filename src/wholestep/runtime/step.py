@@ -16,6 +16,7 @@ from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
 from ..capture.scheduled_numbers import scheduled
+from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
@@ -37,7 +38,7 @@ from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
-from .pad_batches import padded, prove
+from .pad_batches import padded, prove, refuse_cut
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
@@ -275,6 +276,11 @@ class CompiledStep:
 
     def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
         """Sizes of the parts of a batch that ranks share; None where each rank runs on what it is given."""
+        sharder = self._sharder_of(call, args, kwargs)
+        return None if sharder is None else sharder.sizes(call.leaves)
+
+    def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
+        """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
         if self._compiler is None:
             self._start(self._inputs(args, kwargs, None))
         if self._sharder is None or self._sharder[0] != call.structure:
@@ -282,30 +288,31 @@ class CompiledStep:
             assert self.world is not None, "joined"
             sharder = batch_sharder(self.strategies, names, call.leaves, self.world, self._sizes_known_to_ranks)
             self._sharder = (call.structure, sharder)
-        sharder = self._sharder[1]
-        return None if sharder is None else sharder.sizes(call.leaves)
+        return self._sharder[1]
 
     def _padding(
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[StepCall, tuple[Any, ...], dict[str, Any]], Program] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
         given = self.options.given.paddings
-        world = self.world or self._start(self._inputs(args, kwargs, None)).world
-        if self._shares_batches and world.mesh.size > 1:
-            found = "pad_to: ranks compute one thing together, whose parts may have other lengths"
-            raise PlanError(found, 'semantics="per_rank", and batches that are not cut', "leave out pad_to")
-        made = padded(given, call, leaf_names(self.fn, args, kwargs))
+        sharder = self._sharder_of(call, args, kwargs) if self._shares_batches else None
+        greatest = int if sharder is None else sharder.greatest
+        if sharder is not None:
+            refuse_cut(given, {(sharder.names[cut.leaf], cut.dim) for cut in sharder.shared})
+        made = padded(given, call, leaf_names(self.fn, args, kwargs), greatest)
         if made is None:
             return None
-        program = self._program(made.call, made.args, made.kwargs, None)
+        sizes = None if sharder is None else sharder.sizes(made.call.leaves)
+        program = self._program(made.call, made.args, made.kwargs, sizes)
         check = program.guards.sizes
         if check is None or not set(made.lengths) <= set(check.record.dims.values()):
             prove(given, program.capture, {})  # raises: a length is no symbol of this program
         assert check is not None, "a program with symbols"
         broken = check.broken_at(made.lengths)
-        if broken is None:
+        if not greatest(int(broken is not None)):
             return (made.call, made.args, made.kwargs), program
-        why = f"not padded: without padding, sizes break the guard {check.record.shown(broken.text)}"
+        text = check.record.shown(broken.text) if broken is not None else "that another rank has"
+        why = f"not padded: without padding, sizes break the guard {text}"
         if why not in self.misses:
             self._note_miss(Miss(why))
         return None
@@ -396,7 +403,11 @@ class CompiledStep:
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
         program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
         if self._tuner is not None:
-            self._tuner.add(made, program, compiler.has_compared)
+            try:
+                self._tuner.add(made, program, compiler.has_compared)
+            except SizesFixedError as error:
+                compiler.capture_one_by_one(made.capture, error)
+                return self._compile(inputs, like)
         self.programs.append(program)
         self._evict()
         return self.programs[-1]

@@ -26,6 +26,8 @@ from ..mesh import Axis, Mesh
 from ..plan.strategies import Strategies
 
 MOST_TENSORS = 63
+MOST_LENGTH = (1 << 20) - 1
+_SIZES = (1 << 40) - 1  # numbers that ranks exchange
 _MOST_KNOWN, _MOST_EXCHANGES = 1024, 1 << 19  # numbers of what is known differ, and a `Lockstep` can hold them
 BatchSizes = tuple[tuple[int, ...], ...]
 """For each sharded dim, the sizes of its parts in order."""
@@ -54,7 +56,7 @@ class KnownSizes:
     @staticmethod
     def of(ranks: Rendezvous, world: World) -> KnownSizes:
         """None are known yet (collective)."""
-        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type, MOST_TENSORS))
+        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type, MOST_TENSORS + 1))
 
     def agreed(self, given: Hashable) -> BatchSizes | None:
         """The sizes on all ranks where this one is `given` its own; None where ranks have to exchange (collective)."""
@@ -79,7 +81,7 @@ class KnownSizes:
 @dataclass(frozen=True)
 class BatchSharder:
     """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches. `whole`:
-    each rank is given the whole batch. `known`: parts may differ in size.
+    each rank is given the whole batch. `known`: parts may differ in size. `tensors`: leaves that are tensors.
     """
 
     shared: tuple[ShardedDim, ...]
@@ -88,26 +90,58 @@ class BatchSharder:
     own: tuple[str, ...]
     whole: bool
     known: KnownSizes | None
+    tensors: tuple[int, ...] = ()
 
     def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
-        """Sizes of all parts. Raises RankMismatchError: ranks with the same part were given different sizes."""
+        """Sizes of all parts. Raises RankMismatchError: ranks with the same part were given different sizes, or ranks
+        that share a batch parts that differ in other dims.
+        """
         own = tuple(int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared)
         if self.known is None:
             return tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
-        given = self.shared, own
+        rest = self._rest(leaves)
+        given = self.shared, own, rest
         sizes = self.known.agreed(given)
         if sizes is None:
             number = self.known.next_number()
-            sizes = self._found(self.known.exchange.rows(own), own)
+            rows = self.known.exchange.rows((*own, hash(rest) & _SIZES))
+            self._check_rest(rows, leaves)
+            sizes = self._found([row[:-1] for row in rows], own)
             self.known.note(number, given, sizes)
         return sizes
+
+    def greatest(self, length: int) -> int:
+        """The greatest of the lengths that ranks give (collective where parts may differ)."""
+        return length if self.known is None else self.known.exchange.extremes(min(length, MOST_LENGTH))[1]
+
+    def _rest(self, leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the dims that are not cut."""
+        cut = {(one.leaf, one.dim) for one in self.shared}
+        return tuple(
+            tuple(size for dim, size in enumerate(leaves[i].shape) if (i, dim) not in cut) for i in self.tensors
+        )
+
+    def _shares(self, rank: int) -> bool:
+        """True for a rank that shares its batch with this one."""
+        theirs = self.world.mesh.coordinate(rank)
+        return all(theirs[axis] == self.world.coordinate[axis] for axis in self.own)
+
+    def _check_rest(self, rows: Sequence[Sequence[int]], leaves: Sequence[Any]) -> None:
+        here = rows[self.world.rank][-1]
+        other = next((rank for rank, row in enumerate(rows) if self._shares(rank) and row[-1] != here), None)
+        if other is not None:
+            shapes = ", ".join(f"{self.names[i]} of {list(leaves[i].shape)}" for i in self.tensors)
+            dims = ", ".join(f"dim {one.dim} of {self.names[one.leaf]}" for one in self.shared) or "none"
+            text = f"rank {other} was given a batch of other sizes than rank {self.world.rank}, with {shapes}"
+            needed = f"one batch of which ranks have parts: they differ in the dims that ranks share alone ({dims})"
+            raise RankMismatchError(text, needed, "pad the batch of each rank to one length (compile(pad_to=...) does)")
 
     def _found(self, rows: Sequence[Sequence[int]], own: tuple[int, ...]) -> BatchSizes:
         """Sizes of all parts, from what each rank was given."""
         found: list[dict[int, int]] = [{} for _ in self.shared]
         for rank, given in enumerate(rows):
             theirs = self.world.mesh.coordinate(rank)
-            if all(theirs[axis] == self.world.coordinate[axis] for axis in self.own):  # they share their batch
+            if self._shares(rank):
                 parts = [cut.parts.rank(theirs) for cut in self.shared]
                 known = [f.setdefault(p, n) for f, p, n in zip(found, parts, given, strict=False)]
                 if len(given) != len(own) or known != given:
@@ -191,7 +225,8 @@ def batch_sharder(
         found = f"the batch has {len(shared)} tensors that are cut"
         needed = f"at most {MOST_TENSORS} with uneven_batches=True"
         raise PlanError(found, needed, "give equal batches and uneven_batches=False, or fewer tensors")
-    return BatchSharder(shared, tuple(names), world, own, whole, known() if exchange else None)
+    tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    return BatchSharder(shared, tuple(names), world, own, whole, known() if exchange else None, tensors)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,22 @@ class Trial:
         return len(pairs) >= TUNING.fewest_pairs and wins < TUNING.lost_share * len(pairs)
 
 
+Call = tuple[float, float] | None
+"""The seconds of a call, and the microseconds that are predicted for its batch; None where it does not count."""
+
+
+def for_one_batch(rows: Sequence[Sequence[Call]], usual_us: float) -> tuple[list[list[float | None]], float]:
+    """A row of each rank with the seconds of each call, as they would be for a batch that is predicted to take
+    `usual_us`; 0: for that of the first call that counts, whose prediction is returned.
+
+    A call takes as long as that of the rank with the largest batch.
+    """
+    largest = [max((call[1] for call in calls if call is not None), default=0.0) for calls in zip(*rows, strict=True)]
+    usual_us = usual_us or next((one for one in largest if one), 0.0)
+    share = [usual_us / one if one else 1.0 for one in largest]
+    return [[call and call[0] * times for call, times in zip(row, share, strict=True)] for row in rows], usual_us
+
+
 def merged(turns: Sequence[int], rows: Sequence[Sequence[float | None]]) -> Round:
     """The times of a round, from a row of each rank with the seconds of each call. None does not count, and neither
     does the first call of a turn.

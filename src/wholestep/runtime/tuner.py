@@ -2,8 +2,8 @@
 
 Which schedule a call runs follows from how often ranks have called programs that they know as one. That number is the
 same on all ranks, as each of these calls has the same collectives on all of them (of programs whose collectives do not
-connect all ranks, none take turns). After a round the ranks exchange the
-times, and each decides the same from the same numbers.
+connect all ranks, none take turns). After a round the ranks exchange the times, and each decides the same from the same
+numbers. Calls may differ in size: their times are compared by what is simulated for each.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..backend.protocol import Run
+from ..backend.rank_binding import bound_calls
 from ..cache.step_cache import CachedChoices
+from ..capture.sizes_fixed import SizesFixedError
 from ..cost.memory import peak_memory
+from ..cost.simulation import simulate
 from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import first_line
 from ..graph.graph import LocalGraph
+from ..graph.sizes_in_graph import at_sizes
 from ..graph.text import human
 from ..passes.other_schedules import TriedSchedule, scheduled_with, schedules_to_try
+from ..passes.overlap import CallOrder, with_calls_in
 from ..tuning import TUNING
 from .consistency import RankProgram
 from .finalize import Finalizer, bound_to_rank
@@ -32,7 +37,7 @@ from .installer import Installer
 from .program import Program
 from .progress import Stages
 from .replica_check import connects_all_ranks
-from .trial import Trial, merged
+from .trial import Call, Trial, for_one_batch, merged
 
 log = logging.getLogger("wholestep")
 
@@ -42,7 +47,7 @@ class ScheduleTuning:
     """What tuning found, as a table: `chosen` is the number of the schedule that stays, None while they take turns.
 
     `why_not`: why no schedules take turns. `tried`: the schedules, that of the measured hardware first. `seconds`: the
-    times of each that counted.
+    times of each that counted, of batches of several sizes as they would be for the first.
     """
 
     why_not: str = ""
@@ -90,14 +95,20 @@ class Tuner:
     _label: str = ""
 
     def add(self, made: RankProgram, program: Program, knows: Callable[[str], bool]) -> None:
-        """From now on `program` takes part in the trial of its kind, if there is one."""
+        """From now on `program` takes part in the trial of its kind, if there is one. Raises SizesFixedError: another
+        schedule of it is not right for all sizes.
+        """
         self.running = {key: one for key, one in self.running.items() if knows(key)}
         key = made.compared
         if self.why_not or key in self.finalizer.tuned or _fixed(program):
             return
         if key not in self.running:
             self.running[key] = RunningTrial(self, key, self.finalizer.choices)
-        program.run = TurnTaker(program, made.before, self.running[key])
+        taker = TurnTaker(program, made, self.running[key])
+        for number in range(1, len(taker.running.tried)):
+            taker.make(number)
+        taker.running.takers.append(taker)
+        program.run = taker
 
     def found(self, program: Program | None) -> ScheduleTuning:
         """About the trial of `program`."""
@@ -118,8 +129,8 @@ class Tuner:
 
 @dataclass(eq=False)
 class RunningTrial:
-    """The trial of programs that ranks know as one. Of the calls of a rank, those of one kind count: that of the call
-    with which the trial began (`own`).
+    """The trial of programs that ranks know as one, and these (`takers`). Times are those of a batch that is predicted
+    to take `usual_us`.
     """
 
     tuner: Tuner
@@ -130,15 +141,16 @@ class RunningTrial:
     tried: tuple[TriedSchedule, ...] = ()
     trial: Trial = field(default_factory=lambda: Trial(1))
     turns: tuple[int, ...] = ()
-    seconds: list[float | None] = field(default_factory=list[float | None])
+    round: list[Call] = field(default_factory=list[Call])
+    usual_us: float = 0.0
     chosen: int | None = None
     why_not: str = ""
-    own: TurnTaker | None = None
+    takers: list[TurnTaker] = field(default_factory=list["TurnTaker"])
 
     @property
     def number(self) -> int:
         """Of the schedule that this call runs."""
-        return self.chosen if self.chosen is not None else self.turns[len(self.seconds)] if self.turns else 0
+        return self.chosen if self.chosen is not None else self.turns[len(self.round)] if self.turns else 0
 
     @property
     def found(self) -> ScheduleTuning:
@@ -147,28 +159,45 @@ class RunningTrial:
         return ScheduleTuning(self.why_not, self.calls, self.tried, seconds, self.chosen)
 
     def took(self, taker: TurnTaker, seconds: float) -> None:
-        """A call ran, on all ranks. After a round they exchange what it took."""
+        """A call ran, on all ranks. After a round they exchange what it took. The first call of a program is slow."""
         if self.chosen is not None:
             return
         self.calls += 1
         if self.turns:
-            self.seconds.append(seconds if taker is self.own else None)
-            if len(self.seconds) == len(self.turns):
+            self.round.append((seconds, taker.predicted_us()) if taker.calls > 1 else None)
+            if len(self.round) == len(self.turns):
                 self._end_round(taker)
         elif self.calls == TUNING.calls_before_trial:
             self._start(taker)
 
     def _start(self, taker: TurnTaker) -> None:
-        tuner, self.own, self.label = self.tuner, taker, self.tuner.next_label()
+        tuner, self.label = self.tuner, self.tuner.next_label()
         label, what = f"{self.label}/choices", "which schedules take turns"
         with ACTIVITY.doing("choosing schedules to try", tuner.rendezvous.timeout_s):
             self.tried, self.why_not = tuner.rendezvous.choose(label, lambda: self._choose(taker), what)
+        if not self.why_not:
+            self._make_all()
         if self.why_not:
             self._end(taker)
         else:
             self.trial = Trial(len(self.tried))
             self.turns = self.trial.turns
             tuner.stages.report(f"tune: {len(self.tried)} schedules take turns", "start")
+
+    def _make_all(self) -> None:
+        """Make the schedules on all ranks, and try none of them if one cannot be made somewhere."""
+        rendezvous, failed = self.tuner.rendezvous, ""
+        asked: list[str]
+        with ACTIVITY.doing("compiling schedules to try", rendezvous.timeout_s):
+            try:
+                for taker in self.takers:
+                    for number in range(1, len(self.tried)):
+                        taker.make(number)
+            except Exception as error:
+                failed = first_line(error)
+            asked = rendezvous.gather(f"{self.label}/made", failed, "whether schedules can be made")
+        if why_not := next((why for why in asked if why), ""):
+            self.tried, self.why_not = (), f"another schedule cannot be made: {why_not}"
 
     def _choose(self, taker: TurnTaker) -> tuple[tuple[TriedSchedule, ...], str]:
         """On the first rank: what to try, or why nothing. A pass of the user's may not stand another size."""
@@ -178,7 +207,7 @@ class RunningTrial:
             return peak_memory(bound_to_rank(made, self.tuner.world)).size_bytes
 
         try:
-            tried = schedules_to_try(taker.before, finalizer.passes(), hardware, peak_bytes)
+            tried = schedules_to_try(taker.compiled.before, finalizer.passes(), hardware, peak_bytes)
         except Exception as error:
             return (), f"another schedule cannot be made: {first_line(error)}"
         return (tuple(tried), "") if len(tried) > 1 else ((), "no other buckets give the same bits in as much memory")
@@ -186,21 +215,23 @@ class RunningTrial:
     def _end_round(self, taker: TurnTaker) -> None:
         tuner, first = self.tuner, not self.trial.rounds
         what = "the exchange of times of schedules"
-        rows: list[Sequence[float | None]]
-        rows = tuner.rendezvous.gather(f"{self.label}/{len(self.trial.rounds)}", self.seconds, what)
+        calls: list[Sequence[Call]]
+        calls = tuner.rendezvous.gather(f"{self.label}/{len(self.trial.rounds)}", self.round, what)
         if first:  # all ranks have read what to try
             tuner.rendezvous.forget(self.label)
+        rows, self.usual_us = for_one_batch(calls, self.usual_us)
         self.trial = self.trial.after(merged(self.turns, rows))
-        self.seconds, self.turns = [], self.trial.turns
+        self.round, self.turns = [], self.trial.turns
         if self.trial.is_over(self.calls):
             self._end(taker)
 
     def _end(self, taker: TurnTaker) -> None:
         """The fastest stays, for all programs of its kind, those of later compiles and of later starts included."""
-        self.chosen, self.own, self.turns = self.trial.fastest, None, ()
+        self.chosen, self.turns = self.trial.fastest, ()
         if self.tried:
             stays = self.tried[self.chosen]
-            self.tuner.finalizer.keep(self.key, taker.before, stays.sizes, stays.order, self.choices)
+            self.tuner.finalizer.keep(self.key, taker.compiled.before, stays.sizes, stays.order, self.choices)
+        self.takers.clear()
         self.tuner.stages.report(f"tune: {self.found}", "done")
         if self.tuner.world.rank == 0:
             log.info("%s", self.found)
@@ -208,36 +239,59 @@ class RunningTrial:
 
 @dataclass(eq=False)
 class TurnTaker:
-    """What a program runs during a trial. `made` has the schedules of it that ran: programs, and how they are run."""
+    """What a program runs during a trial. `schedules` are programs, and how they are run: all are made before one of
+    them has its turn, so that what they compare of sizes is known.
+    """
 
     program: Program
-    before: LocalGraph
+    compiled: RankProgram
     running: RunningTrial
     number: int = 0
+    calls: int = 0
+    _predicted: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def __post_init__(self) -> None:
-        self.made: dict[int, tuple[LocalGraph, Run]] = {0: (self.program.local, self.program.run)}
+        self.schedules: dict[int, tuple[LocalGraph, Run]] = {0: (self.program.local, self.program.run)}
+
+    def make(self, number: int) -> None:
+        """Make a schedule to try. Raises SizesFixedError: it is not right for all sizes for which the program is."""
+        tuner, tried, symbols = self.running.tuner, self.running.tried[number], self.program.capture.symbols
+        passes = with_calls_in(tuner.finalizer.passes(), CallOrder())
+        local = scheduled_with(self.compiled.before, passes, tried)
+        for one in self.compiled.planned:
+            if symbols is None or not symbols.hold(one.sizes):
+                raise SizesFixedError("another schedule is for fewer sizes")
+            one.refuse_other_after(lambda other: scheduled_with(other, passes, tried), local, tuner.world)
+        self.schedules[number] = local, tuner.installer.compiled(local, tuner.world, (), tuner.installer.clock)
+        if self.program.guards.sizes is not None:
+            self.program.guards.sizes.prove()
+
+    def predicted_us(self) -> float:
+        """What is simulated for a batch of the sizes of this call."""
+        check, (local, _) = self.program.guards.sizes, self.schedules[0]
+        now = () if check is None else check.record.now
+        if now not in self._predicted:
+            if check is not None:
+                local = replace(local, graph=bound_calls(local.graph, self.running.tuner.world.coordinate))
+                at_sizes(local.graph, dict(zip(check.record.dims, now, strict=True)))
+            hardware = self.running.tuner.finalizer.hardware_and_schedule()[0]
+            self._predicted[now] = simulate(local, hardware).step_us
+        return self._predicted[now]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the schedule whose turn it is."""
-        self._become(self.running.number, inputs)
-        run = self.made[self.number][1]
+        self._become(self.running.number)
+        run = self.schedules[self.number][1]
         begin = time.perf_counter()
         out = run(inputs)
-        self.running.took(self, time.perf_counter() - begin)
+        seconds, self.calls = time.perf_counter() - begin, self.calls + 1
+        self.running.took(self, seconds)
         if self.running.chosen is not None:
-            self._become(self.running.chosen, inputs)
-            self.program.run = self.made[self.number][1]
+            self._become(self.running.chosen)
+            self.program.run = self.schedules[self.number][1]
         return out
 
-    def _become(self, number: int, inputs: Sequence[Any]) -> None:
-        if number == self.number:
-            return
-        self.number = number
-        if number not in self.made:
-            tuner = self.running.tuner
-            with ACTIVITY.doing("compiling a schedule to try", tuner.rendezvous.timeout_s):
-                local = scheduled_with(self.before, tuner.finalizer.passes(), self.running.tried[number])
-                run = tuner.installer.compiled(local, tuner.world, inputs, tuner.installer.clock)
-            self.made[number] = local, run
-        self.program.take(self.made[number][0])
+    def _become(self, number: int) -> None:
+        if number != self.number:
+            self.number = number
+            self.program.take(self.schedules[number][0])

@@ -275,7 +275,7 @@ def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[Shar
     for number, group in enumerate(bound.groups):
         for factor in claimed_factors(bound, group):
             for mesh in (*_ONE_AXIS, _TWO_AXES) if two_axes else _ONE_AXIS:
-                if group.splits(factor, mesh.size):
+                if group.splits(factor, [axis.size for axis in mesh.axes]):
                     yield ShardedFactor(number, factor, mesh, *layouts(case, group, factor, mesh))
 
 
