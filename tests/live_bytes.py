@@ -22,7 +22,9 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
-                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                known = self.alive.get(storage._cdata)
+                if known is None or known[0].expired():  # an address is used again
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def now(self) -> int:
         """Bytes alive."""

@@ -1,8 +1,10 @@
 """`on_nonfinite` on several ranks: what one rank's batch spoils is skipped on every rank, and every rank is told."""
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,7 +27,9 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def given(rank: int, world: int, call: int, bad: str) -> Batch:
-    """The last rank's batch is bad; all ranks have other data. What is added to the loss is a number of all ranks."""
+    """The last rank's batch is bad; all ranks have other data, but for `world` of 1. What is added to the loss is a
+    number of all ranks.
+    """
     *own, _ = batch(100 * call + rank, bad if rank == world - 1 else "")
     return (*own, batch(call, bad)[-1])  # type: ignore[return-value]
 
@@ -52,6 +56,42 @@ def every_style(rank: int, world: int) -> list[Calls]:
     return [train(rank, world, optimizer, parallel=ws.DataParallel(style)) for style, optimizer in kinds]  # type: ignore[arg-type]
 
 
+def in_stages(rank: int, world: int) -> list[Calls]:
+    """All stages have the same batch."""
+    whole = ws.Pipeline(schedule="1f1b")
+    return [train(0, 1, name, mesh=f"pp={world}", parallel=whole) for name in ("AdamW-fused", "SGD-momentum")]
+
+
+def squares(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def in_pieces_of_stages(rank: int, world: int) -> list[int]:
+    """The last sample of one rank in `dp` is bad: the last piece of four."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    ours = model, torch.optim.AdamW(model.parameters())
+    parallel = [ws.DataParallel("zero1", axis="dp"), ws.Pipeline(micro_batches=4)]
+    step = ws.compile(squares, on_nonfinite="skip", mesh="pp=2,dp=2", parallel=parallel)
+    skipped = list[int]()
+    for call in range(4):
+        shard = rank % 2
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * call + shard))
+        x[-1, 0] = torch.inf if call % 2 and shard else x[-1, 0]
+        before = held(*ours) if call else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            step(*ours, x)
+            step.flush()
+        skipped.append(step.skipped)
+        assert not call or same(held(*ours), before) == bool(call % 2)
+    return skipped
+
+
 def other_options(rank: int, world: int) -> list[Calls]:
     tensor = {"0": "colwise", "2": "rowwise"}
     shards = [ws.DataParallel("fully_shard", axis="dp"), ws.TensorParallel(tensor, axis="tp")]
@@ -73,6 +113,15 @@ EXPECTED = [(call + 1, BAD[bad]) for call, bad in enumerate(CALLS) if bad]
 def test_every_rank_skips_what_one_rank_spoils() -> None:
     for rank in run_ranks(every_style, 2):
         assert rank == [EXPECTED] * len(rank)
+
+
+def test_every_stage_skips_what_one_finds() -> None:
+    for rank in run_ranks(in_stages, 2):
+        assert rank == [EXPECTED] * len(rank)
+
+
+def test_stages_skip_what_one_piece_of_one_rank_spoils() -> None:
+    assert run_ranks(in_pieces_of_stages, 4) == [[0, 1, 1, 2]] * 4
 
 
 @pytest.mark.full

@@ -1,17 +1,22 @@
 """Predicted peak memory against a count of live tensors, and what is said about it."""
 
+import weakref
 from functools import lru_cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Graph
 from torch.optim import SGD, AdamW
 
 import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
 from tests.steps import mean_square as train
+from wholestep.backend.eager import RunStage
 from wholestep.capture import Capture, capture_step
+from wholestep.graph.stage_part import Action, StageBlock, StagePart
+from wholestep.partition.accumulators import add_up
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.units import parse_bytes
@@ -117,3 +122,31 @@ def test_sizes_that_are_none(text: int | str) -> None:
 def test_host_memory_is_not_budgeted() -> None:
     with pytest.raises(ws.PlanError, match="memory_bytes with offload='cpu'"):
         ws.compile(train, memory_bytes="1GB", offload="cpu")
+
+
+def test_a_block_of_a_stage_lets_go_of_what_it_is_given_with_its_last_reader() -> None:
+    made, seen = list[weakref.ref[Tensor]](), list[bool]()
+
+    def noted(x: Tensor) -> Tensor:
+        made.append(weakref.ref(x))
+        return x
+
+    def looked(x: Tensor) -> Tensor:
+        seen.append(made[-1]() is not None)
+        return x
+
+    first, second = Graph(), Graph()
+    start = first.call_function(torch.add, (first.placeholder("x"), 1), name="kept")
+    first.output((first.call_function(noted, (start,)),))
+    total, kept = second.placeholder("total"), second.placeholder("kept")
+    twice = second.call_function(torch.add, (kept, kept))
+    second.output((second.call_function(add_up, (total, second.call_function(looked, (twice,)), "sum", True)),))
+    blocks = (
+        StageBlock("a", first, ("x",), ("kept",), 0, False),
+        StageBlock("b", second, ("total", "kept"), ("end",), 1, True),
+    )
+    actions = [Action("run", name, piece) for piece in range(2) for name in ("a", "b")]
+    part = StagePart("pp", 0, 2, blocks, {}, tuple(actions), ("x",), (("total", "end"),), "cpu", returned=("total",))
+    (end,) = RunStage(part)(torch.zeros(2))
+    assert end.tolist() == [4, 4]
+    assert seen == [False, False]

@@ -1,14 +1,17 @@
 """Which rank failed, as ranks find it out with their heartbeats. Ranks are objects in one process, and stores count."""
 
+import gc
 import os
 import selectors
 import socket
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import wholestep as ws
@@ -161,6 +164,24 @@ def test_the_main_thread_is_shown_at_the_users_line() -> None:
     assert "test_peers.py" in second.where
     assert "looks.beat(first, 2.0)" in second.where
     assert Beat.read(second.text()) == second
+
+
+def test_a_look_at_the_main_thread_keeps_nothing_alive() -> None:
+    """Its frames have the tensors of a step, which have to go when the step lets go of them."""
+    looks, ranks = MainThread(Activity(Step)), job(1)[0]
+
+    def step() -> weakref.ref[Any]:
+        held = torch.zeros(2)
+        thread = threading.Thread(target=looks.beat, args=(Beat(ranks[0]._own.who), 2.0))
+        thread.start()
+        thread.join()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="sockets are found in /proc")

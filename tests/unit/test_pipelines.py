@@ -90,7 +90,8 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
 def test_what_is_read_in_several_layouts_is_sent_once() -> None:
     """A gradient between two stages, sharded along tokens: products read it gathered, the residual as it is."""
     styles: dict[str, Any] = {
-        "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)), "blocks.*.norm_*": "sequence",
+        "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "blocks.*.norm_*": "sequence",
     }  # fmt: skip
     sequence = [ws.Pipeline(stages=[["blocks.0"], ["blocks.1"]], micro_batches=2), ws.TensorParallel(styles, axis="tp")]
     found = compare(one_device(2, False, 0.0), "pp=2,tp=2", sequence)

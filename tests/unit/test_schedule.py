@@ -405,7 +405,7 @@ def test_moving_needs_split_optimizers() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
 def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> None:
-    """Parameters and state are updated where they are; ZeRO-1's gathered parameters are copied, once for each bucket."""
+    """Parameters and state are updated where they are; ZeRO-1's gathered parameters are copied, once a bucket."""
     local = ws.run_passes(layers(4, 64, style, fused), [Schedule(SLOW), Reinplace()])
     names = [getattr(n.target, "__name__", str(n.target)) for n in local.graph.nodes]
     copies, gathers = sum("copy_" in name for name in names), sum("all_gather" in name for name in names)

@@ -100,15 +100,16 @@ def eager(graph: Graph, clock: NodeClock | None = None) -> Run:
 class _Eager:
     """A bound graph as a function; `source` is its text.
 
-    The body of a loop is a function of its own, which takes the number of the piece too.
+    The body of a loop is a function of its own, which takes the number of the piece too. It empties the list of inputs
+    that it is given, and frees each with its last reader: what a piece has kept goes while its backward runs.
 
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
     functions about them. The first call with certain sizes finds those nodes; from then on their results are copied
     into shape.
     """
 
-    def __init__(self, graph: Graph, clock: NodeClock | None) -> None:
-        self._graph, self._clock = graph, clock
+    def __init__(self, graph: Graph, clock: NodeClock | None, is_body: bool = False) -> None:
+        self._graph, self._clock, self._is_body = graph, clock, is_body
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
         self._blocks: dict[Graph, _Eager] = {}
@@ -131,7 +132,7 @@ class _Eager:
         self._checked.add(now)
         return out
 
-    def _compile(self, first: bool) -> Callable[[Sequence[Any], int], list[Any]]:
+    def _compile(self, first: bool) -> Callable[[list[Any], int], list[Any]]:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
@@ -161,11 +162,12 @@ class _Eager:
         last = {given: node for node in nodes for given in operands(node)}
         dying: dict[Node, list[str]] = {}
         for given, node in last.items():
-            if given.op != "placeholder" and node.op != "output":
+            if (self._is_body or given.op != "placeholder") and node.op != "output":
                 dying.setdefault(node, []).append(given.name)
         inputs = [n.name for n in nodes if n.op == "placeholder"]
         lines = [f"def run(inputs, {_PIECE}):"]
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
+        lines += ["    inputs.clear()"] if self._is_body else []
         if self._sizes is not None:
             symbols = "".join(f"{symbol}, " for symbol in self._sizes.dims)
             lines += [f"    ({symbols}) = {self._constant(self._sizes, 'c')}.now"]
@@ -204,7 +206,7 @@ class _Eager:
     def _block(self, body: Graph) -> _Eager:
         """A block of a stage, which several parts may run."""
         if body not in self._blocks:
-            self._blocks[body] = _Eager(body, None)
+            self._blocks[body] = _Eager(body, None, is_body=True)
         return self._blocks[body]
 
     def _value(self, value: Any) -> str:
@@ -234,7 +236,7 @@ class RunLoop:
     """A loop as a function: its body is compiled once, and runs for every piece."""
 
     def __init__(self, loop: Loop) -> None:
-        self._pieces, self._body = loop.pieces, _Eager(loop.body, None)
+        self._pieces, self._body = loop.pieces, _Eager(loop.body, None, is_body=True)
         self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
 
     def __call__(self, *given: Any) -> list[Any]:
@@ -262,7 +264,9 @@ class StageState:
     coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
         default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
     )
-    going: list[tuple[Any, torch.Tensor]] = field(default_factory=list["tuple[Any, torch.Tensor]"])
+    going: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
+        default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
+    )
 
     def take(self, name: str, piece: int) -> Any:
         """An accumulator, or a value of a piece, which is dropped with its last reader."""
@@ -290,7 +294,7 @@ class RunStage:
         part: StagePart,
         send: Start = _torch.start_send,
         receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], Callable[[Sequence[Any], int], list[Any]]] = lambda body: _Eager(body, None),
+        compile: Callable[[Graph], Callable[[list[Any], int], list[Any]]] = lambda body: _Eager(body, None, is_body=True),
     ) -> None:
         self._part, self._send, self._receive = part, send, receive
         self._blocks = {block.name: (block, compile(block.body)) for block in part.running}
@@ -311,21 +315,15 @@ class RunStage:
             if action.kind == "run":
                 self._run_block(name, piece, fixed, state)
             elif action.kind == "send":
-                message = part.messages[name]
-                value = state.take(message.value, piece)
-                state.going = [one for one in state.going if not one[0].is_completed()]
-                state.going.append((self._send(value, message.target, self._tags[name] + piece, part.axis), value))
+                self._begin_send(name, piece, state)
             elif action.kind == "post":
-                message = part.messages[name]
-                out = torch.empty(shapes[name][piece], dtype=message.dtype, device=part.device)
-                begun = self._receive(out, message.source, self._tags[name] + piece, part.axis)
-                state.coming[name, piece] = begun, out
+                self._begin_receive(name, piece, shapes[name][piece], state)
             elif action.kind == "wait":
                 begun, state.values[piece][name] = state.coming.pop((name, piece))
                 begun.wait()
             else:
-                for begun, _ in state.going:
-                    begun.wait()
+                for key in [(name, piece)] if action.kind == "sent" else list(state.going):
+                    state.going.pop(key)[0].wait()
         out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.taken)]
         return out if part.ends else [*out, state]
 
@@ -333,6 +331,18 @@ class RunStage:
         pieces = range(self._part.pieces)
         totals = {before: None for before, _ in self._part.totals}
         return StageState([{} for _ in pieces], [dict(self._readers) for _ in pieces], totals)
+
+    def _begin_send(self, name: str, piece: int, state: StageState) -> None:
+        message = self._part.messages[name]
+        value = state.take(message.value, piece)
+        begun = self._send(value, message.target, self._tags[name] + piece, self._part.axis)
+        state.going[name, piece] = begun, value
+
+    def _begin_receive(self, name: str, piece: int, shape: Sequence[int], state: StageState) -> None:
+        message = self._part.messages[name]
+        out = torch.empty(shape, dtype=message.dtype, device=self._part.device)
+        begun = self._receive(out, message.source, self._tags[name] + piece, self._part.axis)
+        state.coming[name, piece] = begun, out
 
     def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
         block, run = self._blocks[name]

@@ -114,7 +114,7 @@ def plan(
         check_what_if(what_if or [], step.hf is not None)
         described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
         if stages:
-            _check_stages(compare, {"auto": auto, "what-if": what_if}, {"html": html, "trace": trace})
+            _check_stages(compare, {"what-if": what_if}, {"html": html, "trace": trace})
         asked = planning.request(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
@@ -150,7 +150,7 @@ def _made(
     """The work of the command: a comparison, a search within the constraints `chosen_by`, or one plan."""
     from . import planning, staged_setups
 
-    if asked.pipeline is not None:
+    if asked.pipeline is not None and chosen_by is None:
         setups = staged_setups.StagedSetups(shown, asked, spec)
         return (setups.compared() if compare else setups.planned()), spec
     if compare:

@@ -174,6 +174,8 @@ def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> w
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
     refits = asked.options.recomputes("auto") == "auto"
+    if asked.pipeline is not None:
+        constraints = {**constraints, "pipeline": asked.options.open_pipeline()}
     return ws.Auto(asked.options.memory, asked.hardware, used, data, recompute=refits, **constraints)
 
 
@@ -199,7 +201,8 @@ def chosen(
     graph, passes = captured(shown, asked), searched_passes(asked)
     if sizes is not None and len(sizes) != 1 and spec is not None:
         return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
-    with shown.each(len(auto.candidates(ws.Mesh(asked.mesh)))) as watch:
+    known = len(auto.candidates(ws.Mesh(asked.mesh))) if auto.pipeline is None else 0
+    with shown.each(known) as watch:
         found = auto.search(graph, asked.mesh, watch=watch, passes=passes, software=asked.options.software)
     return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec
 

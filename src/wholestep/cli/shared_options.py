@@ -142,6 +142,13 @@ class SharedOptions:
         order: Any = "1f1b" if self.schedule is None else self.schedule.value
         return Pipeline(micro_batches=self.micro_batches or 4 * stages, schedule=order, chunks=self.chunks)
 
+    def open_pipeline(self) -> Pipeline:
+        """A pipeline that leaves to a search what was not given."""
+        from wholestep.plan.pipelines import Pipeline
+
+        order: Any = "auto" if self.schedule is None else self.schedule.value
+        return Pipeline(micro_batches=self.micro_batches or 1, schedule=order, chunks=self.chunks)
+
     def spec(self, batch: int | None) -> ModelSpec | None:
         """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""
         options = self._of_hf | {"batch": batch, "seq": max(self.lengths or (0,)) or None}

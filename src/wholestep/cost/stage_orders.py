@@ -212,11 +212,13 @@ Admits = Callable[[int, int], bool]
 
 
 def list_schedule(
-    blocks: Mapping[str, BlockCost], pieces: int, stages: int, limits: Sequence[int], forward_first: bool = False
-) -> OrderResult:
+    blocks: Mapping[str, BlockCost], pieces: int, stages: int, limits: Sequence[int], forward_first: bool = False,
+    waiting: Sequence[int] | None = None,
+) -> OrderResult:  # fmt: skip
     """List scheduling: a stage that is free runs what is ready, backwards before forwards (`forward_first`: the other
-    way), earlier pieces first, fillers where nothing else is. It begins a piece while fewer than its limit are in
-    flight, in the order of pieces: so the first one that is not through can always go on, and the schedule ends.
+    way), earlier pieces first, fillers where nothing else is, or where those of more than `waiting` pieces wait. It begins
+    a piece while fewer than its limit are in flight, in the order of pieces: so the first one that is not through can
+    always go on, and the schedule ends.
     """
     run = _Run(blocks, pieces, stages)
     ready: list[list[Task]] = [[] for _ in range(stages)]
@@ -231,9 +233,9 @@ def list_schedule(
     events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
     heapq.heapify(events)
 
-    def rank(task: Task) -> tuple[bool, bool, int, int]:
+    def rank(task: Task, overdue: bool) -> tuple[bool, bool, int, int]:
         block = blocks[task[0]]
-        return block.is_filler, block.is_backward == forward_first, task[1], -block.level
+        return block.is_filler != overdue, block.is_backward == forward_first, task[1], -block.level
 
     while events:
         now, stage = heapq.heappop(events)
@@ -246,7 +248,9 @@ def list_schedule(
             if later:
                 heapq.heappush(events, (min(later), stage))
             continue
-        task = min(able, key=rank)
+        late = {t[1] for t in able if blocks[t[0]].is_filler}
+        overdue = waiting is not None and len(late) > waiting[stage]
+        task = min(able, key=lambda one: rank(one, overdue))
         ready[stage].remove(task)
         if not blocks[task[0]].is_filler:
             key = (stage, task[1])
@@ -332,7 +336,8 @@ def zero_bubble(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
     stage holds more than the first (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism"). Where stages have other
     blocks than one of each kind: list scheduling.
     """
-    listed = list_schedule(blocks, pieces, stages, [stages - stage for stage in range(stages)])
+    limits = [stages - stage for stage in range(stages)]
+    listed = list_schedule(blocks, pieces, stages, limits, waiting=range(stages))
     orders: list[tuple[Task, ...]] = []
     for stage in range(stages):
         own = sorted((n for n, b in blocks.items() if b.stage == stage), key=lambda name: blocks[name].level)
@@ -384,6 +389,11 @@ def best_order(
                 limits = [max(1, min(wide, pieces) - slope * stage) for stage in range(stages)]
                 label = f"list of {name}, {wide} in flight, {slope} fewer a stage"
                 attempt(label, lambda b=blocks, n=limits: list_schedule(b, pieces, stages, n))
+        limits = [max(1, min(wide, pieces) - stage) for stage in range(stages)]
+        attempt(
+            f"list of fillers, {wide} in flight or waiting",
+            lambda n=limits: list_schedule(cut, pieces, stages, n, waiting=range(stages)),
+        )
     fits = {name: found for name, (found, fit) in tried.items() if fit}
     name = min(fits, key=lambda one: (fits[one].us, max(fits[one].peak_bytes, default=0)))
     return name, fits[name], {one: found.us for one, (found, _) in tried.items()}

@@ -134,8 +134,9 @@ def end_process(reason: str) -> None:
 
 
 def _main_frame() -> FrameType | None:
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    return frames.get(threading.main_thread().ident or 0)
+    # The frames get no name here: this function's own is among them, and such a circle would keep the tensors that the
+    # main thread has at this moment, until Python looks for garbage.
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
 
 
 def waited_for(frame: FrameType | None) -> str:

@@ -1,4 +1,4 @@
-"""Proves that stages which send each other messages end, whatever is buffered.
+"""Proves that stages which send each other messages end, whatever is buffered, and read only what they have.
 
 Each ordered pair of stages has a channel of its own, which carries its messages one after the other in the order in
 which they were started. A message is carried once both ends have started it: no end buffers anything. A stage stops at
@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import GraphError
-from .stage_part import Action, Message
+from .stage_part import Action, Message, StageBlock
 
 _Key = tuple[str, int]
 
 
-def check_orders(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
-    """Raise GraphError, naming the stage and the message, unless all stages end and every message is sent, received and
-    waited for once, in the same order at both ends of its channel.
+def check_orders(
+    orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], blocks: Sequence[Sequence[StageBlock]],
+    pieces: int,
+) -> None:  # fmt: skip
+    """Raise GraphError, naming the stage and the message or block, unless all stages end; every message is sent,
+    received and waited for once, in the same order at both ends of its channel; and each stage runs each of its
+    `blocks` once for each piece, after all that it reads.
     """
     sent, posted = _started(orders, messages, "send"), _started(orders, messages, "post")
     for channel in {**sent, **posted}:
@@ -33,6 +37,8 @@ def check_orders(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
             raise GraphError(f"stage {end} never {verb} {_shown(missing)}", "both ends of each message")
     _check_waits(orders, messages)
     _run(orders, messages)
+    for stage, actions in enumerate(orders):
+        _check_runs(stage, actions, messages, {block.name: block for block in blocks[stage]}, pieces)
 
 
 def _started(
@@ -58,7 +64,7 @@ def _started(
 def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
     """Each message is waited for once after it was started; all that is sent is completed."""
     for stage, actions in enumerate(orders):
-        open_, sending = set[_Key](), False
+        open_, going, sending = set[_Key](), set[_Key](), False
         for action in actions:
             key = (action.name, action.piece)
             if action.kind == "post":
@@ -69,12 +75,45 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
                         f"stage {stage} waits for {_shown(key)}, which it does not receive", "post before wait"
                     )
                 open_.remove(key)
-            elif action.kind in ("send", "complete"):
-                sending = action.kind == "send"
+            elif action.kind == "send":
+                sending = True
+                going.add(key)
+            elif action.kind == "sent":
+                if key not in going:
+                    found = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
+                    raise GraphError(found, "send before sent")
+                going.remove(key)
+            elif action.kind == "complete":
+                sending = False
         if open_:
             raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
         if sending:
             raise GraphError(f"stage {stage} does not wait until all is sent", "complete as its last action")
+
+
+def _check_runs(
+    stage: int, actions: Sequence[Action], messages: Mapping[str, Message], blocks: Mapping[str, StageBlock], pieces: int
+) -> None:
+    """Each block runs once for each piece, and values are read and sent once they are there."""
+    values = {*messages, *(name for block in blocks.values() for name in block.gives)}
+    have, left = set[_Key](), {(name, piece) for name in blocks for piece in range(pieces)}
+    for action in actions:
+        key = (action.name, action.piece)
+        if action.kind == "wait":
+            have.add(key)
+        elif action.kind == "send" and (messages[action.name].value, action.piece) not in have:
+            raise GraphError(f"stage {stage} has to {action} before its value is there", "each value before its readers")
+        elif action.kind == "run":
+            if key not in left:
+                raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each run once")
+            left.remove(key)
+            missing = [one for one in blocks[action.name].takes if one in values and (one, action.piece) not in have]
+            if missing:
+                found = f"stage {stage} has to {action} before {missing[0]} is there"
+                raise GraphError(found, "each value before its readers")
+            have.update((name, action.piece) for name in blocks[action.name].gives)
+    if left:
+        raise GraphError(f"stage {stage} never runs {_shown(min(left))}", "each block for each piece")
 
 
 def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
@@ -90,7 +129,7 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) ->
             while at[stage] < len(actions):
                 action = actions[at[stage]]
                 key = (action.name, action.piece)
-                if (action.kind == "wait" and key not in done) or (action.kind == "complete" and left[stage]):
+                if (action.kind in ("wait", "sent") and key not in done) or (action.kind == "complete" and left[stage]):
                     break
                 if action.kind in ("send", "post"):
                     message = messages[action.name]

@@ -51,10 +51,11 @@ class Message:
 @dataclass(frozen=True)
 class Action:
     """One action of a stage for a piece: `run` a block; start to `send` a message, or to receive one (`post`); `wait`
-    until it is there. `complete` waits until all that was sent has left.
+    until it is there. `sent` waits until a message has left, and its value need not be kept; `complete` waits until all
+    have.
     """
 
-    kind: Literal["run", "send", "post", "wait", "complete"]
+    kind: Literal["run", "send", "post", "wait", "sent", "complete"]
     name: str = ""
     piece: int = 0
 

@@ -26,7 +26,33 @@ def actions_of(
                 for message in by_value.get((stage, value), ()):
                     sent_by[task].append((message.name, task[1]))
                     channels.setdefault((stage, message.target), []).append((message.name, task[1]))
-    return tuple(_Stage(stage, orders, blocks, messages, channels, sent_by).actions() for stage in range(len(orders)))
+    made = [_Stage(stage, orders, blocks, messages, channels, sent_by).actions() for stage in range(len(orders))]
+    return _with_replies(made, messages)
+
+
+def _with_replies(made: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
+    """`made`, where a stage lets go of a message once it has an answer: one that the other end sent after it had waited
+    for that message. Links tell of nothing that has left unless they are asked, and to ask earlier might block.
+    """
+    waited: dict[int, list[Task]] = {}
+    answers: dict[Task, list[Task]] = {}
+    for actions in made:
+        for action in actions:
+            key = (action.name, action.piece)
+            if action.kind == "wait":
+                waited.setdefault(messages[action.name].source, []).append(key)
+            elif action.kind == "send":
+                answers[key] = waited.pop(messages[action.name].target, [])
+        waited.clear()
+    found: list[tuple[Action, ...]] = []
+    for actions in made:
+        several = [[one, *(Action("sent", *key) for key in _answered(one, answers))] for one in actions]
+        found.append(tuple(action for some in several for action in some))
+    return tuple(found)
+
+
+def _answered(action: Action, answers: Mapping[Task, Sequence[Task]]) -> Sequence[Task]:
+    return answers.get((action.name, action.piece), ()) if action.kind == "wait" else ()
 
 
 class _Stage:

@@ -55,7 +55,7 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     cut = apart if any(name in apart.only for tasks in found.orders for name, _ in tasks) else whole
     messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
     actions = actions_of(found.orders, blocks, messages)
-    check_orders(actions, messages)
+    check_orders(actions, messages, cut.blocks, loop.pieces)
     priced = cut_costs if cut is apart else costs
     parts = tuple(
         StagePart(

@@ -53,8 +53,8 @@ class Reinplace(InPlace):
 
 
 class _Arriving:
-    """One copy of several parameters from the bucket in which they were gathered, at position `at`; without the own part
-    along `axis`, where one is given.
+    """One copy of several parameters from the bucket in which they were gathered, at position `at`; without the own
+    part along `axis`, where one is given.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Work:
         self.graph.erase_node(node)
 
     def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
-        """The axis along which a rank sent its part of a bucket from the storage of `stored`, where it is up to date."""
+        """The axis along which ranks sent their parts of a bucket from where `stored` is: the own one is there."""
         gather = node_at(joined, 0)
         sent = node_at(gather, 0)
         if gather.target is not GATHER or sent.target not in (join_rows, coalesce):
@@ -322,10 +322,13 @@ def aliased(node: Node) -> Node | None:
         source = node_at(node, 0)
         return source if aliased(source) is not None else None
     known = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
-    if not known and _torch.is_op(node.target):
-        if all(made.alias_info is None for made in _torch.schema_of(node.target).returns):
-            return None
+    if not known and _torch.is_op(node.target) and not _returns_alias(node.target):
+        return None
     return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
+
+
+def _returns_alias(target: Any) -> bool:
+    return any(made.alias_info is not None for made in _torch.schema_of(target).returns)
 
 
 def inplace_form(target: Any) -> Any:

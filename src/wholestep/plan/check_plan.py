@@ -126,12 +126,13 @@ class _Check:
         return ops
 
     def _check_over_ranks(self, node: Node, decision: Decision) -> None:
-        """Every rank is heard."""
+        """Every rank that has a value is heard."""
         (read,), (made,) = decision.operands, decision.outputs
         part, other = AxisState("P", op="norm1"), AxisState("P", op="norm2")
         takes = (REPLICATED, VARIES, part, other)
         alike = TIME if read.state(TIME) == made.state(TIME) == REPLICATED else ""
-        heard = all(made.state(axis) == part and read.state(axis) in takes for axis in self.axes if axis != alike)
+        states = [(read.state(axis), made.state(axis)) for axis in self.axes if axis != alike]
+        heard = all((new == part and old in takes) or (new == old and old.kind == "O") for old, new in states)
         if not heard or read.dims != made.dims:
             raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
 

@@ -111,10 +111,13 @@ class _Propagation:
         return Decision((layout,), (partial,), "gradient", reads=reads, gradient_of=param)
 
     def _over_ranks(self, node: Node) -> Decision:
-        """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard."""
+        """Turn a norm into a partial 1-norm along every axis: also ranks that should hold the same are heard. Of
+        stages, the one that has it is.
+        """
         layout = partial = self.layouts[node_at(node, 0)][0]
         for axis in self._active():
-            if axis != TIME or layout.state(axis) != REPLICATED:  # a rank need not be heard once for each piece
+            state = layout.state(axis)
+            if state.kind != "O" and (axis != TIME or state != REPLICATED):  # not once for each piece
                 partial = partial.put(axis, AxisState("P", op="norm1"))
         return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 

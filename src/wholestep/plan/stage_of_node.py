@@ -19,7 +19,7 @@ from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import copy_graph, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, is_list_op
-from ..graph.ops import COMPLETE, GRAD_READY, OVER_RANKS
+from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.split_lists import lists_of, split_lists
 from ..rules.find_rule import find_rule
 from ..rules.registry import draws
@@ -109,11 +109,6 @@ class _Stages:
     def run(self) -> dict[str, int]:
         calls = [node for node in self.graph.graph.nodes if node.op == "call_function"]
         for node in calls:
-            if node.target is OVER_RANKS:
-                found = "on_nonfinite with Pipeline"
-                raise PlanError(
-                    found, "one of them: a stage does not hear of another's losses", "leave out on_nonfinite"
-                )
             if node in self.forward:
                 self._run_forward(node)
         self._views_where_they_are_read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -18,6 +19,7 @@ from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel
 from ..plan.micro_batches import MicroBatches
+from ..plan.pipelines import Pipeline
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
@@ -31,7 +33,8 @@ from .folded_step import fold_step
 from .ilp.solve import IlpResult
 from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
 from .search import Search
-from .search_result import Candidate, SearchResult, Watch, explained, unwatched
+from .search_result import Candidate, SearchResult, Status, Watch, explained, unwatched
+from .staged_auto import StagedAuto, staged_meshes
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -58,6 +61,9 @@ class Auto:
         styles: the styles that may be used; all if None.
         micro_batches: pieces of the batch of a rank, with `MicroBatches(4)` in every candidate. `MicroBatches("auto")`
             tries more and more of them in candidates that do not fit otherwise.
+        pipeline: stages that may be used along its axis, in `plan`: on a mesh with that axis, or `"auto=N"`. What it
+            leaves open is chosen: `schedule="auto"` and no `chunks` the order and the stages on each rank, one
+            micro-batch their number. Candidates are planned with all layers; recomputation is that of the step.
         recompute: tensors may be rematerialized in the backward where candidates that fit are slower, or none fits.
         solve: False compares templates alone.
         solved_meshes: on a mesh `"auto=N"`, the number of meshes on which integer programs are solved: the ones whose
@@ -80,6 +86,7 @@ class Auto:
     data: DataParallel = field(default_factory=DataParallel)
     styles: Sequence[str] | None = None
     micro_batches: MicroBatches | None = None
+    pipeline: Pipeline | None = None
     recompute: bool = True
     solve: bool = True
     solved_meshes: int = 3
@@ -93,7 +100,10 @@ class Auto:
             raise PlanError(f"Auto(solved_meshes={shown(self.solved_meshes)})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
-        if self.may_cut and self.memory_bytes is None:
+        if self.pipeline is not None and (self.pinned or self.replicated):
+            found = "Auto(pipeline=...) with pinned= or replicated="
+            raise PlanError(found, "one of them", "leave out the constraints, or give a Pipeline as parallel=")
+        if self.may_cut and self.memory_bytes is None and self.pipeline is None:
             found = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
             needed = "a budget: the number of pieces is the one that fits"
             raise PlanError(found, needed, 'give memory_bytes="80GiB", say, or a number of pieces')
@@ -160,6 +170,9 @@ class Auto:
         hardware = hardware or self.hardware or Hardware.default()
         passes = tuple(pipeline(hardware) if passes is None else passes)
         watch = watch or unwatched
+        if self.pipeline is not None:
+            flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
+            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software))
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
@@ -194,6 +207,41 @@ class Auto:
         found = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
         return replace(found, solved=program or solver.program(found.best.mesh))
+
+    def _staged(
+        self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None, hardware: Hardware, watch: Watch,
+        software: Software, flat: Callable[[], SearchResult],
+    ) -> SearchResult:  # fmt: skip
+        """The best pipeline; on an open mesh the best of these and of what is found without one, `flat`."""
+        assert self.pipeline is not None, "stages are searched"
+        if not is_open(mesh):
+            mesh.axis_size(self.pipeline.axis)  # raises where there is none
+        search = StagedAuto(
+            graph, hardware, self.pipeline, self._beside, self.micro_batches, self.budget_bytes, placed, watch, software
+        )  # fmt: skip
+        if not is_open(mesh):
+            return search.run([mesh])
+        found, errors = list[SearchResult](), list[PlanError]()
+        open_meshes = staged_meshes(mesh, self.pipeline.axis, self.meshes(mesh.size, hardware))
+        for one in (flat, partial(search.run, open_meshes)):
+            try:
+                found.append(one())
+            except PlanError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        best = min(found, key=lambda one: one.best.rank)
+        beaten = [replace(row, status=Status.SLOWER) if row.status is Status.CHOSEN else row
+                  for one in found if one is not best for row in one.rows]  # fmt: skip
+        rows = (best.best, *sorted((*best.rows[1:], *beaten), key=lambda row: row.rank))
+        return replace(best, rows=rows, folded=next((one.folded for one in found if one.folded), None))
+
+    def _beside(self, mesh: Mesh) -> list[Template]:
+        """The templates beside a pipeline: all axes of `mesh`, which has none of stages, are used."""
+        tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
+        axis = tensor.axis if tensor else "tp"
+        found = templates(mesh, tensor, axis, self.data, alone=tensor is None)
+        return [template for template in found if self._allows(template)]
 
     def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
@@ -269,6 +317,10 @@ class Auto:
         Raises:
             MeshError: there is no mesh to divide between `data` and `tensor`, or axes are left to be chosen.
         """
+        if self.pipeline is not None:
+            needed = "a plan, which says in what stages the parameters of a rank are"
+            how = 'plan(graph, mesh, Auto(...)).save("plan.json"), and parallel=Plan.load("plan.json")'
+            raise PlanError("Auto(pipeline=...) in compile", needed, how)
         if mesh is not None and is_open(mesh):
             raise MeshError(
                 f"mesh {mesh} in compile", "axes, as ranks are given batches by them",

@@ -223,7 +223,7 @@ class StepOptions:
         plan = auto = None
         if isinstance(given.parallel, Plan):
             plan, (strategies, mesh) = given.parallel, _applied(given.parallel, mesh)
-            if budget is None and plan.objective is not None:
+            if budget is None and plan.objective is not None and strategies.pipeline is None:
                 budget = plan.objective.budget_bytes
         elif not isinstance(given.parallel, Auto):
             strategies = compose(given.parallel)
@@ -309,7 +309,7 @@ def refuse_for_stages(options: StepOptions, device: str) -> None:
     given = options.given
     refused = {
         "backend='inductor'": options.backend.name == "inductor", "offload": given.offload is not None,
-        "memory_bytes": options.memory_bytes is not None, "on_nonfinite": given.on_nonfinite is not None,
+        "memory_bytes": options.memory_bytes is not None,
         "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
         "tune='auto'": given.tune == "auto",
     }  # fmt: skip

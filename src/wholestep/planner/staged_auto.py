@@ -1,0 +1,165 @@
+"""`Auto` with a pipeline: stages, chunks, order, micro-batches and the style beside them, by simulation of all stages.
+
+Every candidate is planned with all layers, and its stages are simulated after the passes that run them. So candidates
+are few: of a mesh, chunks and micro-batches are chosen with one style, and others are tried with the best of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..cost.software import OWN, Software
+from ..cost.stage_costs import BlockPrices
+from ..errors import BudgetError, PlanError, WholestepError
+from ..graph.graph import TrainGraph
+from ..graph.text import human, human_at_least
+from ..hardware.hardware import Hardware
+from ..layout import Layout
+from ..mesh import Axis, Mesh
+from ..partition.lower import lowered
+from ..plan.micro_batches import MicroBatches
+from ..plan.pipelines import Pipeline
+from ..plan.plan import Plan
+from ..plan.strategies import Strategies, compose
+from .candidates import Template, batches, is_open
+from .resolve import plan_strategies
+from .search_result import Candidate, SearchResult, Status, Watch, first_line, unwatched
+from .staged_plan import costs_of_staged, staged
+
+_CHUNKS = (1, 2, 4)
+_FIRST = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
+
+
+@dataclass
+class StagedAuto:
+    """The search for pipelines of one step.
+
+    Args:
+        pipeline: what is asked for: modules of stages, an order, chunks and a number of pieces are kept where given.
+        beside: the templates of a mesh without the axis of stages.
+        budget_bytes: that the tensors of a rank may take; None for no bound.
+        placed, watch, software: as in `Auto.search`.
+    """
+
+    graph: TrainGraph
+    hardware: Hardware
+    pipeline: Pipeline
+    beside: Callable[[Mesh], Sequence[Template]]
+    micro_batches: MicroBatches | None = None
+    budget_bytes: int | None = None
+    placed: Mapping[str, Layout] | None = None
+    watch: Watch = unwatched
+    software: Software = OWN
+    rows: list[Candidate] = field(default_factory=list[Candidate])
+    plans: dict[str, Plan] = field(default_factory=dict[str, Plan])
+
+    def run(self, meshes: Iterable[Mesh]) -> SearchResult:
+        """The best pipeline on any of `meshes`.
+
+        Raises:
+            PlanError: none can be planned; of kind BudgetError where none fits.
+        """
+        for mesh in meshes:
+            self._mesh(mesh)
+        fits = [row for row in self.rows if row.status is Status.SLOWER]
+        if not fits:
+            raise self._nothing()
+        best = min(fits, key=lambda row: row.rank)
+        chosen = replace(best, status=Status.CHOSEN)
+        rows = sorted((chosen if row is best else row for row in self.rows), key=lambda row: row.rank)
+        return SearchResult(self.plans[f"{best.name} on {best.mesh}"], chosen, tuple(rows), self.budget_bytes)
+
+    def _mesh(self, mesh: Mesh) -> None:
+        stages = mesh.axis_size(self.pipeline.axis)
+        others = Mesh(tuple(axis for axis in mesh.axes if axis.name != self.pipeline.axis) or (Axis("dp", 1),))
+        found = list(self.beside(others)) if mesh.size > stages else [Template("", ())]
+        found.sort(key=lambda one: one.key is None or one.key.style != _FIRST)
+        best: tuple[Candidate, Pipeline, int] | None = None
+        for number, template in enumerate(found):
+            variants = self._variants(mesh, template) if number == 0 or best is None else [best[1:]]
+            slower, last = set[Pipeline](), dict[Pipeline, float]()
+            for pipe, pieces in variants:
+                if pipe in slower:
+                    continue
+                row = self._tried(mesh, template, pipe, pieces)
+                if row.status is Status.SLOWER and (best is None or row.rank < best[0].rank):
+                    best = row, pipe, pieces
+                if row.costs is not None and row.status is Status.SLOWER and row.batch_s > last.get(pipe, row.batch_s):
+                    slower.add(pipe)  # in more pieces it is slower still
+                last[pipe] = row.batch_s
+
+    def _variants(self, mesh: Mesh, template: Template) -> list[tuple[Pipeline, int]]:
+        """Orders and chunks, each with growing numbers of pieces."""
+        asked, stages = self.pipeline, mesh.axis_size(self.pipeline.axis)
+        pipes = [asked]
+        if asked.schedule == "auto" and asked.chunks is None and asked.stages is None:
+            pipes = [asked if n == 1 else replace(asked, schedule="interleaved", chunks=n) for n in _CHUNKS]
+        elif asked.schedule == "interleaved" and asked.chunks is None and asked.stages is None:
+            pipes = [replace(asked, chunks=n) for n in _CHUNKS[1:]]
+        given = self.micro_batches.pieces if self.micro_batches is not None else asked.micro_batches
+        if isinstance(given, int) and given > 1:
+            return [(pipe, given) for pipe in pipes]
+        if isinstance(template.strategies, WholestepError):
+            return [(pipes[0], stages)]
+        probe = compose([*template.strategies, replace(asked, micro_batches=2)])
+        most = max(probe.rows(self.graph, mesh), default=1)
+        counts = [n for n in (stages << power for power in range(most.bit_length())) if 1 < n <= most]
+        return [(pipe, n) for pipe in pipes for n in counts or [most]]
+
+    def _tried(self, mesh: Mesh, template: Template, pipe: Pipeline, pieces: int) -> Candidate:
+        chunks = f", {pipe.chunks_of_rank} chunks" if pipe.chunks_of_rank > 1 else ""
+        parts = (template.name, f"{pipe.schedule}{chunks}", f"{pieces} micro-batches")
+        row = Candidate(", ".join(filter(None, parts)), mesh, None, template.key)
+        self.watch(row.name)
+        try:
+            if isinstance(template.strategies, WholestepError):
+                raise template.strategies
+            row = self._simulated(row, compose([*template.strategies, replace(pipe, micro_batches=pieces)]), pipe)
+        except WholestepError as error:
+            row = replace(row, status=Status.NO_PLAN, why=first_line(error))
+        self.rows.append(row)
+        return row
+
+    def _simulated(self, row: Candidate, strategies: Strategies, pipe: Pipeline) -> Candidate:
+        planned = plan_strategies(self.graph, row.mesh, strategies, self.placed, self.hardware)
+        prices = BlockPrices(self.hardware, row.mesh, self.software)
+        costs = costs_of_staged(staged(lowered(self.graph, planned), prices, pipe.schedule))
+        count = batches(strategies, row.mesh)
+        self.plans[f"{row.name} on {row.mesh}"] = planned
+        is_over = self.budget_bytes is not None and costs.peak_bytes > self.budget_bytes
+        return replace(
+            row, strategies=strategies, batches=count, batch_s=costs.step_s / count, bound_s=costs.model_s / count,
+            needs_bytes=costs.peak_bytes, costs=costs, status=Status.OVER_AT_PEAK if is_over else Status.SLOWER,
+        )  # fmt: skip
+
+    def _nothing(self) -> PlanError:
+        over = [row for row in self.rows if row.status is Status.OVER_AT_PEAK]
+        if not over or self.budget_bytes is None:
+            why = f"{self.rows[0].name}: {self.rows[0].why}" if self.rows else "no mesh has an axis of stages"
+            needed = "stages, chunks and micro-batches that the model and the batch have"
+            return PlanError(f"no pipeline can be planned: {why}", needed, "give fewer stages, or a larger batch")
+        nearest = min(over, key=lambda row: row.needs_bytes)
+        short = human(nearest.needs_bytes - self.budget_bytes)
+        return BudgetError(
+            f"no pipeline fits: the nearest, {nearest.name} on {nearest.mesh}, needs {human(nearest.needs_bytes)} on a "
+            f"rank, {short} more than there are",
+            f"at most {human(self.budget_bytes)}",
+            f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, more stages, or torch's activation "
+            "checkpointing in the model",
+        )  # fmt: skip
+
+
+def staged_meshes(mesh: Mesh, axis: str, flat: Iterable[Mesh]) -> list[Mesh]:
+    """`mesh`, or of an open one those of `flat`, of as many ranks, whose first axis leaves 2, 4 or more to `axis`."""
+    if not is_open(mesh):
+        return [mesh]
+    found: list[Mesh] = []
+    for one in flat:
+        first, *rest = one.axes
+        for stages in (1 << power for power in range(1, first.size.bit_length())):
+            if first.size % stages == 0 and "shard" not in one.names:
+                left = [Axis(first.name, first.size // stages)] if first.size > stages else []
+                made = [*left, Axis(axis, stages), *rest]
+                found.append(Mesh(tuple(made)))
+    return found
