@@ -57,15 +57,21 @@ class OneDevice:
 
 
 def compare(
-    one: OneDevice, mesh: str, parallel: Any, in_place: bool = False, passes: tuple[Pass, ...] = ()
+    one: OneDevice,
+    mesh: str,
+    parallel: Any,
+    in_place: bool = False,
+    passes: tuple[Pass, ...] = (),
+    room: int | None = None,
 ) -> Comparison:
     """Run the captured step by `parallel` on all ranks of `mesh`; the state that the device began with is untouched.
-    `passes`: of the programs of the stages of a pipeline.
+    `passes`: of the programs of the stages of a pipeline; `room`: messages that a channel between them holds.
     """
     graph = one.capture.graph
     planned = plan(graph, mesh, parallel)
     local = partition(graph, planned)
     simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local, passes=passes)
+    simulation.room = simulation.room if room is None else room
     simulation.start()
     found = Comparison(0.0, "", planned, local)
     layouts = {i.name: layout for i, layout in zip(local.inputs, local.layouts, strict=True)}

@@ -15,18 +15,34 @@ def tables() -> Iterator[Table]:
     columns = ("preset", "peak bf16 TFLOPS", "best tile", "clock under load", "attention forward", "backward",
                "memory GB/s", "reached", "host us an op", "slower beside NCCL", "from")  # fmt: skip
     yield Table("Assumed of devices", "shares of the peaks of data sheets", columns, tuple(rows))
-    columns = ("stack", "ops on elements fused", "norms fused", "flash attention", "update fused", "buckets copied",
-               "overlap", "regathers", "recompute", "CUDA graph", "host us a kernel", "from")  # fmt: skip
+    columns = ("stack", "ops on elements fused", "norms fused", "loss fused", "flash attention", "update fused",
+               "buckets copied", "overlap", "regathers", "recompute", "CUDA graph",
+               "host us a kernel", "from")  # fmt: skip
     said = "which kernels exist; recompute where a run does not say"
     yield Table("Assumed of stacks", said, columns, tuple(map(_stack, STACKS)))
 
 
 def _stack(one: ws.Stack) -> tuple[str, ...]:
-    flags = (one.compiled, one.fused_norms, one.fused_optimizer, one.copies, one.overlaps, one.regathers, one.recorded)
-    fused, norms, update, copied, overlap, again, recorded = ("yes" if flag else "" for flag in flags)
+    flags = (one.compiled, one.fused_norms, one.compiled and one.fused_loss, one.fused_optimizer, one.copies,
+             one.overlaps, one.regathers, one.recorded)  # fmt: skip
+    fused, norms, loss, update, copied, overlap, again, recorded = ("yes" if flag else "" for flag in flags)
     host = f"{one.start_us:g}" if one.start_us else ""
     attention = str(one.flash_attention or "none")
-    return one.name, fused, norms, attention, update, copied, overlap, again, one.recompute, recorded, host, one.source
+    return (
+        one.name,
+        fused,
+        norms,
+        loss,
+        attention,
+        update,
+        copied,
+        overlap,
+        again,
+        one.recompute,
+        recorded,
+        host,
+        one.source,
+    )
 
 
 def _device(hardware: ws.Hardware) -> tuple[str, ...]:

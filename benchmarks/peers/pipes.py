@@ -2,7 +2,6 @@
 the step.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from wholestep.distributed.launch import join
 from wholestep.profiling.measure_hardware import measure_hardware
+from wholestep.runtime.step import CompiledStep
 
 from .job import Job
 from .models import GPT, train_step
@@ -92,18 +92,16 @@ def _loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def our_pipe(model: nn.Module, job: Job) -> Parts:
-    """The step as written, in stages for the hardware that the ranks measure first; the note says what it predicts."""
+    """The step as written, in stages for the hardware that the ranks measure first."""
     kind: Any = next(name for name in ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble") if job.spec.has(name))
     mesh, pipeline = f"pp={job.world}", ws.Pipeline(micro_batches=_pieces(job.spec), schedule=kind)
-    hardware = measure_hardware(join(ws.Mesh(mesh), "cpu"))
+    step = ws.compile(train_step, parallel=pipeline, mesh=mesh, hardware=measure_hardware(join(ws.Mesh(mesh), "cpu")))
+    return model, AdamW(model.parameters(), lr=job.config.learning_rate, fused=True), step, ""
 
-    def optimizer(model: nn.Module) -> AdamW:
-        return AdamW(model.parameters(), lr=job.config.learning_rate, fused=True)
 
-    trial = copy.deepcopy(model)
-    x = torch.zeros(job.config.rows, job.config.context, dtype=torch.int64)
-    graph = ws.capture(train_step, trial, optimizer(trial), x, x)
-    local = ws.partition(graph, ws.plan(graph, mesh, pipeline, hardware=hardware))
-    note = f"simulated {ws.simulate(local, hardware).step_us / 1e3:.0f} ms"
-    step = ws.compile(train_step, parallel=pipeline, mesh=mesh, hardware=hardware)
-    return model, optimizer(model), step, note
+def simulated(step: CompiledStep) -> str:
+    """What the plan of a step that has run says that it takes."""
+    graph, plan = step.train_graph, step.plan
+    assert graph is not None, "the step has run"
+    assert plan is not None, "the step has run"
+    return f"simulated {ws.simulate(ws.partition(graph, plan), plan.hardware).step_us / 1e3:.0f} ms"

@@ -32,7 +32,7 @@ from wholestep.runtime.step import CompiledStep
 
 from . import models
 from .job import Job
-from .pipes import our_pipe, torch_pipe
+from .pipes import our_pipe, simulated, torch_pipe
 from .spec import Spec
 from .wire import BesideTheWire
 
@@ -215,8 +215,18 @@ class TorchTrainer:
     """A wrapped model and what is counted about it."""
 
     def __init__(self, wrapped: Wrapped, parameter_bytes: int) -> None:
-        self._wrapped, self._parameter_bytes = wrapped, parameter_bytes
-        self.note, self.update_seconds = wrapped.note, 0.0
+        self._wrapped, self._parameter_bytes, self.update_seconds = wrapped, parameter_bytes, 0.0
+
+    @property
+    def note(self) -> str:
+        """What the peer chose by itself; of stages of ours, what was predicted: asked for once steps were measured, as
+        another plan would count as memory of the job.
+        """
+        step = self._wrapped.step
+        is_staged = isinstance(step, CompiledStep) and any(
+            isinstance(one, ws.Pipeline) for one in step.strategies.parts
+        )
+        return simulated(step) if is_staged else self._wrapped.note
 
     def watch_updates(self) -> None:
         """Time the optimizer's own step."""

@@ -130,6 +130,16 @@ def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: st
     assert left_out("left", left).rows[0][2] == "1"
 
 
+def test_a_host_that_waits_before_each_pass_takes_longer() -> None:
+    """It cannot run ahead over the end of a forward, as while the loss is computed: in each micro-batch."""
+    old = run_of(**SMALL | {"source_id": "vtrain", "sharding": "DDP", "model": "GPT", "d_ff": "8192", "grad_accum": "4",
+                            "n_gpus": "8", "dp_shard": "", "seq_len": "1024"})  # fmt: skip
+    assert old.stack.waits
+    waits = simulated.step_s(old, A100)
+    ahead = simulated.step_s(replace(old, stack=replace(old.stack, waits=False)), A100)
+    assert ahead * 1.001 < waits < ahead * 1.5
+
+
 def test_a_run_is_read_from_its_columns() -> None:
     run = run_of(tokens_per_s_per_gpu="2048", step_time_s="", grad_accum="", global_batch="64", ac="selective op")
     assert (run.style, run.shard, run.replicate, run.accumulate, run.ac) == ("full", 16, 1, 4, "ops")

@@ -117,7 +117,7 @@ def refused(rank: int, world: int) -> list[str]:
 def functional(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     from torch.distributed._functional_collectives import all_reduce
 
-    return all_reduce(update(optimizer, model(x).square().mean()), "sum", dist.group.WORLD)  # pyright: ignore
+    return all_reduce(update(optimizer, model(x).square().mean()), "sum", dist.group.WORLD)
 
 
 def test_what_speaks_to_other_ranks_is_refused() -> None:

@@ -117,8 +117,8 @@ def _torch_2d(rank: int, world: int, reshard: bool) -> dict[str, float]:
         worst["parameters"] = max(worst["parameters"], largest(ours, theirs))
     for name, a, b in zip(dict(ours.named_parameters()), ours.parameters(), theirs.parameters(), strict=True):
         assert type(a) is type(b), name
-        same = [p.is_shard() == q.is_shard() for p, q in zip(a.placements[-2:], b.placements[-2:], strict=False)]  # pyright: ignore
-        assert all(same) or len(b.placements) == 1, name  # pyright: ignore
+        same = [p.is_shard() == q.is_shard() for p, q in zip(a.placements[-2:], b.placements[-2:], strict=False)]
+        assert all(same) or len(b.placements) == 1, name
         worst["state"] = max(
             worst["state"],
             *(
@@ -330,7 +330,7 @@ def _two_steps(rank: int, world: int) -> tuple[str, str]:
     second(model, optimizer, *batch)
     assert second.plan is not None
     weight = model.net1.weight
-    return second.plan.storage["net1.weight"].show((33, 12)), str(list(weight.placements))  # pyright: ignore
+    return second.plan.storage["net1.weight"].show((33, 12)), str(list(weight.placements))
 
 
 def test_a_second_step_reads_strided_shards() -> None:

@@ -20,7 +20,7 @@ def plain_sgd(model: nn.Module) -> Any:
 
 def frozen() -> nn.Module:
     model = mlp()
-    model[0].requires_grad_(False)  # pyright: ignore
+    model[0].requires_grad_(False)
     return model
 
 
@@ -117,7 +117,7 @@ def bert() -> nn.Module:
 
 def pruned() -> nn.Module:
     model = mlp()
-    prune.l1_unstructured(model[0], "weight", 0.5)  # pyright: ignore
+    prune.l1_unstructured(model[0], "weight", 0.5)
     return model
 
 

@@ -156,7 +156,7 @@ def group_inside(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
 def group_between() -> Script:
     def between(i: int, model: nn.Module, optimizer: Any) -> None:
         if i == 2:
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})  # pyright: ignore
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
 
     first = lambda m: SGD(m[0].parameters(), lr=0.1, momentum=0.9)  # noqa: E731
     return Script(lambda m, o, x: update(o, squares(m, x)), pair(mlp, first), floats((5, 4)), between)
@@ -164,7 +164,7 @@ def group_between() -> Script:
 
 def unfrozen_between() -> Script:
     def between(i: int, model: nn.Module, optimizer: Any) -> None:
-        model[0].requires_grad_(i >= 2)  # pyright: ignore
+        model[0].requires_grad_(i >= 2)
 
     return Script(lambda m, o, x: update(o, squares(m, x)), pair(), floats((5, 4)), between)
 

@@ -60,7 +60,7 @@ def single_floats(rank: int) -> list[Made]:
 
 
 def again(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=False).square().mean()  # pyright: ignore
+    return checkpoint(model, x, use_reentrant=False).square().mean()
 
 
 def twice(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def several(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         "size": out.square().mean(),
         "l1": out.abs().mean(),
     }
-    return sum(0.5 * v for v in losses.values())  # pyright: ignore
+    return sum(0.5 * v for v in losses.values())
 
 
 def dictionary(model: nn.Module, optimizer: Any, x: Tensor) -> dict[str, Any]:
@@ -156,8 +156,8 @@ def with_teacher() -> Made:
 def hooked(model: nn.Module, optimizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     seen: list[Tensor] = []
     handles = [
-        model[1].register_forward_hook(lambda m, i, o: seen.append(o) or o * 1.1),  # pyright: ignore
-        model[0].register_full_backward_hook(lambda m, i, o: None),  # pyright: ignore
+        model[1].register_forward_hook(lambda m, i, o: seen.append(o) or o * 1.1),
+        model[0].register_full_backward_hook(lambda m, i, o: None),
     ]
     loss = squares(model, x)
     loss = loss + seen[0].square().mean()
@@ -175,7 +175,7 @@ def tensor_hooked(model: nn.Module, x: Tensor) -> Tensor:
 
 def hooked_model() -> nn.Module:
     model = mlp()
-    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))  # pyright: ignore
+    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     return model
 
 
@@ -199,7 +199,7 @@ def saved(model: nn.Module, x: Tensor) -> Tensor:
 def hessian(model: nn.Module, x: Tensor) -> Tensor:
     loss = squares(model, x)
     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * sum(g.square().sum() for g in grads)  # pyright: ignore
+    return loss + 0.1 * sum(g.square().sum() for g in grads)
 
 
 def anomalous(model: nn.Module, x: Tensor) -> Tensor:

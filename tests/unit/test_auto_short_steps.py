@@ -141,7 +141,7 @@ def test_bounds_are_those_of_all_layers(hardware: str) -> None:
         assert not isinstance(template.strategies, ws.WholestepError)
 
         def of(graph: ws.TrainGraph, template: Template = template) -> Any:
-            return lower_bound(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), hardware)  # pyright: ignore
+            return lower_bound(ws.partition(graph, ws.plan(graph, MESH, compose(template.strategies))), hardware)
 
         made, real = short.lower_bound(FEWEST, [of(short.with_blocks(n)) for n in FEWEST]), of(graph)
         assert made.sent == real.sent

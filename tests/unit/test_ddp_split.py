@@ -549,7 +549,7 @@ def test_extension_is_counted() -> None:
     split = plan_split(graph, {a: [pa], b: [pb]}, Reducer((pa, pb), (40, 40)))
     assert split.buckets == (DdpBucket((pa,)), DdpBucket((pb,), extra_ops=1))
     assert split.starts == (0, 1)
-    assert split.extension.splitlines()[1] == "  bucket 1: 1 more ops, 0 more bytes"
+    assert split.extension.splitlines()[1] == "  bucket 1: 1 more ops, 0 B more"
 
 
 # -- what is said ----------------------------------------------------------------------------

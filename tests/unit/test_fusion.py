@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.optim import SGD
 
 import wholestep as ws
 from wholestep.cost.compute import work
-from wholestep.cost.fusion import compiled_us, kernel_work, kernels
+from wholestep.cost.fusion import LOSS, compiled_us, kernel_work, kernels
+from wholestep.cost.kernels import op_times
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import arithmetic
 
@@ -114,6 +116,31 @@ def test_a_compiled_step_takes_less_and_starts_fewer_kernels() -> None:
     shown = ws.timeline(local, H100, compiled=True)
     assert shown.simulated == compiled
     assert shown.busy_us("compute") == pytest.approx(compiled.step_us)
+
+
+def test_a_loss_that_is_not_compiled_passes_over_the_logits_op_by_op() -> None:
+    """As Megatron's of 2022. Nothing else changes: what is added are reads and writes of logits."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 8192, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x), x.sum(-1).long())
+
+    graph, logits = program(Scores, (4096, 64)).graph, 4 * 4096 * 8192
+    apart = [kernel for kernel in kernels(graph, LOSS) if names(kernel.nodes)[0] in LOSS]
+    assert [names(kernel.nodes) for kernel in apart] == [
+        ["_log_softmax"], ["nll_loss_forward"], ["nll_loss_backward"], ["_log_softmax_backward_data"],
+    ]  # fmt: skip
+    joined = [kernel for kernel in kernels(graph) if LOSS & {*names(kernel.nodes)}]
+    more = sum(kernel_work(one).moved_bytes for one in apart) - sum(kernel_work(one).moved_bytes for one in joined)
+    assert 2.9 * logits < more < 8 * logits, "three at least: written by one op, read by the next"
+    old = ws.Stack.named("megatron-2022")
+    times = op_times(graph, H100, False, old)
+    assert times is not None
+    assert times == op_times(graph, H100, False, replace(old, fused_loss=True)) | compiled_us(graph, H100, LOSS)
 
 
 class Block(nn.Module):

@@ -182,7 +182,7 @@ class Counting(Optimizer):
         self.place = place
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 kept = group if self.place == "group" else self.state[param]

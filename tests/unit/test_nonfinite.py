@@ -292,7 +292,7 @@ class Counting(Optimizer):
         self.kept = kept
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]

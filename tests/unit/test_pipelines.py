@@ -1,7 +1,8 @@
 """Pipelines: the programs of all stages, in one process, against one device in float64."""
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.optim import Optimizer
 
 import wholestep as ws
+from tests.optimizers import Kind, build, data, of_torch, train_by_closure
+from tests.random_stages import problem
 from tests.simulate import Simulation
 from tests.stage_models import batches, maker, train
+from tests.steps import mse
 from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.errors import GraphError, PlanError
 from wholestep.graph.graph import LocalGraph
@@ -178,7 +182,7 @@ def test_three_axes() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "bert", "vit", "t5", "mixtral"])
 def test_hugging_face(name: str, pieces: int) -> None:
     pytest.importorskip("transformers")
     from tests.hf_models import entries, loss_of
@@ -188,6 +192,8 @@ def test_hugging_face(name: str, pieces: int) -> None:
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = without_chance(entry.build().double())
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # the grouped product knows no double precision
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
     def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
@@ -201,6 +207,75 @@ def test_hugging_face(name: str, pieces: int) -> None:
         given = [(joined([entry.batch(generator) for _ in range(4)]),) for _ in range(2)]
         found = compare(OneDevice(make, step, given), "pp=2", ws.Pipeline(micro_batches=pieces))
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+SOME = (
+    "SGD(momentum=0.9,nesterov=True,foreach=True)",
+    "Adam(amsgrad=True,fused=True)",
+    "Muon()",
+    "Adafactor(foreach=True)",
+)
+KINDS = [
+    kind for kind in of_torch() if not kind.refused and "dampening" not in kind.name
+]  # of which the first step differs
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k.name in SOME else pytest.mark.full) for k in KINDS], ids=str
+)
+def test_every_optimizer(kind: Kind) -> None:
+    """Also those that work on whole matrices, which each stage has of its own."""
+
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        x, y = data(seed, torch.float64)
+        return x[:4], y[:4]
+
+    step = train_by_closure if kind.closure else mse
+    one = OneDevice(lambda: build(kind, torch.float64), step, [batch(seed) for seed in range(3)])
+    found = compare(one, "pp=2", ws.Pipeline(micro_batches=2))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+class FilledTargets(nn.Module):
+    """Fills memory of its targets' shape itself, as T5 does for what its decoder reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(9, 8), nn.Linear(8, 16), nn.Linear(16, 9)
+
+    def forward(self, y: Tensor) -> Tensor:
+        shifted = y.new_zeros(y.shape)
+        shifted[:, 1:] = y[:, :-1].clone()
+        return self.down(torch.relu(self.up(self.embed(shifted))))
+
+
+@pytest.mark.parametrize(
+    "parallel", [("pp=2", ws.Pipeline(micro_batches=2)), ("dp=1", ws.MicroBatches(2))], ids=["stages", "loop"]
+)
+def test_memory_of_the_shape_of_the_batch_is_the_same_for_all_pieces(parallel: tuple[str, Any]) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = FilledTargets()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+    def step(model: nn.Module, optimizer: Optimizer, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(y).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = OneDevice(make, step, [(torch.randint(9, (4, 5)),) for _ in range(2)])
+    found = compare(one, *parallel)
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.parametrize("seeds", [[1968], pytest.param(range(40), marks=pytest.mark.full)], ids=["one", "40"])
+def test_random_steps_in_random_pipelines(seeds: Sequence[int]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {seed: problem(seed) for seed in seeds}
+    assert {seed: text for seed, text in found.items() if text and not text.startswith("refused")} == {}
+    assert sum(not text for text in found.values()) > len(seeds) / 2
 
 
 @pytest.mark.full

@@ -114,7 +114,7 @@ COUNTED: dict[str, tuple[Loss, list[Tensor], int]] = {
         1,
     ),
     "tensor_split": (
-        lambda m, x, n: sum((i + 1) * p.square().sum() for i, p in enumerate(m(x).tensor_split(n))),  # pyright: ignore
+        lambda m, x, n: sum((i + 1) * p.square().sum() for i, p in enumerate(m(x).tensor_split(n))),
         [torch.tensor(v) for v in ([1, 3], [1, 3], [2, 2], [1, 3])],
         2,
     ),
@@ -247,8 +247,8 @@ def by_method() -> nn.Module:
 
 
 COMPILED: dict[str, Callable[[], nn.Module]] = {
-    "whole": lambda: torch.compile(linear(), backend="eager"),  # pyright: ignore
-    "part": lambda: nn.Sequential(torch.compile(linear(), backend="eager"), nn.Tanh()),  # pyright: ignore
+    "whole": lambda: torch.compile(linear(), backend="eager"),
+    "part": lambda: nn.Sequential(torch.compile(linear(), backend="eager"), nn.Tanh()),
     "method": by_method,
 }
 
@@ -374,10 +374,10 @@ def test_data_of_parameters(change: Callable[[nn.Module], None]) -> None:
 
 def test_other_tensors_in_the_place_of_parameters_are_refused() -> None:
     def other_dtype(model: nn.Module) -> None:
-        model.weight.data = model.weight.data.float()  # pyright: ignore
+        model.weight.data = model.weight.data.float()
 
     def other_object(model: nn.Module) -> None:
-        model.weight = nn.Parameter(model.weight * 0.5)  # pyright: ignore
+        model.weight = nn.Parameter(model.weight * 0.5)
 
     for change, message in (
         (other_dtype, "the step assigns a tensor [3, 4] torch.float32 to `.data` of a tensor [3, 4] torch.float64"),

@@ -23,6 +23,7 @@ from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message
 from wholestep.partition.stage_actions import actions_of
 
+
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 4), (4, 8), (8, 32)])
 def test_bubbles_of_equal_stages_are_the_formulas(ranks: int, pieces: int) -> None:
     plain, apart, twice = equal_stages(ranks), equal_stages(ranks, apart=True), equal_stages(ranks, 2)
@@ -42,8 +43,11 @@ def test_gradients_of_weights_that_wait_hold_no_more_than_1f1b(ranks: int, piece
     draw, last = random.Random(ranks), f"b{ranks - 1}"
     for _ in range(5):  # stages of unlike length: list scheduling may be faster than the order of the paper
         us = {name: draw.uniform(0.5, 2) for name in equal_stages(ranks, apart=True)}
-        costs, base = ({name: replace(one, us=us[name], holds_bytes=one.holds_bytes or int(apart and name == last))
-                        for name, one in equal_stages(ranks, apart=apart).items()} for apart in (True, False))  # fmt: skip
+        costs, base = (
+            {name: replace(one, us=us[name]) for name, one in equal_stages(ranks, apart=apart).items()}
+            for apart in (True, False)
+        )
+        costs[last] = replace(costs[last], holds_bytes=1)
         most = max(one_forward_one_backward(base, pieces, ranks).peak_bytes)
         assert max(zero_bubble(costs, pieces, ranks).peak_bytes) <= most
 
@@ -123,8 +127,8 @@ def test_a_hang_is_told_by_stage_and_message() -> None:
     with pytest.raises(GraphError, match=r"stage 0 waits until b\[0\] has left, which it does not send"):
         check_orders([[*hang[0][:2], Action("sent", "b"), *hang[0][2:]], hang[1]], messages, [[], []], 0)
     early = [Action("send", "a"), Action("sent", "a"), Action("post", "b"), Action("wait", "b"), Action("complete")]
+    other = [Action("send", "b"), Action("sent", "b"), Action("post", "a"), Action("wait", "a"), Action("complete")]
     with pytest.raises(GraphError, match=r"stage 0 at 'sent a\[0\]'; stage 1 at 'sent b\[0\]'"):
-        other = [Action("send", "b"), Action("sent", "b"), Action("post", "a"), Action("wait", "a"), Action("complete")]
         check_orders([early, other], messages, [[], []], 0)
     with pytest.raises(GraphError, match=r"stage 1 never receives a\[0\]"):
         check_orders([[Action("send", "a"), Action("complete")], []], messages, [[], []], 0)

@@ -47,7 +47,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)  # pyright: ignore
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
         return self.head(x)
 
 

@@ -132,7 +132,7 @@ class _Eager:
         self._checked.add(now)
         return out
 
-    def _compile(self, first: bool) -> Callable[[list[Any], int], list[Any]]:
+    def _compile(self, first: bool) -> Callable[[Any, int], list[Any]]:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
@@ -294,7 +294,9 @@ class RunStage:
         part: StagePart,
         send: Start = _torch.start_send,
         receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], Callable[[list[Any], int], list[Any]]] = lambda body: _Eager(body, None, is_body=True),
+        compile: Callable[[Graph], Callable[[list[Any], int], list[Any]]] = lambda body: _Eager(
+            body, None, is_body=True
+        ),
     ) -> None:
         self._part, self._send, self._receive = part, send, receive
         self._blocks = {block.name: (block, compile(block.body)) for block in part.running}

@@ -95,7 +95,7 @@ def read(folder: Path) -> Manifest:
             what = "is no folder" if not folder.is_dir() else f"has no {NAME}"
             raise CheckpointError(f"checkpoint {folder} {what}", "a folder written by wholestep.save", "")
         if (size := (folder / NAME).stat().st_size) > MOST_BYTES:
-            raise _damaged(folder, f" {NAME} has {size} bytes, it can have {MOST_BYTES}")
+            raise _damaged(folder, f" {NAME} has {size:,} bytes, it can have {MOST_BYTES:,}")
         text = (folder / NAME).read_bytes()
     except OSError as error:
         raise _damaged(folder, f" {NAME} cannot be read ({error.strerror})") from error
@@ -197,7 +197,7 @@ def check_files(
         if not durable.is_plain_file(path):
             wrong.append(f"{name} is {'no plain file' if path.exists() else 'missing'}")
         elif path.stat().st_size != size:
-            wrong.append(f"{name} has {path.stat().st_size} bytes, it had {size}")
+            wrong.append(f"{name} has {path.stat().st_size:,} bytes, it had {size:,}")
         elif durable.checksum(path)[1] != crc:
             wrong.append(f"{name} does not match its checksum")
         progress(size)

@@ -83,7 +83,10 @@ def _checkpoint(model: Any, wanted: ModelSpec) -> None:
 
     options: dict[str, Any] = {"use_reentrant": False}
     if wanted.recompute == "selective":
-        options["context_fn"] = partial(checkpoint.create_selective_checkpoint_contexts, _keeps_products)  # pyright: ignore
+        contexts = cast(
+            Any, checkpoint.create_selective_checkpoint_contexts
+        )  # torch leaves the type of its policy open
+        options["context_fn"] = partial(contexts, _keeps_products)
     if not getattr(model, "supports_gradient_checkpointing", False):
         refuse(f"--recompute {wanted.recompute}: {wanted.config} has no activation checkpointing in transformers")
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.13

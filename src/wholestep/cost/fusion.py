@@ -8,6 +8,7 @@ no kernel with a sum of rows. Kernels end at collectives and waits, as the regio
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,8 @@ _ROWS = frozenset({
     "native_group_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss", "mse_loss_backward",
     "cross_entropy_loss", "argmax", "argmin", "gelu_backward",
 })  # fmt: skip
+LOSS = frozenset({"_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"})
+"""Of the mean cross entropy of rows of logits, and of its backward."""
 _BOTH = frozenset({"native_layer_norm_backward", "_fused_rms_norm_backward", "native_group_norm_backward"})
 """Their gradients of weights are sums of columns, for which another kernel reads the first two operands."""
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "logsumexp", "linalg_vector_norm", "prod"})
@@ -49,19 +52,21 @@ class Kernel:
     reduces: str = ""
 
 
-def kernels(graph: Graph) -> list[Kernel]:
-    """The kernels of a program once it is compiled, in the order in which they end; collectives are none."""
+def kernels(graph: Graph, alone: Collection[str] = ()) -> list[Kernel]:
+    """The kernels of a program once it is compiled, in the order in which they end; collectives are none. Ops with a
+    name in `alone` have kernels of their own.
+    """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    return sorted(_Fusion().kernels(graph), key=lambda kernel: place[kernel.nodes[-1]])
+    return sorted(_Fusion(alone).kernels(graph), key=lambda kernel: place[kernel.nodes[-1]])
 
 
-def compiled_us(graph: Graph, hardware: Hardware) -> dict[Node, float]:
+def compiled_us(graph: Graph, hardware: Hardware, alone: Collection[str] = ()) -> dict[Node, float]:
     """Microseconds of each op of a compiled program. A kernel of several ops counts where its last op stands."""
     times: dict[Node, float] = dict.fromkeys(graph.nodes, 0.0)
-    for kernel in kernels(graph):
+    for kernel in kernels(graph, alone):
         times[kernel.nodes[-1]] = hardware.work_us(kernel_work(kernel))
     for body in (body for node in graph.nodes for body in bodies_of(node)[1]):
-        times |= compiled_us(body, hardware)
+        times |= compiled_us(body, hardware, alone)
     return times
 
 
@@ -89,7 +94,8 @@ def kernel_work(kernel: Kernel) -> Work:
 
 
 class _Fusion:
-    def __init__(self) -> None:
+    def __init__(self, alone: Collection[str]) -> None:
+        self.alone = alone
         self.stages: dict[Node, int] = {}
         self.of: dict[Node, Kernel] = {}
 
@@ -109,11 +115,11 @@ class _Fusion:
         return max((self.stages.get(_source(given), 0) for given in operands(node)), default=0)
 
     def _join(self, node: Node, region: int) -> None:
-        stage, joins = self._stage(node), _fuses(node)
+        stage, joins = self._stage(node), self._fuses(node)
         made = Kernel(stage, region)
         if joins:
             sources = {_source(given) for given in operands(node)}
-            near = [self.of[s] for s in sources if s in self.of and _fuses(s)]
+            near = [self.of[s] for s in sources if s in self.of and self._fuses(s)]
             made.reduces = _reduces(node)
             for other in dict.fromkeys(near):
                 alike = not other.reduces or not made.reduces or other.reduces == made.reduces
@@ -123,6 +129,9 @@ class _Fusion:
         made.nodes.append(node)
         self.of |= dict.fromkeys(made.nodes, made)
         self.stages[node] = stage + (not joins or _reduces(node) == "columns")
+
+    def _fuses(self, node: Node) -> bool:
+        return packet_name(node.target) not in self.alone and _fuses(node)
 
 
 def _fuses(node: Node) -> bool:

@@ -10,7 +10,7 @@ from ..graph.nodes import is_collective, is_wait
 from ..graph.op_kinds import is_list_op
 from ..hardware.hardware import Hardware
 from .compute import node_us, work
-from .fusion import compiled_us
+from .fusion import LOSS, compiled_us
 from .kernel_times import KernelTimes
 from .stack import Stack, attention_us, started
 
@@ -25,7 +25,7 @@ def op_times(
         return None
     calls = [node for node, _ in with_bodies(graph) if node.op == "call_function" and not loop_of(node)]
     if compiled or (stack is not None and stack.compiled):
-        times = compiled_us(graph, hardware)
+        times = compiled_us(graph, hardware, () if stack is None or stack.fused_loss else LOSS)
     else:
         alone = {node: node_us(node, hardware) for node in calls if not (is_collective(node) or is_wait(node))}
         times = dict.fromkeys(calls, 0.0) | alone

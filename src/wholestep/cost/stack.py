@@ -27,8 +27,9 @@ class Stack:
         recorded: the step is a CUDA graph, which the host starts at once.
         start_us: of the host for one kernel of the forward, with the Python around it; 0 for the device's `host_us`.
         backward_start_us: the same in the backward, which autograd starts from C++; 0 for `start_us`.
-        reads_back: the host waits for the device before each micro-batch, to read a number.
+        waits: the host waits for the device before each forward and before each backward.
         fused_norms: RMSNorm is one kernel.
+        fused_loss: where ops are compiled, those of the loss are too; else each of them passes over the logits.
         fused_optimizer: the update of all parameters is one kernel.
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
@@ -53,8 +54,9 @@ class Stack:
     recorded: bool = False
     start_us: float = 0.0
     backward_start_us: float = 0.0
-    reads_back: bool = False
+    waits: bool = False
     fused_norms: bool = True
+    fused_loss: bool = True
     fused_optimizer: bool = True
     copies: bool = False
     overlaps: bool = True
@@ -93,8 +95,9 @@ class Stack:
 
 
 _MEASURED = (
-    "vTrain's runs: 3.1 ms of the host for a layer of one sample, recomputed; "
-    "Megatron-LM mpu/data.py: sizes of a batch are read back"
+    "vTrain's runs: 3.1 ms of the host for a layer of one sample, recomputed; Megatron-LM: sizes of a batch are read "
+    "back (mpu/data.py), timers of forward and backward wait for the device (schedules.py), the loss is one op after "
+    "another (mpu/cross_entropy.py)"
 )
 _TITAN = (
     "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention first since 6a3a9da95 (October 2025)"
@@ -108,7 +111,10 @@ _FULL = "pytorch/torchtitan experiments/graph_trainer, 53bad508f: everything com
 _APRIL = "the same before 9ed1a028d (28 April 2026): its memory policy keeps what FSDP gathers"
 _MARCH = "the same at fca8ab7be: every second product is kept, no buckets, no overlap; CUDA graphs since d98fa54b2"
 _TRAIN = "pytorch/torchtitan 83c879f18: norms of ops, foreach AdamW, logits in float32 held (until e29b6b4d4)"
-_MEGATRON = "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum"
+_MEGATRON = (
+    "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum; the "
+    "loss of 2022 is one op after another (mpu/cross_entropy.py)"
+)
 STACKS = (
     Stack("wholestep", recorded=True, traced=True),
     Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
@@ -137,9 +143,10 @@ STACKS = (
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_optimizer=False, traced=True,
           keeps_logits=True, source=_TRAIN),
     Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, source=_MEGATRON),
-    Stack("megatron-2022", compiled=True, flash_attention=0, traced=True, joint_qkv=True, source=_MEGATRON),
+    Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
+          source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
-          start_us=87.0, backward_start_us=8.0, reads_back=True, joint_qkv=True, source=_MEASURED),
+          start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, source=_MEASURED),
     Stack("deepspeed", copies=True),
     Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True),
 )  # fmt: skip

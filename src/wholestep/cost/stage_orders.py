@@ -216,8 +216,8 @@ def list_schedule(
     waiting: Sequence[int] | None = None,
 ) -> OrderResult:  # fmt: skip
     """List scheduling: a stage that is free runs what is ready, backwards before forwards (`forward_first`: the other
-    way), earlier pieces first, fillers where nothing else is, or where those of more than `waiting` pieces wait. It begins
-    a piece while fewer than its limit are in flight, in the order of pieces: so the first one that is not through can
+    way), earlier pieces first, fillers where nothing else is, or those of more than `waiting` pieces wait. It begins a
+    piece while fewer than its limit are in flight, in the order of pieces: so the first one that is not through can
     always go on, and the schedule ends.
     """
     run = _Run(blocks, pieces, stages)

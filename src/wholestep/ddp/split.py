@@ -70,7 +70,7 @@ class Split:
     def extension(self) -> str:
         """A warning about buckets with `extra_ops`; empty if there are none."""
         lines = [
-            f"  bucket {index}: {bucket.extra_ops} more ops, {bucket.extra_bytes:,} more bytes"
+            f"  bucket {index}: {bucket.extra_ops} more ops, {text.human(bucket.extra_bytes)} more"
             for index, bucket in enumerate(self.buckets)
             if bucket.extra_ops
         ]

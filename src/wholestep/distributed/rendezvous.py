@@ -132,7 +132,7 @@ class Rendezvous:
         with ACTIVITY.waiting(f"rank 0, which says {what}"):
             said = appears(self.store, label, self.timeout_s)
         if not said:
-            found = f"rank 0 did not say within {self.timeout_s:g} s {what}"
+            found = f"rank 0 did not say within {self.timeout_s:,.9g} s {what}"
             needed = "every rank to compile its step"
             raise RankMismatchError(found, needed, "read rank 0's own error, or give a longer agree_timeout")
         return get(self.store, label)
@@ -172,7 +172,7 @@ class Rendezvous:
 
         found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], conclude)
         if found.late is not None:
-            text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:g} s"
+            text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:,.9g} s"
             needed = "all ranks at the same call"
             raise RankMismatchError(text, needed, "call it on every rank, equally often and in the same order")
         values: list[Any] = found.value or []
@@ -252,7 +252,7 @@ class Rendezvous:
     def _await(self, key: str) -> Any:
         timeout_s = max(_PUBLISHED_S, self.timeout_s)
         if not appears(self.store, key, timeout_s):
-            found = f"a rank did not publish within {timeout_s:g} s what the others compare with"
+            found = f"a rank did not publish within {timeout_s:,.9g} s what the others compare with"
             needed = "ranks that live until all have compared their programs"
             raise RankMismatchError(found, needed, "read the errors of the other ranks")
         return get(self.store, key)
@@ -302,7 +302,7 @@ class Rendezvous:
                 if time.monotonic() > end:
                     at = self._waiting_ranks() if at is None else at
                     absent = [rank for rank in range(self.size) if rank not in at and rank != self.rank]
-                    return f"ranks {absent} did not come within {self.timeout_s:g} s"
+                    return f"ranks {absent} did not come within {self.timeout_s:,.9g} s"
             return ""
         finally:
             self.store.set(_at(self.rank), "")

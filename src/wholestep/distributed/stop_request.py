@@ -121,5 +121,5 @@ class StopRequest:
         """End the process, with the reason: it has not saved in time."""
         if self._finished:
             return
-        text = f"the job was asked to end ({self._asked_by}), and has not saved within grace={self.grace_s:g} s"
+        text = f"the job was asked to end ({self._asked_by}), and has not saved within grace={self.grace_s:,.9g} s"
         end_process(f"wholestep: {text}")

@@ -92,7 +92,11 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
 
 
 def _check_runs(
-    stage: int, actions: Sequence[Action], messages: Mapping[str, Message], blocks: Mapping[str, StageBlock], pieces: int
+    stage: int,
+    actions: Sequence[Action],
+    messages: Mapping[str, Message],
+    blocks: Mapping[str, StageBlock],
+    pieces: int,
 ) -> None:
     """Each block runs once for each piece, and values are read and sent once they are there."""
     values = {*messages, *(name for block in blocks.values() for name in block.gives)}
@@ -102,7 +106,9 @@ def _check_runs(
         if action.kind == "wait":
             have.add(key)
         elif action.kind == "send" and (messages[action.name].value, action.piece) not in have:
-            raise GraphError(f"stage {stage} has to {action} before its value is there", "each value before its readers")
+            raise GraphError(
+                f"stage {stage} has to {action} before its value is there", "each value before its readers"
+            )
         elif action.kind == "run":
             if key not in left:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each run once")

@@ -39,7 +39,7 @@ def human(size_bytes: float) -> str:
         if size_bytes < (1000 if unit == "B" else 999.95):
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
+    return f"{size_bytes:,.1f} TB"
 
 
 def human_at_least(size_bytes: float) -> str:

@@ -36,7 +36,7 @@ def wired(hardware: Hardware, text: str, links: dict[str, Level]) -> Hardware:
         )  # fmt: skip
     link, node = links[found["link"]], hardware.ranks_per_node
     nodes = _DOWN if found["wired"] == "rail" else max(_DOWN // node, 1)
-    spine = replace(link, name=f"{link.name} spine {times:g}:1", bytes_per_us=link.bytes_per_us / times)
+    spine = replace(link, name=f"{link.name} spine {times:,.9g}:1", bytes_per_us=link.bytes_per_us / times)
     if nodes == 1:
         return replace(hardware, levels=(*hardware.levels[:-1], spine))
     leaf = replace(link, name=f"{link.name} leaf", ranks=nodes * node)

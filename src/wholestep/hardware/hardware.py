@@ -329,7 +329,10 @@ class Hardware:
         return self.device.work_us(Work(size_bytes))
 
     def __str__(self) -> str:
-        rows = [f"{level.name} x{level.ranks or 'any'} {level.bytes_per_us / 1e3:.3g} GB/s" for level in self.levels]
+        rows = [
+            f"{level.name} x{level.ranks or 'any'} {round(level.bytes_per_us / 1e3, 2):,.9g} GB/s"
+            for level in self.levels
+        ]
         return f"{self.name}: {self.device.name}, {', '.join(rows)}"
 
 

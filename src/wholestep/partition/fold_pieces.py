@@ -106,7 +106,7 @@ class _Fold:
         """A value in the outer graph; memory of its shape for one that is not there: only the shape is read."""
         if node in self.at and node not in self.looped:
             return self.at[node]
-        if not node.all_input_nodes:
+        if node.op == "call_function" and not node.all_input_nodes:
             self.at[node] = copy_node(node, self.new, self._read)
             return self.at[node]
         made = meta.one_tensor(node)

@@ -202,7 +202,8 @@ class _Lowering:
             meta.set_sums_gradients(new)
         if self.plan.mesh.pieces > 1 and all(layout.state(TIME) == REPLICATED for layout in decision.outputs):
             rule = find_rule(node)
-            cut = [layout.state(TIME).kind == "S" for layout in decision.operands]
+            own = rule is not None and bool(rule.sizes)  # an argument says the shape, as in `new_zeros`
+            cut = [layout.state(TIME).kind == "S" and not own for layout in decision.operands]
             self.once[new] = tuple(n for i, n in enumerate(given) if rule and i in rule.by_shape and not cut[i])
         return self.extended.result(self._with_outputs(new, node), node, added)
 

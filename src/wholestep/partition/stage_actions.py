@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..cost.stage_orders import Orders, Task
 from ..graph.stage_part import Action, Message, StageBlock

@@ -172,9 +172,10 @@ def stored(style: StorageStyle, given: Input, have: Layout, mesh: Mesh, axes: tu
     made = cast(object, style.store(given, have, mesh, axes))
     pair = tuple(cast(Sequence[object], made)) if isinstance(made, (tuple, list)) else ()
     wrong = "" if len(pair) == 2 and all(isinstance(one, Layout) for one in pair) else "no pair of layouts"
-    for name, layout in zip(("parameter", "state"), cast(tuple[Layout, ...], () if wrong else pair), strict=False):
+    layouts = cast(tuple[Layout, ...], () if wrong else pair)
+    for name, layout in zip(("parameter", "state"), layouts, strict=False):
         wrong = wrong or _unfit(name, layout, have, axes)
-    if not wrong and any(set(p) - set(s) for p, s in zip(pair[0].dims, pair[1].dims, strict=True)):  # pyright: ignore
+    if not wrong and any(set(p) - set(s) for p, s in zip(layouts[0].dims, layouts[1].dims, strict=True)):
         wrong = "the parameter is sharded over an axis that does not shard its state"
     if wrong:
         raise PlanError(

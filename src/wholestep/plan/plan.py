@@ -143,7 +143,8 @@ class Plan:
         pipeline the rank of the stage that holds most.
         """
         stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
-        if role is not None and (not isinstance(role, str) or role not in stored):  # pyright: ignore
+        given = cast(object, role)  # a list, say, which has no hash
+        if given is not None and (not isinstance(given, str) or given not in stored):
             raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
         roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         axis, held = self.stage_axis, [i for i in self.inputs if i.role in roles]

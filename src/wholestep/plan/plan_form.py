@@ -39,5 +39,7 @@ def check_form(plan: Plan) -> None:
         )
     if (plan.options.keep_gathered_bytes or 0) < 0:
         raise PlanError(
-            f"options.keep_gathered_bytes is {plan.options.keep_gathered_bytes}", "at least 0", "plan this graph again"
+            f"options.keep_gathered_bytes is {shown(plan.options.keep_gathered_bytes)}",
+            "at least 0",
+            "plan this graph again",
         )

@@ -194,7 +194,8 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     if parallel is None:
         parallel = DataParallel()
     parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (cast("Strategy", parallel),)
-    wrong = [p for p in parts if not isinstance(p, Strategy) or isinstance(p, type)]  # pyright: ignore
+    given = cast(tuple[object, ...], parts)  # whatever a user passes, also a class in place of its instance
+    wrong = [p for p in given if not isinstance(p, Strategy) or isinstance(p, type)]
     if wrong or not parts:
         style = parallel if isinstance(parallel, str) and parallel in STYLES else "fully_shard"
         raise PlanError(

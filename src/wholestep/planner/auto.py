@@ -309,7 +309,8 @@ class Auto:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
         asked = "".join(f", {one!r}" for one in (self.micro_batches, self.pinned, self.replicated) if one)
-        return f"Auto of {among} within {self.memory_bytes} bytes{asked}; {self.base(mesh).describe(mesh)}"
+        within = "" if self.memory_bytes is None else f" within {self.memory_bytes:,} bytes"
+        return f"Auto of {among}{within}{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches in every candidate that `compile` may choose.

@@ -195,6 +195,20 @@ def peak_beside_gradients(program: LocalGraph) -> int:
     return max(curve([one for one in storages(program.graph) if counts(one)], calls), default=0)
 
 
+def held_between(local: LocalGraph) -> int:
+    """Bytes of what depends on the batch that a rank holds when it begins the last of several micro-batches, each an
+    input of its own: gradients that add up, as they are then. Some are whole on each rank until they are summed along
+    tensor parallelism.
+    """
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    place = {node: i for i, node in enumerate(calls)}
+    batches = [node for given, node in local.placeholders() if given.role is Role.BATCH]
+    begins = max((min(place[user] for user in node.users) for node in batches if node.users), default=0)
+    varying, _ = forward_backward(local, later_stages=False)
+    held = [one for one in storages(local.graph) if one.node in varying and 0 <= one.first < begins]
+    return sum(one.size_bytes for one in held if one.last is not None and one.last >= begins)
+
+
 def fingerprint(local: LocalGraph) -> int:
     """Equal for programs that are equal op for op."""
     nodes = list(with_bodies(local.graph))

@@ -17,7 +17,7 @@ from ..plan.data_parallel import DataParallel
 from ..plan.strategies import Strategies, compose
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
-from .bounds import Costs
+from .bounds import Costs, held_between
 from .candidates import Template, meshes, templates
 from .recompute_kinds import RecomputeKind
 from .search_result import Watch, first_line, unwatched
@@ -206,8 +206,8 @@ class GpuSearch:
             yield self._with_kind(setup)
 
     def _accumulated(self, setup: Setup) -> int:
-        """Bytes of the gradients that a rank holds while it works on a second micro-batch: they are reduced once, at
-        the end, unless a style reduces each.
+        """Bytes of the gradients that a rank holds at least while it works on a second micro-batch: they are reduced
+        once, at the end, unless a style reduces each. `held_between` has them as the program does.
         """
         data = setup.strategies.data
         ranks = prod(map(setup.mesh.axis_size, data.axes(setup.mesh))) if data and data.kind.shards_gradients else 1
@@ -284,7 +284,11 @@ class GpuSearch:
         least_s = one.step_s + (setup.micro_batches - 1) * more_us / 1e6
         if least_s > fastest_s:
             return least_s
-        few, more = (self.steps.fewest(mesh, strategies, batch, count).costs(kind).costs for count in (1, 2))
+        two = self.steps.fewest(mesh, strategies, batch, 2)
+        one = accumulating(made, round(two.whole(held_between)))
+        if one.peak_bytes > self.memory_bytes:
+            return one
+        few, more = self.steps.fewest(mesh, strategies, batch).costs(kind).costs, two.costs(kind).costs
         return repeated(one, one.grown(few, more), setup.micro_batches)
 
     def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:

@@ -39,7 +39,7 @@ class PieceSearch:
 
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
-        return f"{self.strategies.describe(mesh)} within {self.budget_bytes} bytes"
+        return f"{self.strategies.describe(mesh)} within {self.budget_bytes:,} bytes"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches, whatever is chosen."""

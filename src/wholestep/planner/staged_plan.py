@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import ceil
+from typing import cast
 
 from ..backend.pipeline import stage_pipeline
 from ..cost.stage_costs import BlockPrices
@@ -191,10 +192,9 @@ def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Excha
     last, found = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange]()
     for node in exchanges(local).values():
         if node.target is transfer:
-            ends = [ranks - 1 if at == last else at for at in node.args[1:3]]
-            assert all(isinstance(end, int) for end in ends), "coordinates"
+            source, target = (ranks - 1 if at == last else cast(int, at) for at in node.args[1:3])
             us = prices.sent_us(meta.size_bytes(node), local.stage_axis)
-            found.append(Exchange(source=ends[0], target=ends[1], us=us))  # pyright: ignore
+            found.append(Exchange(source=source, target=target, us=us))
         else:
             found.append(Exchange(is_loop=loop_of(node) is not None))
     return found

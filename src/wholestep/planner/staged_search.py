@@ -23,7 +23,8 @@ from .staged_plan import ShortPipelines, StagedSetup, costs_of_staged
 
 _STYLE = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
 _CHUNKS = (1, 2, 4, 8)
-_FAR = 1.25  # times the fastest estimate: stages are not as equal as a formula has them
+_FAR = 1.15  # times the fastest estimate: stages are not as equal as a formula has them
+_SLOWER = 3  # of a group in a row, and the rest, with larger bubbles, is slower too
 
 
 @dataclass
@@ -69,30 +70,35 @@ class StagedSearch:
         return best, lost
 
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
-        """`setups` with estimates and the first kind of recomputation that seems to fit, or why they lost. Where the
-        formula of equal stages says that one is far slower, it is not estimated.
+        """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: of each group of
+        equal computation, the one with the smallest bubble first. Groups that split a layer less come later, and
+        recompute at least as much. Where the formula of equal stages says that a setup is far slower, it is not
+        estimated, nor are others behind several of their group that are slower.
         """
-        groups, fastest = dict[object, list[Setup]](), float("inf")
+        groups, fastest, kinds = dict[tuple[int, bool, int], list[Setup]](), float("inf"), self.kinds
         for setup in setups:
-            groups.setdefault((self._split(setup), setup.batch, "dp" in setup.mesh.names), []).append(setup)
-        for several in groups.values():
-            like, work_s = min(several, key=self._bubble), 0.0
+            groups.setdefault((-self._split(setup), "dp" not in setup.mesh.names, setup.batch), []).append(setup)
+        for _, several in sorted(groups.items(), key=lambda item: item[0]):
+            like, work_s, slower = min(several, key=self._bubble), 0.0, 0
             for setup in sorted(several, key=self._bubble):
                 ranks = setup.mesh.axis_size(STAGES)
                 rough_s = setup.micro_batches * work_s / ranks / (1 - self._bubble(setup))
-                if setup.why or rough_s > fastest * _FAR:
+                if setup.why or rough_s > fastest * _FAR or slower >= _SLOWER:
                     why = setup.why or f"not simulated: about {seconds(rough_s)} with equal stages"
                     yield replace(setup, estimate_s=rough_s, why=why)
                     continue
-                found, busy_us = self._estimate(setup, like)
+                found, busy_us = self._estimate(setup, like, kinds)
+                kinds = kinds[kinds.index(found.recompute) :]
                 work_s = work_s or busy_us / setup.micro_batches / 1e6
+                late = bool(found.why) or found.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
+                slower = slower + 1 if late else 0
                 fastest = fastest if found.why else min(fastest, found.estimate_s)
                 yield found
 
-    def _estimate(self, setup: Setup, like: Setup) -> tuple[Setup, float]:
+    def _estimate(self, setup: Setup, like: Setup, kinds: Sequence[RecomputeKind]) -> tuple[Setup, float]:
         """With an estimate, and the microseconds in which its stages do something."""
         prices, found, busy_us = BlockPrices(self.hardware, setup.mesh, self.software), setup, 0.0
-        for kind in self.kinds:
+        for kind in kinds:
             found = replace(setup, recompute=kind)
             self.watch(f"about {found}")
             own, other = (StagedSetup(one.mesh, one.strategies) for one in (found, like))

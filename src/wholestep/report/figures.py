@@ -126,8 +126,9 @@ class Figures:
 
     def _run(self, took_s: float) -> str:
         hours = took_s / _HOUR * self.ranks
-        price = "" if self.run_price is None else f", {self.run_price:,.0f} at {self.gpu_hour:g} each"
-        took = f"{took_s / _DAY:,.1f} days" if took_s >= _DAY else f"{took_s / _HOUR:.3g} hours"
+        price = "" if self.run_price is None else f", {self.run_price:,.0f} at {self.gpu_hour:,.9g} each"
+        took = f"{took_s / _HOUR:,.1f} hours" if took_s >= _HOUR else seconds(took_s)
+        took = f"{took_s / _DAY:,.1f} days" if took_s >= _DAY else took
         return f"{took}, {hours:,.0f} GPU hours{price}"
 
 
@@ -135,5 +136,5 @@ def count(number: float) -> str:
     """A large number with its letter: 1T, 300B, 2.5M."""
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:g}{letter}"
-    return f"{number:g}"
+            return f"{number / size:,.9g}{letter}"
+    return f"{number:,.9g}"

@@ -83,5 +83,5 @@ def show(rows: Sequence[WhatIf]) -> str:
 
 def _cells(row: WhatIf) -> tuple[str, ...]:
     stored, peak, sent, _, step, exposed = cost_cells(row.row)
-    batches, batch = f"{row.row.batches * row.case.batch_parts:g}", seconds(row.batch_s)
+    batches, batch = f"{row.row.batches * row.case.batch_parts:,.9g}", seconds(row.batch_s)
     return row.case.name, str(row.mesh), stored, peak, sent, step, exposed, batches, batch, f"{row.times:.2f}"

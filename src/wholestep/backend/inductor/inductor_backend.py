@@ -136,7 +136,7 @@ def _fakes(graph: Graph, inputs: Sequence[Any], record: SizeGuards | None) -> di
                 else:
                     values[node] = mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
             elif node.op == "call_function":
-                args, kwargs = map_aggregate((node.args, node.kwargs), value_of)  # pyright: ignore  # of fx, untyped
+                args, kwargs = map_aggregate((node.args, node.kwargs), value_of)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
                 function = function_of(node)
                 if function is drawn:
                     _, function, *args = cast(Sequence[Any], args)

@@ -46,7 +46,7 @@ def with_symbols(module: GraphModule, record: SizeGuards) -> GraphModule:
             return made[leaf.text]
 
         for node in list(graph.nodes):
-            _torch.set_operands(node, *map_aggregate((node.args, node.kwargs), computed))  # pyright: ignore  # of fx, untyped
+            _torch.set_operands(node, *map_aggregate((node.args, node.kwargs), computed))  # pyright: ignore[reportGeneralTypeIssues]
     return GraphModule({}, graph)
 
 
