@@ -85,8 +85,7 @@ def test_same_as_one_device(style: str, inputs: str, world: int) -> None:
     for worst, captures in run_ranks(_trains, world, style, inputs):
         assert worst < 1e-12
         assert captures[0] == 1
-        met = inputs == "global" or world == 2  # the last batch is cut as the first was
-        assert (captures[-1] == captures[-2]) == met
+        assert captures[-1] == captures[-2]  # rows that ranks share otherwise are no reason to capture again
 
 
 SIZES = [(4, 4), (4, 4), (4, 3), (4, 3), (4, 4), (3, 4), (4, 4), (4, 4)]
