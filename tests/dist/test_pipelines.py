@@ -10,6 +10,7 @@ from torch import Tensor
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.stage_models import batches, maker, train
+from wholestep.hardware.presets import one_host
 from wholestep.runtime.random_state import of_steps
 
 TOLERANCE = 1e-10
@@ -34,6 +35,8 @@ def _piped(rank: int, world: int, tied: bool, drop: float, pipeline: dict[str, A
     step = ws.compile(train, parallel=ws.Pipeline(**pipeline), mesh=f"pp={world}", check_every=1)
     torch.manual_seed(5 + rank)
     found = [step(model, optimizer, *batch) for batch in batches(8, 3)]
+    assert step.plan is not None
+    assert step.plan.hardware != one_host(), "stages and their order follow from the machine that runs them"
     held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[operator]
     with ws.whole(model, writeback=False):
         found += [p.detach().clone() for p in model.parameters()]

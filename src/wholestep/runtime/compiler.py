@@ -313,14 +313,17 @@ class Compiler:
                 found = choose_strategy(options.auto, captured, self.finalizer, label)
             self._choice, self._strategies, self._chosen_on = found
         open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
-        if open_to_solve and self._consistency.is_new:
+        priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
+        priced_on = self._chosen_on if self._choice else priced_on
+        has_order_to_choose = self.strategies.pipeline is not None and priced_on is None
+        if (open_to_solve or has_order_to_choose) and self._consistency.is_new:
             self._consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
         if any(part.hardware is None for part in open_to_solve):
             self._strategies = with_hardware(self.strategies, self.finalizer.hardware_and_schedule()[0])
+        if has_order_to_choose:
+            priced_on = self.finalizer.hardware_and_schedule()[0]
         with self.stages.stage("plan"):
-            priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
-            priced_on = self._chosen_on if self._choice else priced_on
             solved = choices.earlier.solved
             strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
             names = {given.name for given in captured.graph.inputs}  # a frozen parameter's state is none
