@@ -317,7 +317,7 @@ def test_text_of_damage(trained: Any) -> None:
     size = (root / "step-00000002" / "values.pt").stat().st_size
     os.truncate(root / "step-00000002" / "values.pt", 10)
     assert refused(root, trained) == (
-        f"checkpoint ROOT/step-00000002 is damaged: values.pt has 10 bytes, it had {size}\n"
+        f"checkpoint ROOT/step-00000002 is damaged: values.pt has 10 bytes, it had {size:,}\n"
         "  needed: the files as they were saved\n"
         "  next: load 'ROOT/step-00000001', which is intact"
     )
@@ -326,7 +326,7 @@ def test_text_of_damage(trained: Any) -> None:
     assert refused(root, trained) == (
         "checkpoint ROOT/step-00000002 is damaged:\n"
         "    .metadata is missing\n"
-        f"    values.pt has 10 bytes, it had {size}\n"
+        f"    values.pt has 10 bytes, it had {size:,}\n"
         "  needed: the files as they were saved\n"
         "  next: correct the path, or start anew: no other checkpoint is intact"
     )
