@@ -188,9 +188,11 @@ class _Work:
 
     def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
         """The axis along which ranks sent their parts of a bucket from where `stored` is: the own one is there."""
-        gather = node_at(joined, 0)
+        gather = next(iter(operands(joined)), None)
+        if gather is None or gather.target is not GATHER:  # it was begun in the last call
+            return None
         sent = node_at(gather, 0)
-        if gather.target is not GATHER or sent.target not in (join_rows, coalesce):
+        if sent.target not in (join_rows, coalesce):
             return None
         piece = cast("Sequence[Node]", sent.args[0])[number]
         axis = gather.args[2]

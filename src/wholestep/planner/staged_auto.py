@@ -36,7 +36,7 @@ class StagedAuto:
     """The search for pipelines of one step.
 
     Args:
-        pipeline: what is asked for: modules of stages, an order, chunks and a number of pieces are kept where given.
+        pipeline: modules of stages, an order, chunks and a number of micro-batches; those that are given are kept.
         beside: the templates of a mesh without the axis of stages.
         budget_bytes: that the tensors of a rank may take; None for no bound.
         placed, watch, software: as in `Auto.search`.

@@ -53,8 +53,8 @@ class StagedSearch:
     watch: Watch = unwatched
 
     def run(self, ranks: int, sequences: int) -> tuple[list[Setup], list[Setup]]:
-        """Pipelines that fit and were simulated, and why others lost. All are estimated from the short stages of one of
-        their like; those that are the fastest then are planned and simulated themselves.
+        """Pipelines that fit and were simulated, and why others lost. The short stages of one setup estimate all setups
+        with the same computation. The setups with the shortest estimates are then planned and simulated.
         """
         best, lost, waiting = list[Setup](), list[Setup](), list[Setup]()
         for setup in self._estimated(self._setups(ranks, sequences)):

@@ -46,7 +46,8 @@ def with_symbols(module: GraphModule, record: SizeGuards) -> GraphModule:
             return made[leaf.text]
 
         for node in list(graph.nodes):
-            _torch.set_operands(node, *map_aggregate((node.args, node.kwargs), computed))  # pyright: ignore[reportGeneralTypeIssues]
+            args, kwargs = map_aggregate((node.args, node.kwargs), computed)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
+            _torch.set_operands(node, args, kwargs)
     return GraphModule({}, graph)
 
 
