@@ -17,6 +17,7 @@ from ..cost.stage_costs import BlockPrices
 from ..cost.stage_orders import APART, BlockCost
 from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
+from ..cost.timeline import phase
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.folding.repeats import find_repeats
@@ -168,8 +169,7 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
         loop = loop_of(node)
         if loop is None or loop.stages is None:
             continue
-        has_fillers = any(block.is_filler for part in loop.stages.parts for block in part.blocks)
-        if has_fillers != apart:
+        if loop.stages.has_fillers != apart:
             order, device = "zero_bubble" if apart else "1f1b", loop.stages.parts[0].device
             stages = stages_of(loop, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
@@ -177,8 +177,10 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
 
 
 def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
-    loop = next(loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None)
-    axis = local.stage_axis
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
+    if not loops:
+        return {}
+    (loop,), axis = loops, local.stage_axis
     return StageCut(loop, local.mesh.axis_size(axis), fillers).costs(axis, prices)
 
 
@@ -189,40 +191,45 @@ def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
 
 def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Exchange]:
     """What stages exchange outside of loops; the last stage of `local` is the last of `ranks`."""
-    last, found = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange]()
+    last, found, at_phase = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange](), "forward"
     for node in exchanges(local).values():
+        if meta.is_backward(node) or at_phase == "backward":  # parameters may be sent before, and the loss behind it
+            at_phase = "update" if phase(node) == "update" else "backward"
         if node.target is transfer:
             source, target = (ranks - 1 if at == last else cast(int, at) for at in node.args[1:3])
             us = prices.sent_us(meta.size_bytes(node), local.stage_axis)
-            found.append(Exchange(source=source, target=target, us=us))
+            found.append(Exchange(source=source, target=target, us=us, phase=at_phase))
         else:
-            found.append(Exchange(is_loop=loop_of(node) is not None))
+            found.append(Exchange(is_loop=loop_of(node) is not None, phase=at_phase))
     return found
 
 
-def staged(local: LocalGraph, prices: BlockPrices, order: str, passes: Sequence[Pass] | None = None) -> StagedStep:
-    """The step of a program of all stages, as `partition` returns it.
+def staged(
+    local: LocalGraph, prices: BlockPrices, order: str | None = None, passes: Sequence[Pass] | None = None
+) -> StagedStep:
+    """The step of a program of all stages, as `partition` returns it, after the passes that `compile` applies to each
+    stage. `order`: by name, chosen at these prices; None: that of the program. With one micro-batch there is none.
 
     Raises:
-        PlanError: stages share no loop, or several.
+        PlanError: stages share several loops over micro-batches.
     """
-    loops = [node for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
-    if len(loops) != 1:
-        found = f"a pipeline in which stages share {len(loops) or 'no'} loops over micro-batches"
-        raise PlanError(found, "one loop", "give two or more micro-batches")
-    found = loop_of(loops[0])
-    assert found is not None, "a loop"
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
+    if len(loops) > 1:
+        found = f"a pipeline in which stages share {len(loops)} loops over micro-batches"
+        raise PlanError(found, "one loop", "give one micro-batch, or let the step have one forward and backward")
+    shared = loops[0].stages if loops else None
+    named = order or ("zero_bubble" if shared is not None and shared.has_fillers else "1f1b")
     short, priced = ShortStages(local), list[dict[str, BlockCost]]()
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
-    works = short.works(prices, order, passes)
-    for several, whole in zip(short.costs(prices, order), (True, False), strict=True):
+    works = short.works(prices, named, passes)
+    for several, whole in zip(short.costs(prices, named), (True, False), strict=True):
         blocks = [block for work in works for block in (work.whole if whole else work.apart)]
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
     return staged_step(
-        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)), found.pieces,
-        order,
+        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
+        loops[0].pieces if loops else 1, order or shared or named,
     )  # fmt: skip
 
 
@@ -291,14 +298,14 @@ class ShortPipelines:
         self, setup: StagedSetup, batch: int, passes: Sequence[Pass] | None = None, prices: BlockPrices | None = None
     ) -> StagedStep:
         """The step for `batch` sequences of a rank at a time, simulated at `prices`, by default those of the hardware.
-        All layers are captured where three stages do not stand for more of them.
+        All layers are captured where three stages do not stand for more of them, or have one micro-batch.
 
         Raises:
             PlanError: the pipeline cannot be planned.
         """
-        prices = self._prices(setup, prices)
+        prices = prices or BlockPrices(self.hardware, setup.mesh)
         passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
-        found = self._short(setup, batch, (_FEW, _MORE))
+        found = self._short(setup, batch, (_FEW, _MORE)) if setup.pieces >= _PIECES else None
         if found is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
@@ -318,17 +325,12 @@ class ShortPipelines:
         Raises:
             PlanError: as `step`.
         """
-        prices, found = self._prices(setup, prices), self._short(like, batch, (_FEW, _MORE), _SHORT)
+        found = self._short(like, batch, (_FEW, _MORE), _SHORT) if setup.pieces >= _PIECES else None
         if found is None:
             return None
         passes = stage_passes(setup.mesh, setup.pipeline.axis, prices)
         layers = self._layers(setup, batch, found, prices)
         return self._from(found, setup, batch, layers, prices, passes, None)
-
-    def _prices(self, setup: StagedSetup, prices: BlockPrices | None) -> BlockPrices:
-        if setup.pieces < 2:
-            raise PlanError("a pipeline of one micro-batch", "a loop over two or more", "raise micro_batches=")
-        return prices or BlockPrices(self.hardware, setup.mesh)
 
     def _layers(self, setup: StagedSetup, batch: int, found: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
         """The equal layers of each stage."""
