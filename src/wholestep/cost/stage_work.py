@@ -121,13 +121,12 @@ def work_of(
     each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
     walk = _Walk(own.whole, position, behind, whole, prices)
     last = walk if own.apart is None else _Walk(own.apart, position, behind, apart, prices)
-    outside, _ = _without_blocks(plain)
     inside = [node for body in bodies for node in body.nodes]
     once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
     return StageWork(
         walk.blocks, last.blocks, tuple(last.own), tuple(last.common), tuple(last.further), loop.rest_bytes,
         loop.size_bytes - pieces_bytes, max(others, default=loop.rest_bytes), kinds,
-        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(outside.graph, prices.hardware),
+        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
         (_sent_bytes(plain, inside), _collectives(plain, inside)),
         (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
     )  # fmt: skip

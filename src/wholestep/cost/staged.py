@@ -146,12 +146,13 @@ def staged_step(
         if exchange.is_loop:
             begin = min(now)
             loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now])
-            for _, block, _, _, end in loop.spans:
-                stage = int(block.partition(",")[0].removeprefix(STAGE))
+            stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
+            for rank, block, _, _, end in loop.spans:
+                stage = stages[block]
                 ends[stage] = max(ends.get(stage, begin), begin + end)
+                now[rank] = max(now[rank], begin + end)
             spans += _of_blocks(loop, costs, begin)
             waited = [us + more for us, more in zip(waited, loop.waited_us, strict=True)]
-            now = [max([now[rank], *(begin + s[4] for s in loop.spans if s[0] == rank)]) for rank in range(ranks)]
         elif exchange.source is None or exchange.target is None:
             now = [max(now)] * ranks
         else:
@@ -159,7 +160,10 @@ def staged_step(
             now[exchange.target] = max(now[exchange.target], now[exchange.source])
     spend(len(exchanges))
     step_us = max(now)
-    made = [_stage(rank, works[rank], loop, spans, waited[rank], step_us) for rank in range(ranks)]
+    ran = [0.0] * ranks
+    for span in spans:
+        ran[int(span.stream.removeprefix(STAGE))] += span.us
+    made = [_stage(rank, works[rank], loop, ran[rank], waited[rank], step_us) for rank in range(ranks)]
     arithmetic = [
         sum(pieces * work.piece_us[i] + work.once_us[i] for several in works for work, _ in several) / ranks
         for i in range(2)
@@ -214,11 +218,8 @@ def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) 
 
 
 def _stage(
-    rank: int, works: Sequence[_Chunk], loop: OrderResult, spans: Sequence[Span], waited_us: float,
-    step_us: float,
-) -> StageOfStep:  # fmt: skip
-    stream = f"{STAGE}{rank}"
-    ran = sum(span.us for span in spans if span.stream == stream)
+    rank: int, works: Sequence[_Chunk], loop: OrderResult, ran: float, waited_us: float, step_us: float
+) -> StageOfStep:
     rest, held = (sum(getattr(work, name) for work, _ in works) for name in ("rest_bytes", "loop_bytes"))
     others = max(rest + work.other_bytes - work.rest_bytes for work, _ in works)
     kinds: dict[str, float] = {}

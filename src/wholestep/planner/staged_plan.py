@@ -26,7 +26,6 @@ from ..graph.loop import loop_of
 from ..graph.stage_part import transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
-from ..partition.lower import lowered
 from ..partition.stage_blocks import StageCut, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
@@ -40,7 +39,7 @@ from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
 from .bounds import Costs
 from .folded_step import FoldedStep
-from .resolve import plan_strategies
+from .resolve import planned_program
 from .short_steps import CaptureStep
 
 _PIECES = 2  # that a short step has: blocks are those of any number
@@ -102,9 +101,13 @@ class StagedSetup:
 
 @dataclass
 class ShortStages:
-    """The program of a step with few stages; kept: those of each stage, before passes and after, and what they do."""
+    """The program of a step with few stages; kept: those of each stage, before passes and after, its blocks with what
+    they take at some prices, and what stages do.
+    """
 
     local: LocalGraph
+    cuts: dict[bool, StageCut | None] = field(default_factory=dict[bool, StageCut | None])
+    priced: dict[object, dict[str, BlockCost]] = field(default_factory=dict[object, "dict[str, BlockCost]"])
     plain: dict[bool, list[LocalGraph]] = field(default_factory=dict[bool, "list[LocalGraph]"])
     passed: dict[object, LocalGraph] = field(default_factory=dict[object, LocalGraph])
     known: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
@@ -138,7 +141,8 @@ class ShortStages:
     def programs(self, apart: bool) -> list[LocalGraph]:
         """The program of each stage before passes; `apart`: with gradients of weights in blocks of their own."""
         if apart not in self.plain:
-            self.plain[apart] = [stage_program(_with_blocks(self.local, apart), at) for at in range(self.count)]
+            together = _with_blocks(self.local, apart)
+            self.plain[apart] = [stage_program(together, at) for at in range(self.count)]
         return self.plain[apart]
 
     def traffic(self) -> list[CollectiveTraffic]:
@@ -147,8 +151,18 @@ class ShortStages:
 
     def costs(self, prices: BlockPrices, order: str) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:
         """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
-        whole = _costs(self.local, prices, False)
-        return whole, _costs(self.local, prices, True) if order in APART else whole
+        whole = self._costs(prices, False)
+        return whole, self._costs(prices, True) if order in APART else whole
+
+    def _costs(self, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
+        if fillers not in self.cuts:
+            loops = [loop for node in self.local.graph.nodes if (loop := loop_of(node)) is not None]
+            shared = next((loop for loop in loops if loop.stages is not None), None)
+            self.cuts[fillers] = None if shared is None else StageCut(shared, self.count, fillers)
+        key, cut = (prices, fillers), self.cuts[fillers]
+        if key not in self.priced:
+            self.priced[key] = {} if cut is None else cut.costs(self.local.stage_axis, prices)
+        return self.priced[key]
 
     def busy_us(self, prices: BlockPrices) -> list[float]:
         """Microseconds of each stage for a piece."""
@@ -174,14 +188,6 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
             stages = stages_of(loop, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
     return made
-
-
-def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
-    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
-    if not loops:
-        return {}
-    (loop,), axis = loops, local.stage_axis
-    return StageCut(loop, local.mesh.axis_size(axis), fillers).costs(axis, prices)
 
 
 def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
@@ -358,8 +364,8 @@ class ShortPipelines:
 
     def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
-        planned = plan_strategies(graph, setup.mesh, setup.strategies, None, self.hardware)
-        return staged(lowered(graph, planned), prices, setup.pipeline.schedule, passes)
+        _, local = planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)
+        return staged(local, prices, setup.pipeline.schedule, passes)
 
     def _equal_layers(self, batch: int) -> tuple[int, int]:
         """How many equal layers the step has, each of so many modules."""
@@ -400,8 +406,7 @@ class ShortPipelines:
             key = mesh, repr(parts), batch, each
             if key not in self.short:
                 graph = folded.with_blocks(each * count)
-                planned = plan_strategies(graph, mesh, strategies, None, self.hardware)
-                self.short[key] = ShortStages(lowered(graph, planned))
+                self.short[key] = ShortStages(planned_program(graph, mesh, strategies, None, self.hardware)[1])
             made.append(self.short[key])
         few, more = made
         same = [type(node.target) for node in exchanges(few.local).values()] == [
