@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..errors import WholestepError
+from ..graph.gc_control import existing_objects_frozen
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from ..mesh import STAGES, Axis, Mesh
@@ -23,7 +25,7 @@ from .staged_plan import ShortPipelines, StagedSetup, costs_of_staged
 
 _STYLE = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
 _CHUNKS = (1, 2, 4, 8)
-_FAR = 1.15  # times the fastest estimate: stages are not as equal as a formula has them
+_FAR = 1.15  # times the fastest estimate: a formula is as far from those
 _SLOWER = 3  # of a group in a row, and the rest, with larger bubbles, is slower too
 
 
@@ -52,6 +54,7 @@ class StagedSearch:
     software: Software = OWN
     watch: Watch = unwatched
 
+    @existing_objects_frozen()
     def run(self, ranks: int, sequences: int) -> tuple[list[Setup], list[Setup]]:
         """Pipelines that fit and were simulated, and why others lost. The short stages of one setup estimate all setups
         with the same computation. The setups with the shortest estimates are then planned and simulated.
@@ -72,24 +75,27 @@ class StagedSearch:
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
         """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: of each group of
         equal computation, the one with the smallest bubble first. Groups that split a layer less come later, and
-        recompute at least as much. Where the formula of equal stages says that a setup is far slower, it is not
-        estimated, nor are others behind several of their group that are slower.
+        recompute at least as much. Where the formula of a bubble says that a setup is far slower, it is not estimated,
+        nor are others behind several of their group that are slower. A group without data parallelism has
+        the computation of the one with it, so that the formula bounds it before anything of it is planned.
         """
         groups, fastest, kinds = dict[tuple[int, bool, int], list[Setup]](), float("inf"), self.kinds
+        works = dict[tuple[int, int, RecomputeKind], float]()  # seconds of all stages for a piece
         for setup in setups:
             groups.setdefault((-self._split(setup), "dp" not in setup.mesh.names, setup.batch), []).append(setup)
-        for _, several in sorted(groups.items(), key=lambda item: item[0]):
-            like, work_s, slower = min(several, key=self._bubble), 0.0, 0
+        for (split, _, batch), several in sorted(groups.items(), key=lambda item: item[0]):
+            like, slower = min(several, key=self._bubble), 0
+            work_s = works.get((split, batch, kinds[0]), 0.0)
             for setup in sorted(several, key=self._bubble):
-                ranks = setup.mesh.axis_size(STAGES)
-                rough_s = setup.micro_batches * work_s / ranks / (1 - self._bubble(setup))
+                rough_s = setup.micro_batches * work_s * self._longest(setup) / (1 - self._bubble(setup))
                 if setup.why or rough_s > fastest * _FAR or slower >= _SLOWER:
-                    why = setup.why or f"not simulated: about {seconds(rough_s)} with equal stages"
+                    why = setup.why or f"not simulated: about {seconds(rough_s)} by formula"
                     yield replace(setup, estimate_s=rough_s, why=why)
                     continue
                 found, busy_us = self._estimate(setup, like, kinds)
                 kinds = kinds[kinds.index(found.recompute) :]
                 work_s = work_s or busy_us / setup.micro_batches / 1e6
+                works.setdefault((split, batch, found.recompute), work_s)
                 late = bool(found.why) or found.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
                 slower = slower + 1 if late else 0
                 fastest = fastest if found.why else min(fastest, found.estimate_s)
@@ -118,6 +124,10 @@ class StagedSearch:
     def _split(self, setup: Setup) -> int:
         axis = self.tensor.axis if self.tensor else ""
         return setup.mesh.axis_size(axis) if axis in setup.mesh.names else 1
+
+    def _longest(self, setup: Setup) -> float:
+        """The share of all layers that the rank with most of them has at least."""
+        return ceil(self.layers / setup.mesh.axis_size(STAGES)) / self.layers
 
     def _bubble(self, setup: Setup) -> float:
         """The share of idle time of equal stages, by formula."""
