@@ -10,7 +10,7 @@ from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..errors import WholestepError
 from ..graph.gc_control import existing_objects_frozen
-from ..graph.text import human, seconds
+from ..graph.text import seconds
 from ..hardware.hardware import Hardware
 from ..mesh import STAGES, Axis, Mesh
 from ..plan.data_parallel import DataParallel
@@ -18,7 +18,7 @@ from ..plan.pipelines import Pipeline
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
 from .candidates import Template, TemplateKey
-from .gpu_search import Setup
+from .gpu_search import Setup, holding
 from .recompute_kinds import RecomputeKind
 from .search_result import Watch, first_line, unwatched
 from .staged_plan import ShortPipelines, StagedSetup, costs_of_staged
@@ -88,9 +88,13 @@ class StagedSearch:
             work_s = works.get((split, batch, kinds[0]), 0.0)
             for setup in sorted(several, key=self._bubble):
                 rough_s = setup.micro_batches * work_s * self._longest(setup) / (1 - self._bubble(setup))
-                if setup.why or rough_s > fastest * _FAR or slower >= _SLOWER:
-                    why = setup.why or f"not simulated: about {seconds(rough_s)} by formula"
-                    yield replace(setup, estimate_s=rough_s, why=why)
+                why = setup.why
+                if not why and rough_s > fastest * _FAR:
+                    why = f"not simulated: about {seconds(rough_s)} by formula"
+                elif not why and slower >= _SLOWER:
+                    why = f"not simulated: {_SLOWER} of the same computation, with smaller bubbles, lost"
+                if why:
+                    yield replace(setup, recompute=kinds[0], estimate_s=rough_s, why=why)
                     continue
                 found, busy_us = self._estimate(setup, like, kinds)
                 kinds = kinds[kinds.index(found.recompute) :]
@@ -117,8 +121,7 @@ class StagedSearch:
             busy_us, peak = sum(one.busy_us + one.waited_us for one in step.stages), step.fullest.peak_bytes
             if peak <= self.memory_bytes * TUNING.setup_memory_share:
                 return replace(found, estimate_s=step.step_us / 1e6), busy_us
-            over = f"{human(peak)} at its peak by a quick estimate, {human(peak - self.memory_bytes)} too much"
-            found = replace(found, why=f"holds about {over}")
+            found = holding(found, peak, self.memory_bytes, "holds about {} at its peak by a quick estimate")
         return found, busy_us
 
     def _split(self, setup: Setup) -> int:
@@ -160,9 +163,8 @@ class StagedSearch:
                 template = Template(order, (*around, pipe, *([tensor] if tensor else [])), key)
                 setup = Setup(mesh, template, batch, pieces, self.kinds[0], order=order, chunks=chunks)
                 if 2 * rest > self.memory_bytes:
-                    yield replace(setup, why=f"holds {human(2 * rest)} of parameters and gradients, too much")
-                else:
-                    yield setup
+                    setup = holding(setup, 2 * rest, self.memory_bytes, "holds {} of parameters and gradients")
+                yield setup
 
     def _simulated(self, setup: Setup) -> Setup:
         """With simulated costs and the first kind of recomputation that fits, from its own on."""
@@ -178,7 +180,6 @@ class StagedSearch:
                 return replace(found, why=f"no plan: {first_line(error)}")
             costs = costs_of_staged(step)
             if costs.peak_bytes <= self.memory_bytes:
-                return replace(found, costs=costs)
-            over = human(costs.peak_bytes - self.memory_bytes)
-            found = replace(found, why=f"holds about {human(costs.peak_bytes)} at its peak, {over} too much")
+                return replace(found, costs=costs, staged=step)
+            found = holding(found, costs.peak_bytes, self.memory_bytes, "holds about {} at its peak")
         return found
