@@ -1,16 +1,25 @@
 """What torch's allocator reserves: blocks by its published sizes, and a program that repeats its allocations."""
 
 import random
+import re
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.optim import AdamW
+from typer.testing import CliRunner
 
 import wholestep as ws
+from wholestep.cli import app
+from wholestep.cli.device_memory import within_device
+from wholestep.cli.screen import Screen
 from wholestep.cost.allocator import Allocator, Block
 from wholestep.cost.reserved import reserved, reserved_bytes
+from wholestep.errors import BudgetError
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 
@@ -133,3 +142,62 @@ def test_what_a_stack_holds_is_reserved(local: ws.LocalGraph) -> None:
     params = sum(meta.size_bytes(node) for given, node in local.placeholders() if given.role is Role.PARAM)
     more = reserved(local, PAGES, accumulates=True).allocated_bytes - reserved(local, PAGES).allocated_bytes
     assert more == params
+
+
+WIDE = """
+import torch
+from torch import nn
+
+def train_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+def build():
+    with torch.device("meta"):
+        layers = (nn.Sequential(nn.Linear(1000, 3000), nn.GELU(), nn.Linear(3000, 1000)) for _ in range(5))
+        model, batch = nn.Sequential(*layers), torch.empty(3000, 1000)
+    return train_step, model, torch.optim.AdamW(model.parameters(), fused=True), batch
+"""
+
+
+@pytest.mark.parametrize("args", [
+    ("simulate", "--recompute", "auto"),
+    pytest.param(("plan", "--hardware", "dgx-h100", "--auto"), marks=pytest.mark.full),
+])  # fmt: skip
+def test_the_memory_of_a_command_is_that_of_the_device(tmp_path: Path, args: tuple[str, ...]) -> None:
+    """A budget of tensors alone lets the allocator reserve more than there is; what is printed fits."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    command, *more = args
+    done = CliRunner().invoke(
+        app, [command, f"{tmp_path / 'wide.py'}:build", "--mesh", "dp=4", "--memory", "500MB", *more]
+    )
+    assert done.exit_code == 0, done.output
+    assert "torch's allocator would reserve" in done.output, "else nothing is tested"
+    found = re.search(r"reserved +([0-9.]+) MB by", done.output)
+    assert found is not None, done.output
+    assert float(found[1]) <= 500
+
+
+def test_less_is_given_to_tensors_until_the_allocator_fits() -> None:
+    shown, asked = Screen(Console(quiet=True)), list[int | None]()
+
+    def attempt(budget: int | None) -> int | None:
+        asked.append(budget)
+        if budget is not None and budget < 60:
+            raise BudgetError("nothing", "something", "give more")
+        return budget
+
+    def reserved(share: float) -> Callable[[int | None], int | None]:
+        return lambda budget: None if budget is None else round(budget * share)
+
+    assert within_device(shown, 100, attempt, reserved(1.2)) == 80
+    assert asked == [100, 80]
+    assert within_device(shown, 100, attempt, reserved(0.9)) == 100
+    assert within_device(shown, None, attempt, reserved(2.0)) is None
+    assert within_device(shown, 100, attempt, lambda _: None) == 100, "of a pipeline nobody knows"
+    assert within_device(shown, 100, attempt, reserved(1.7)) == 100, "below 60 nothing fits: its figures say so"
+    with pytest.raises(BudgetError):
+        within_device(shown, 50, attempt, reserved(1.0))

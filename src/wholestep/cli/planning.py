@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from wholestep.report.page import program, step_of
 from wholestep.report.what_if import WhatIf, WhatIfCase
 from wholestep.units import parse_bytes
 
+from .device_memory import within_device
 from .hf import ModelSpec, build, tokens_of
 from .screen import Screen
 from .shared_options import SharedOptions
@@ -76,9 +78,16 @@ class PlanRequest:
         data: list[Strategy] = [replace(self.data, style=style, axis=others)] if others else []
         return [*data, *filter(None, (self.pipeline, self.tensor))]
 
-    def passes_on(self, hardware: ws.Hardware) -> tuple[Pass, ...]:
-        """The passes that programs go through, with those of `--recompute`."""
-        return passes_of(self.options.recomputes(), hardware, self.options.memory)
+    def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
+        """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
+        return passes_of(self.options.recomputes(), hardware, tensor_bytes or self.options.memory)
+
+    @property
+    def fitted_bytes(self) -> int | None:
+        """The memory of a device that `--recompute auto` fits a step into; None without it."""
+        if self.options.recomputes() != "auto":
+            return None
+        return parse_bytes(self.options.memory) if self.options.memory else self.hardware.memory_bytes
 
     @property
     def on(self) -> str:
@@ -103,7 +112,7 @@ class PlanRequest:
 @dataclass(frozen=True)
 class Done:
     """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison. A comparison of
-    pipelines plans none with all layers.
+    pipelines plans none with all layers. `tensor_bytes`: that recomputation fits tensors into.
     """
 
     text: str
@@ -112,6 +121,7 @@ class Done:
     plan: ws.Plan | None
     rows: Sequence[PlanRow] = ()
     table: str = ""
+    tensor_bytes: int | None = None
 
     @property
     def as_json(self) -> str:
@@ -185,13 +195,18 @@ def planned(shown: Screen, asked: PlanRequest) -> Done:
     graph = captured(shown, asked)
     with shown.stage("plan"):
         made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
-    text = "\n".join([str(made), *asked_of(shown, made, graph, asked)])
+    text, fitted = "\n".join([str(made), *asked_of(shown, made, graph, asked)]), None
     if asked.planned_on is not None:
         with shown.stage("simulate"):
-            local, passes = ws.partition(graph, made), asked.passes_on(asked.hardware)
-            found = costs(local, made, asked.hardware, passes, asked.options.software)
+            local = ws.partition(graph, made)
+
+            def attempt(tensor_bytes: int | None) -> tuple[Costs, int | None]:
+                passes = asked.passes_on(asked.hardware, tensor_bytes)
+                return costs(local, made, asked.hardware, passes, asked.options.software), tensor_bytes
+
+            found, fitted = within_device(shown, asked.fitted_bytes, attempt, lambda one: one[0].reserved_bytes)
         text += f"\n\non {asked.on}\n{asked.figures(found, made.mesh, batches_of(made))}"
-    return Done(text, asked.target, graph, made)
+    return Done(text, asked.target, graph, made, tensor_bytes=fitted)
 
 
 def chosen(
@@ -202,8 +217,13 @@ def chosen(
     if sizes is not None and len(sizes) != 1 and spec is not None:
         return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
     known = len(auto.candidates(ws.Mesh(asked.mesh))) if auto.pipeline is None else 0
-    with shown.each(known) as watch:
-        found = auto.search(graph, asked.mesh, watch=watch, passes=passes, software=asked.options.software)
+
+    def attempt(tensor_bytes: int | None) -> SearchResult:
+        with shown.each(known) as watch:
+            within = replace(auto, memory_bytes=tensor_bytes)
+            return within.search(graph, asked.mesh, watch=watch, passes=passes, software=asked.options.software)
+
+    found = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
     return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec
 
 
@@ -215,20 +235,27 @@ def _chosen_by_batch(
 
     def of_size(size: int) -> ws.TrainGraph:
         if size in graphs:
-            return graphs.pop(size)
+            return graphs[size]
         targets[size] = build(replace(spec, batch=size))
         return captured(shown, replace(asked, target=targets[size]), f"capture batch {size}")
 
-    with shown.each(0) as watch:
-        best = batch_sizes.search_batches(
-            auto, of_size, asked.mesh, sizes or None, watch=watch, passes=searched_passes(asked),
-            software=asked.options.software,
-        )  # fmt: skip
+    def attempt(tensor_bytes: int | None) -> batch_sizes.BatchSearch:
+        with shown.each(0) as watch:
+            return batch_sizes.search_batches(
+                replace(auto, memory_bytes=tensor_bytes), of_size, asked.mesh, sizes or None, watch=watch,
+                passes=searched_passes(asked), software=asked.options.software,
+            )  # fmt: skip
+
+    best = within_device(shown, auto.budget_bytes, attempt, lambda one: _reserved_by_best(one.found))
     head = (
         f"{asked.target.name} on mesh {asked.mesh}, by batch\n{batch_sizes.show(best)}\n\nwith batches of {best.batch}"
     )
     done = _search_done(shown, best.found, best.graph, replace(asked, target=targets[best.batch]), head)
     return done, replace(spec, batch=best.batch)
+
+
+def _reserved_by_best(found: SearchResult) -> int | None:
+    return None if found.best.costs is None else found.best.costs.reserved_bytes
 
 
 def compared(shown: Screen, asked: PlanRequest) -> Done:
@@ -342,7 +369,7 @@ def draw(
     """Write the page and the trace, after a comparison of the fastest template."""
     hardware, software = asked.hardware, asked.options.software
     with shown.stage("simulate"):
-        local = program(done.made, done.planned, hardware, asked.passes_on(hardware))
+        local = program(done.made, done.planned, hardware, asked.passes_on(hardware, done.tensor_bytes))
     chosen = done.rows[0].name if done.rows else ""
     page = partial(
         ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases,
@@ -358,11 +385,15 @@ def simulated(shown: Screen, asked: PlanRequest, graph: ws.TrainGraph | None = N
     graph = graph or captured(shown, asked)
     with shown.stage("plan"):
         planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
+
+    def attempt(tensor_bytes: int | None) -> tuple[ws.LocalGraph, int | None]:
+        made = program(planned, graph, hardware, asked.passes_on(hardware, tensor_bytes))
+        return made, reserved_bytes(made, hardware, software.stack)
+
     with shown.stage("schedule"):
-        local = program(planned, graph, hardware, asked.passes_on(hardware))
+        local, taken = within_device(shown, asked.fitted_bytes, attempt, itemgetter(1))
     with shown.stage("simulate"):
         made = software.timeline(local, hardware)
-        taken = reserved_bytes(local, hardware, software.stack)
     found = replace(costs_from(local, planned, made.simulated, made.peak), reserved_bytes=taken)
     return made, asked.figures(found, planned.mesh, batches_of(planned))
 
