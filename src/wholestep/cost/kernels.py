@@ -6,11 +6,13 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.loop import loop_of, with_bodies
-from ..graph.nodes import is_collective, is_wait
-from ..graph.op_kinds import is_list_op
+from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.op_kinds import arithmetic, is_list_op
+from ..hardware.device import Work
 from ..hardware.hardware import Hardware
+from ..partition.accumulators import add_up
 from .compute import node_us, work
-from .fusion import LOSS, compiled_us
+from .fusion import LOSS, compiled_us, source_of
 from .kernel_times import KernelTimes
 from .stack import Stack, attention_us, started
 
@@ -34,6 +36,14 @@ def op_times(
         made = work(node)
         if made is not None and made.attention is not None:
             times[node] = attention_us(made, hardware, generation)
+    for node in calls if stack is not None and stack.accumulates != "own" else ():
+        if node.target is add_up:
+            value = node_at(node, 1)
+            if stack.accumulates == "half":
+                made = meta.one_tensor(value)
+                times[node] = hardware.work_us(Work(3 * made.size_bytes, dtype=str(made.dtype).removeprefix("torch.")))
+            elif arithmetic(source_of(value).target) is not None:
+                times[node] = 0.0  # the product reads and writes the sum while it multiplies
     return times if profile is None else profile.applied(times)
 
 
