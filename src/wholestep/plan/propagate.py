@@ -38,7 +38,7 @@ from .explain import moves, reason, settled
 from .for_pieces import is_drawn_into
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
-from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
+from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
 
@@ -68,6 +68,7 @@ class _Propagation:
     def __post_init__(self) -> None:
         self.batch_dependent = moving(self.situation.graph)
         self.rounding = rounding(self.situation.graph, self.batch_dependent)
+        self.homes = gradient_homes(self.situation.graph, self.situation.grad_targets)
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -142,7 +143,7 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            if all(s == REPLICATED for s in states) and not varies and axis not in pinned:
+            if all(s == REPLICATED for s in states) and not (varies or axis in pinned or self.at_home(node, axis)):
                 continue
             if varies:
                 why = "varies"
@@ -184,6 +185,14 @@ class _Propagation:
 
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
+
+    def at_home(self, node: Node, axis: str) -> str:
+        """The factor that `node`, a gradient, alone has, and along which its parameter is sharded; empty for others."""
+        home = self.homes.get(node)
+        state = REPLICATED if home is None or axis in self.situation.storage else home.state(axis)
+        rule = find_rule(node) if state.kind == "S" else None
+        terms = [(group, group.outputs[0]) for group in (rule.groups if rule else ()) if 0 in group.outputs]
+        return next((f for group, term in terms if (f := term[state.dim]) in group.made_factors), None) or ""
 
     def _at_owner(
         self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
@@ -398,7 +407,9 @@ class _CallOnAxis:
         yield whole(group)
 
     def _factors(self, group: Group) -> list[str]:
-        """Factors along which an operand is sharded, or its reduced gradient will be."""
+        """Factors along which an operand is sharded, or its reduced gradient will be; and those of a gradient alone, as
+        the rows of an embedding, where its parameter is sharded along them.
+        """
         found: dict[str, None] = {}
         for i in group.operands:
             if self.moves and self.only_stores and self.given[i] not in self.batch_dependent:
@@ -408,7 +419,8 @@ class _CallOnAxis:
             factor = group.factors_at(i, state.dim) if state.kind == "S" else None
             if factor:
                 found[factor] = None
-        return list(found)
+        own = self.run.at_home(self.node, self.axis)
+        return [*found, own] if own in group.made_factors else list(found)
 
     def _allowed(self, operand: int, want: AxisState) -> bool:
         """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
