@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..graph.op_kinds import FREE, priced_like
+from ..graph.op_kinds import FREE, SUMS_OF_PIECES, priced_like
 from ..graph.storage import shares
 
 
+@priced_like(SUMS_OF_PIECES)
 @shares("view")
 def add_up(total: Tensor | None, value: Tensor, op: str, owned: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Return `total` with `value` added, or the larger (`max`) or smaller (`min`) of both, in the memory of `total`.

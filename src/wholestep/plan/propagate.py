@@ -68,7 +68,7 @@ class _Propagation:
     def __post_init__(self) -> None:
         self.batch_dependent = moving(self.situation.graph)
         self.rounding = rounding(self.situation.graph, self.batch_dependent)
-        self.homes = gradient_homes(self.situation.graph, self.situation.grad_targets)
+        self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -143,7 +143,8 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            if all(s == REPLICATED for s in states) and not (varies or axis in pinned or self.at_home(node, axis)):
+            at_home = self.at_home(node, axis)
+            if all(s == REPLICATED for s in states) and not varies and axis not in pinned and not at_home:
                 continue
             if varies:
                 why = "varies"
@@ -168,7 +169,7 @@ class _Propagation:
                 why = "rounds coarsely"
                 because.append(f"{axis}: whole operands, so that sums in this dtype round as on one device")
                 continue
-            rule = rule or find_rule(node)
+            rule = find_rule(node) if rule is None else rule
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
             takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
             if rule is not None:
