@@ -31,13 +31,18 @@ class Predicted:
         return (self.run.step_s or 0.0) / self.step_s
 
 
+def machine(run: config.Run) -> ws.Hardware | None:
+    """The hardware of a run, with its own links."""
+    return hardware_of(run.hardware, run.links, run.per_node)
+
+
 def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
     """Runs that the simulator can be asked about, and the others with the reason."""
     found: list[Predicted] = []
     left: list[Left] = []
     for row in rows:
         run = config.read(row)
-        hardware = hardware_of(row["hw"] if isinstance(run, str) else run.hardware)
+        hardware = None if isinstance(run, str) else machine(run)
         where = f"{row['model']} on {row['n_gpus']} {row['hw']}"
         if isinstance(run, str) or hardware is None:
             left.append(Left(row["source_id"], where, run if isinstance(run, str) else "no preset for this hardware"))
@@ -126,7 +131,7 @@ def _calibrated(members: list[Predicted], device: Predicted, host: Predicted | N
 
 
 def _step_s(one: Predicted, rates: ws.KernelTimes) -> float:
-    hardware = hardware_of(one.run.hardware)
+    hardware = machine(one.run)
     assert hardware is not None, "it was simulated"
     return simulated.step_s(one.run, hardware, rates)
 

@@ -110,6 +110,24 @@ def test_less_power_and_a_slower_rank_make_products_slower() -> None:
     assert capped.peak_flops_per_us("bfloat16") == H100.peak_flops_per_us("bfloat16")
 
 
+def test_a_kernel_that_computes_less_runs_at_a_higher_clock() -> None:
+    """Products set the clock that lasts; attention, which reaches less of the peak, loses less by a lower limit of
+    power, and the slowest kernels lose nothing.
+    """
+    capped = ws.Hardware.preset("h100-96gb-500w")
+    full = {name: replace(device_of(one), sustained=1.0) for name, one in (("700", H100), ("500", capped))}
+
+    def slower(hardware: ws.Hardware, name: str, speed: float) -> float:
+        shape = 1, 32, 16384, 16384, 128, "bfloat16"
+        return device_of(hardware).attention_us(*shape, speed=speed) / full[name].attention_us(*shape, speed=speed)
+
+    products = 1 / device_of(capped).sustained
+    assert slower(H100, "700", 0.5) == 1.0
+    assert 1.0 <= slower(H100, "700", 1.0) < slower(capped, "500", 1.0) < slower(capped, "500", 1.6) < products
+    ceiling = device_of(capped).ceiling("bfloat16")
+    assert device_of(capped).clock(ceiling, 0.859) == pytest.approx(device_of(capped).sustained)
+
+
 # -- stacks --------------------------------------------------------------------------------------------
 def test_a_stack_is_found_by_its_name() -> None:
     assert ws.Stack.named("torchtitan-compile").compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import PlanError, shown
@@ -106,7 +106,15 @@ _MEASURED = (
 _TITAN = (
     "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention first since 6a3a9da95 (October 2025)"
 )
-_TITAN_2024 = "pytorch/torchtitan before 6a3a9da95: FlashAttention-2 on Hopper; Qwen 3 gathers heads (until 8c1d1c5fc)"
+_TITAN_2024 = (
+    "pytorch/torchtitan 9dec370ad (December 2024): FlashAttention-2 on Hopper, norms of ops (norm_type = rmsnorm), the "
+    "loss is not compiled (train.py, until bbb1b616e)"
+)
+_TITAN_2025 = (
+    "pytorch/torchtitan between bbb1b616e and 6a3a9da95: FlashAttention-2 on Hopper, norms of one kernel (torch 2.9), "
+    "compiled losses; Qwen 3 gathers heads (until 8c1d1c5fc)"
+)
+_TITAN_APRIL_2024 = "pytorch/torchtitan 1ea476e9f (April 2024): norm_type = fused_rmsnorm, a kernel in Triton"
 _SIMPLE = "pytorch/torchtitan d9bdfbb20, experiments/simple_fsdp: one graph, op by op, buckets of transformer blocks"
 _GRAPH = (
     "pytorch/torchtitan experiments/graph_trainer since 9ed1a028d: default memory policy, fuses flex attention alone"
@@ -139,14 +147,19 @@ STACKS = (
           expandable_segments=True, regathers=False, source=_APRIL),
     Stack("torchtitan-graph-2026-03", flash_attention=3, recompute="ops", traced=True, expandable_segments=True,
           overlaps=False, source=_MARCH),
-    Stack("torchtitan-2024", copies=True, recompute="ops", expandable_segments=True, gathers_heads=True,
+    Stack("torchtitan-2025", copies=True, recompute="ops", expandable_segments=True, gathers_heads=True,
+          source=_TITAN_2025),
+    Stack("torchtitan-2025-compile", copies=True, compiled=True, recompute="ops", traced=True,
+          expandable_segments=True, gathers_heads=True, source=_TITAN_2025),
+    Stack("torchtitan-2024", copies=True, recompute="ops", fused_norms=False, expandable_segments=True,
           source=_TITAN_2024),
-    Stack("torchtitan-2024-compile", copies=True, compiled=True, recompute="ops", traced=True,
-          expandable_segments=True, gathers_heads=True, source=_TITAN_2024),
+    Stack("torchtitan-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False, traced=True,
+          expandable_segments=True, source=_TITAN_2024),
+    Stack("torchtitan-2024-04", copies=True, recompute="ops", source=_TITAN_APRIL_2024),
     Stack("torchtrain-2024", copies=True, recompute="ops", fused_norms=False, fused_optimizer=False, keeps_logits=True,
           source=_TRAIN),
-    Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_optimizer=False, traced=True,
-          keeps_logits=True, source=_TRAIN),
+    Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False,
+          fused_optimizer=False, traced=True, keeps_logits=True, source=_TRAIN),
     Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, accumulates="product",
           source=_MEGATRON),
     Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
@@ -191,7 +204,7 @@ def attention_us(work: Work, hardware: Hardware, generation: int) -> float:
     if generation:
         moved = hardware.launch_us + hardware.bytes_us(work.moved_bytes)
         newest = 3 if hardware.peak_flops_per_us("float8") > hardware.peak_flops_per_us("bfloat16") else 2
-        return max(hardware.work_us(work) / FLASH[min(generation, newest)], moved)
+        return max(hardware.work_us(replace(work, speed=FLASH[min(generation, newest)])), moved)
     batch, heads, queries, keys, width = work.attention
     several = batch * heads
     scores = several * queries * keys * item_bytes(work.dtype)
