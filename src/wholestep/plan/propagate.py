@@ -69,6 +69,7 @@ class _Propagation:
         self.batch_dependent = moving(self.situation.graph)
         self.rounding = rounding(self.situation.graph, self.batch_dependent)
         self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
+        self.active = [axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1]
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -105,7 +106,7 @@ class _Propagation:
         if layout != have and layout.state(TIME).kind == "P":
             layout = layout.put(TIME, REPLICATED)
         partial = layout
-        for axis in self._active():
+        for axis in self.active:
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
         reads = (node_at(node, 0).name,)
@@ -116,7 +117,7 @@ class _Propagation:
         stages, the one that has it is.
         """
         layout = partial = self.layouts[node_at(node, 0)][0]
-        for axis in self._active():
+        for axis in self.active:
             state = layout.state(axis)
             if state.kind != "O" and (axis != TIME or state != REPLICATED):  # not once for each piece
                 partial = partial.put(axis, AxisState("P", op="norm1"))
@@ -132,7 +133,7 @@ class _Propagation:
         cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
-        for axis in in_order(list(self._active()), have, [n in self.batch_dependent for n in given]):
+        for axis in in_order(self.active, have, [n in self.batch_dependent for n in given]):
             states = [layout.state(axis) for layout in have]
             owner = self._owner(node, axis)
             if owner is not None or any(state.kind == "O" for state in states):
@@ -143,8 +144,8 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            at_home = self.at_home(node, axis)
-            if all(s == REPLICATED for s in states) and not varies and axis not in pinned and not at_home:
+            is_whole = states.count(REPLICATED) == len(states)
+            if is_whole and not varies and axis not in pinned and not self.at_home(node, axis):
                 continue
             if varies:
                 why = "varies"
@@ -294,9 +295,6 @@ class _Propagation:
             return decision
         said = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
         return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {said}"))
-
-    def _active(self) -> Iterator[str]:
-        return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
 
     def check_updates(self) -> None:
         """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
@@ -466,6 +464,8 @@ def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool])
 
     `moves`: which of `have` depend on the batch; these decide where layouts disagree.
     """
+    if not any(len(dim) > 1 for layout in have for dim in layout.dims):
+        return list(axes)
     pairs: dict[tuple[str, str], None] = {}
     for wanted in (True, False):
         for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
