@@ -163,7 +163,7 @@ def _of_stages(local: LocalGraph, hardware: Hardware, simulated: SimulationResul
             span.name if span.piece is None else f"{span.name} of piece {span.piece}",
             op_name(span.node) if span.piece is None else span.name,
             f"{STAGE}{span.stage}", span.start_us, span.us,
-            phase(span.node) if span.piece is None else span.name.split()[0], meta.module_path(span.node),
+            phase(span.node) if span.piece is None else block_phase(span.name), meta.module_path(span.node),
         )
         for span in StageClocks(local, hardware).run().spans
     ]  # fmt: skip
@@ -192,6 +192,11 @@ def title(stream: str) -> str:
 def phase(node: Node) -> str:
     """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
+
+
+def block_phase(name: str) -> str:
+    """Forward or backward, from the name of a block in its stage."""
+    return "forward" if name.startswith("forward") else "backward"
 
 
 def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:

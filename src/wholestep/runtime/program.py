@@ -33,8 +33,8 @@ class Program:
 
     `Installer.finish` sets `run`, which maps the flat list from `gather_inputs` to results, followed by state that the
     step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called after
-    each call. Ranks remember to have compared it as `compared`. `nonfinite` is whether the last call was skipped, and
-    which of `capture.checked` were not finite.
+    each call. Ranks remember to have compared it as `compared`. `before`: the program before passes, of all stages.
+    `nonfinite` is whether the last call was skipped, and which of `capture.checked` were not finite.
     """
 
     capture: Capture
@@ -46,6 +46,7 @@ class Program:
     shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: SharedRng | None = None
     compared: str = ""
+    before: LocalGraph | None = None
     run: Run = field(init=False)
     check: Callable[[Program], None] | None = None
     nonfinite: Sequence[torch.Tensor] = ()
