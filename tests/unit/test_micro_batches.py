@@ -448,9 +448,9 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
         (lambda: _final(ws.MicroBatches(2), "time=2"), MeshError, "mesh time=2 has an axis 'time'"),
         (lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), mesh="time=1"), MeshError, "has an axis 'time'"),
         (
-            lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), backend="inductor"),
+            lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), backend=ws.Inductor(scope="whole")),
             BackendError,
-            "backend 'inductor' with MicroBatches(2)",
+            "Inductor(scope='whole') with MicroBatches(2)",
         ),
         (
             lambda: _final(

@@ -199,7 +199,7 @@ class _Propagation:
     def _at_owner(
         self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
     ) -> tuple[list[AxisState], AxisState, str]:
-        """States along an axis of stages: a stage sends for what others own. Numbers of several stages meet on all
+        """States along an axis of owners: an owner sends for what others own. Numbers of several owners meet on all
         ranks as a sum to which each rank adds its own.
         """
         rule = find_rule(node)
@@ -207,7 +207,9 @@ class _Propagation:
         if owner is not None:
             takes = [s if i in by_shape or s == REPLICATED else owner for i, s in enumerate(states)]
             return takes, owner, f"runs at {owner.at}, with what it reads"
-        for group in rule.groups if rule else ():
+        owned = [meta.one_tensor(n) for n, s in zip(operands(node), states, strict=True) if s.kind == "O"]
+        numbers = all(made.numel == 1 for made in owned)
+        for group in rule.groups if rule and numbers else ():
             for number, passing in enumerate(group.partial):
                 if passing.operands >= {i for i, s in enumerate(states) if s.kind == "O"} and "sum" in passing.ops:
                     made = through(group, number, "sum")
@@ -489,6 +491,7 @@ def reduced(partial: Layout, home: Layout) -> Layout:
             if partial.state(axis).kind in ("P", "R"):
                 out = out.put(axis, home.state(axis))
     for axis in whole:
-        if home.state(axis).kind != "S":
-            out = out.put(axis, REPLICATED)
+        state = home.state(axis)
+        if state.kind != "S":
+            out = out.put(axis, state if state.kind == "O" else REPLICATED)
     return out
