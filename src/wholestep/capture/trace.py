@@ -21,7 +21,7 @@ from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
-from .call_structure import Structure, put_together, take_apart
+from .call_structure import LENGTHS, Structure, put_together, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
@@ -172,6 +172,7 @@ class Traced:
             pairs = zip(request.names, request.leaves, strict=True)
             leaves = [given[n] if isinstance(v, torch.Tensor) else v for n, v in pairs]
             args, kwargs = put_together(request.structure, leaves)
+            kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             groups = _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)
