@@ -32,6 +32,7 @@ from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
+from .sized_forms import sized_forms
 from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -132,7 +133,7 @@ class Traced:
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
-            forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8, *attention])
+            forms = _torch.replaced([*methods(), *sized_forms(), *zero_grads, *rng, *float8, *attention])
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
