@@ -86,6 +86,10 @@ class Layout:
                 return owned_by(coordinate)
         return VARIES if axis in self.varies else REPLICATED
 
+    def owner_on(self, axis: str) -> AxisState | None:
+        """Return the state of the tensor along `axis` if a coordinate owns it."""
+        return next((owned_by(at) for name, at in self.owned if name == axis), None)
+
     def put(self, axis: str, state: AxisState) -> Layout:
         """Return this layout with `axis` in another state; a new shard is innermost."""
         return _put(self, axis, state)
@@ -259,6 +263,28 @@ class Extent:
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class OfOwner:
+    """A rank-dependent number of a program: that of the rank's coordinate on `axis`.
+
+    Example:
+        >>> OfOwner("dp", (12, 8)).at({"dp": 1})
+        8
+    """
+
+    axis: str
+    numbers: tuple[int, ...]
+
+    def at(self, coordinate: Mapping[str, int]) -> int:
+        """Return the number on the rank at `coordinate`."""
+        return self.numbers[coordinate[self.axis]]
+
+    def __str__(self) -> str:
+        return f"{'|'.join(map(str, self.numbers))}@{self.axis}"
+
+    __repr__ = __str__
+
+
 def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int | Extent:
     """Return the length of a rank's shard of a dim: a number if it is equal on all ranks."""
     cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
@@ -277,8 +303,8 @@ def largest_part(size: int, parts: int) -> int:
 
 
 def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
-    """Replace each `Extent` in `value`, also in lists, by its number at `coordinate`."""
-    if isinstance(value, Extent):
+    """Replace each `Extent` and `OfOwner` in `value`, also in lists, by its number at `coordinate`."""
+    if isinstance(value, (Extent, OfOwner)):
         return value.at(coordinate)
     if isinstance(value, (list, tuple)):
         return cast(Any, type(cast(Any, value)))(resolve(v, coordinate) for v in cast(Sequence[Any], value))
@@ -286,7 +312,7 @@ def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
 
 
 def has_extent(value: Any) -> bool:
-    """Return whether `value` is or contains an `Extent`."""
+    """Return whether `value` is or contains an `Extent` or an `OfOwner`."""
     if isinstance(value, (list, tuple)):
         return any(has_extent(v) for v in cast(Sequence[Any], value))
-    return isinstance(value, Extent)
+    return isinstance(value, (Extent, OfOwner))

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 
 import wholestep as ws
 from tests.optimizers import Kind, build, data, of_torch, train_by_closure
@@ -69,6 +70,24 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
     found = compare(one, f"pp={stages}", ws.Pipeline(micro_batches=pieces, schedule=order))
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
     assert not found.ruleless
+
+
+def checkpointed() -> tuple[nn.Module, Optimizer]:
+    """A model whose blocks are computed again in the backward."""
+    model, optimizer = maker(4, True, 0.0)()
+    for block in model.get_submodule("blocks").children():
+        block.forward = partial(checkpoint.checkpoint, block.forward, use_reentrant=False)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("stages", "order"), [
+    (2, "1f1b"), pytest.param(3, "zero_bubble", marks=pytest.mark.full),
+    pytest.param(2, "interleaved", marks=pytest.mark.full),
+])  # fmt: skip
+def test_blocks_that_are_computed_again(stages: int, order: str) -> None:
+    one = OneDevice(checkpointed, train, batches(8, 2))
+    found = compare(one, f"pp={stages}", ws.Pipeline(micro_batches=4, schedule=order))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
 @pytest.mark.full

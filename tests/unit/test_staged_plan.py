@@ -1,5 +1,6 @@
 """Pipelines planned from few layers: against the same step with all of its layers and stages, planned as a whole."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from wholestep.backend.pipeline import stage_pipeline
 from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
+from wholestep.graph.loop import loop_of
+from wholestep.graph.stage_part import StageBlock
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.overlap import Overlap
 from wholestep.passes.peel_pieces import PeelPieces
@@ -109,6 +112,32 @@ def test_short_stages_stand_for_any_number(
         batch = 2 * pieces * LENGTH * 8  # of which a short step has two pieces
         assert one.rest_bytes == pytest.approx(other.rest_bytes, abs=batch + 128)
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+
+
+def first_blocks(again: bool) -> tuple[StageBlock, ...]:
+    """The blocks of the first of two stages, of which each has two layers."""
+    graph = captured(8, 4, again=again)
+    local = ws.partition(graph, ws.plan(graph, "pp=2", [ws.Pipeline(micro_batches=4, schedule="1f1b")]))
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
+    assert len(loops) == 1
+    assert loops[0].stages is not None
+    return loops[0].stages.parts[0].blocks
+
+
+def test_what_a_layer_computes_again_waits_for_the_backward() -> None:
+    """Also behind an op of several results, as a norm is: the forward of a stage calls what it calls without
+    checkpoints, and leaves less than a third to the backward.
+    """
+    kept, again = (first_blocks(checkpointed) for checkpointed in (False, True))
+    assert [block.is_backward for block in again] == [block.is_backward for block in kept] == [False, True]
+    calls = [
+        [Counter(name for n in block.body.nodes if (name := str(n.target)).startswith("aten")) for block in blocks]
+        for blocks in (kept, again)
+    ]
+    assert calls[0][0] == calls[1][0]
+    norm = "aten.native_layer_norm.default"
+    assert calls[0][0][norm] == calls[1][1][norm] == 2
+    assert 0 < again[0].holds_bytes < kept[0].holds_bytes / 3
 
 
 def planned(mesh: str, style: Any, order: Any, pieces: int, chunks: int | None = None) -> ws.LocalGraph:

@@ -104,7 +104,7 @@ def peak_us(
     """
     once = again = 0.0
     for node, times in with_bodies(graph, besides):
-        count = times * flops(node) if node.op == "call_function" else 0.0
+        count = times * flops(node) if node.op == "call_function" and meta.runs_on_first(node) else 0.0
         if not count or not node.all_input_nodes:
             continue
         us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))

@@ -61,7 +61,9 @@ class Clock:
         return max(self.link_free.values(), default=0.0)
 
     def run(self, node: Node) -> None:
-        """Run `node` as the next call of the computing stream, once the host has started it."""
+        """Run `node` as the next call of the computing stream, once the host has started it. Of owners, the first."""
+        if not meta.runs_on_first(node):
+            return
         if self.starts is not None and not loop_of(node):
             self.host += self.starts.get(node, 0.0)
             self.now = max(self.now, self.host)
@@ -225,7 +227,9 @@ def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
     calls = [
-        (node, times) for node, times in with_bodies(local.graph) if node.op == "call_function" and not loop_of(node)
+        (node, times)
+        for node, times in with_bodies(local.graph)
+        if node.op == "call_function" and not loop_of(node) and meta.runs_on_first(node)
     ]
     if clock.times is not None:
         return sum(times for node, times in calls if is_collective(node) or clock.times[node] > 0)

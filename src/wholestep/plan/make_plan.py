@@ -20,11 +20,12 @@ from ..graph.nodes import node_at
 from ..graph.op_kinds import is_batch_norm_in_training
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
-from ..layout import Layout, replicated
+from ..layout import REPLICATED, Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .for_pieces import for_pieces
+from .owned_updates import assigned, whole_updates, with_updates_by_owner
 from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
@@ -60,6 +61,7 @@ def make_plan(
     hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
     strategies = strategies.staged(graph, mesh, hardware)
     owners = strategies.pipeline.owners(mesh) if strategies.pipeline else {}
+    owner_axis = strategies.options.owner_axis(mesh)
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
@@ -69,11 +71,17 @@ def make_plan(
     op = "avg" if options.reduce == "mean" else "sum"
     planned = for_pieces(graph) if mesh.pieces > 1 or owners else graph
     planned = with_lists_by_owner(planned, owners) if owners else planned
+    if owner_axis and options.named_owners:
+        planned = with_updates_by_owner(planned, options.named_owners)
     start = PropagationInputs(
         planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
     )  # fmt: skip
     decisions, expanded, planned = _propagate(start, strategies)
+    if owner_axis and options.owners is True:
+        names = whole_updates(planned, decisions, rest, owner_axis)
+        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware)
+        return make_plan(graph, mesh.of_ranks, strategies.owned(made), placed, hardware)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
@@ -81,13 +89,14 @@ def make_plan(
     order = strategies.pipeline.schedule if strategies.pipeline else ""
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order)
     notes = differences(graph) if per_rank else ()
-    created = _created(graph, rest, grad_targets)
+    created = _created(graph, rest, grad_targets, owner_axis)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
         async_axes=strategies.async_axes(mesh), owners=owners,
+        owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip
     made.check_inputs(graph)
     made.check_decisions(planned)
@@ -148,6 +157,7 @@ def _rest(
 ) -> dict[str, Layout]:
     """Storage layouts of all inputs; with per-rank semantics each rank along `cut` has its own batch."""
     per_rank = strategies.options.semantics == "per_rank"
+    owner_axis = strategies.options.owner_axis(mesh)
     varying_buffers = per_rank_buffers(graph) if per_rank else frozenset[str]()
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
@@ -158,6 +168,8 @@ def _rest(
             layout = resting[given.name].param
         elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
             layout = resting[given.owner].state
+        elif given.role is Role.STATE and given.meta.shape and owner_axis:
+            layout = layout.put(owner_axis, resting[given.owner].state.owner_on(owner_axis) or REPLICATED)
         elif given.role is Role.BATCH:
             parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
             layout = varying(given, cut if per_rank else (), mesh)
@@ -180,15 +192,22 @@ def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str,
     return out
 
 
-def _created(graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str, Layout]) -> dict[str, Layout]:
-    """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape."""
+def _created(
+    graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str, Layout], owner_axis: str
+) -> dict[str, Layout]:
+    """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape, and
+    at its owner.
+    """
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     out: dict[str, Layout] = {}
     for output, node in graph.results():
         made = meta.tensor(node)
         if output.kind == "update" and output.target not in rest and made is not None:
             owner = output.target.rpartition("/")[0]
-            out[output.target] = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+            layout = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+            if made.shape and owner_axis:
+                layout = layout.put(owner_axis, grad_targets[owner].owner_on(owner_axis) or layout.state(owner_axis))
+            out[output.target] = layout
     return out
 
 
