@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
 from torch import Tensor
@@ -37,6 +37,19 @@ class AxisState:
 REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 
+@cache
+def sharded_along(dim: int) -> AxisState:
+    """The state of a tensor that is sharded along `dim`; one object for each, which is found equal at once."""
+    return AxisState("S", dim)
+
+
+@cache
+def partial_by(op: str) -> AxisState:
+    """The state of a partial value that is to be reduced by `op`."""
+    return AxisState("P", op=op)
+
+
+@cache
 def owned_by(coordinate: int) -> AxisState:
     """The state of a value that only the ranks at one coordinate of an axis have."""
     return AxisState("O", at=coordinate)
@@ -64,10 +77,10 @@ class Layout:
         """Return the state of the tensor along `axis`."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
-                return AxisState("S", dim)
+                return sharded_along(dim)
         for name, op in self.partial:
             if name == axis:
-                return AxisState("P", op=op)
+                return partial_by(op)
         for name, coordinate in self.owned:
             if name == axis:
                 return owned_by(coordinate)
@@ -181,6 +194,7 @@ def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
     return Layout(dims, partial, varies, owned)
 
 
+@cache
 def replicated(ndim: int) -> Layout:
     """Return the layout of a replicated tensor."""
     return Layout(((),) * ndim)

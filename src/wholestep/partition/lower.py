@@ -79,16 +79,20 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
     """
     check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
-    return _written(check_plan(plan, graph), plan)
+    return written(check_plan(plan, graph), plan)
 
 
 @collector_paused()
 def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
     """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
-    return _written(plan.decompose(graph), plan, like)
+    return written(plan.decompose(graph), plan, like)
 
 
-def _written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+@collector_paused()
+def written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """The program of a rank by a plan. `graph`: as the decisions are about it (`Plan.decompose`), with the marks that
+    planning left (`plan.whole_units`): planning the same graph again replaces them.
+    """
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:

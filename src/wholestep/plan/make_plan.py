@@ -5,7 +5,7 @@ between per-rank and global semantics, with the user's line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -45,10 +45,18 @@ _WEIGHTED = "weighted mean", "each rank divides by its own count: ranks with few
 _CLASS_WEIGHTED = "class-weighted mean", "each rank divides by the weight of its own batch"
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan, and the step as its decisions are about it (`Plan.decompose`)."""
+
+    plan: Plan
+    graph: TrainGraph
+
+
 def make_plan(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
-) -> Plan:  # fmt: skip
+) -> PlannedStep:  # fmt: skip
     """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
     hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
     strategies = strategies.staged(graph, mesh, hardware)
@@ -69,11 +77,10 @@ def make_plan(
         planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
     )  # fmt: skip
-    decisions, expanded = _propagate(start, strategies)
+    decisions, expanded, planned = _propagate(start, strategies)
     if owner_axis and options.owners is True:
-        found = expand(planned, frozenset(expanded)) if expanded else planned
-        names = whole_updates(found, decisions, rest, owner_axis)
-        made = assigned(found, names, mesh.axis_size(owner_axis), hardware)
+        names = whole_updates(planned, decisions, rest, owner_axis)
+        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware)
         return make_plan(graph, mesh.of_ranks, strategies.owned(made), placed, hardware)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
@@ -91,8 +98,9 @@ def make_plan(
         async_axes=strategies.async_axes(mesh), owners=owners,
         owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip
-    made.check(graph)
-    return made
+    made.check_inputs(graph)
+    made.check_decisions(planned)
+    return PlannedStep(made, planned)
 
 
 def stored_bytes(
@@ -119,8 +127,12 @@ def _placed(
     return resting, _rest(graph, mesh, strategies, resting, cut)
 
 
-def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
-    """Decisions, and the ops that are decomposed because they would need a sharded operand whole."""
+def _propagate(
+    start: PropagationInputs, strategies: Strategies
+) -> tuple[dict[str, Decision], tuple[str, ...], TrainGraph]:
+    """Decisions, the ops that are decomposed because they would need a sharded operand whole, and the graph that the
+    decisions are about.
+    """
     expanded = list(strategies.pins(start.graph, start.mesh).decomposed)
     start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
     mark_units(start.graph, start.rest)
@@ -137,7 +149,7 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start)
     strategies.check(start.graph, start.mesh, decisions)
-    return decisions, tuple(expanded)
+    return decisions, tuple(expanded), start.graph
 
 
 def _rest(

@@ -117,6 +117,13 @@ class Plan:
 
     def decomposed_graph(self, graph: TrainGraph) -> TrainGraph:
         """`decompose`, of a graph that has been checked as `check` does."""
+        self.check_inputs(graph)
+        graph = self.decompose(graph)
+        self.check_decisions(graph)
+        return graph
+
+    def check_inputs(self, graph: TrainGraph) -> None:
+        """Raise PlanError if the plan is for other inputs than those of `graph`, LayoutError if it cannot store one."""
         planned = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
         actual = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
         differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
@@ -130,13 +137,14 @@ class Plan:
             )
         for given in self.inputs:
             self.storage[given.name].check(given.meta.shape, self.mesh, given.name)
-        graph = self.decompose(graph)
+
+    def check_decisions(self, graph: TrainGraph) -> None:
+        """Raise PlanError if an op of a decomposed graph has no decision."""
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
             raise PlanError(
                 f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
-        return graph
 
     @property
     def stage_axis(self) -> str:

@@ -107,8 +107,8 @@ def step_of(
     plan: Plan, local: LocalGraph, hardware: Hardware, software: Software = OWN
 ) -> tuple[Timeline, tuple[StageOfStep, ...]]:
     """The timeline of a program for `plan`; of a pipeline that of all stages, and what each spends and holds."""
-    if local.stage_axis and local.stage is None and plan.mesh.pieces > 1:
-        step = staged(local, BlockPrices(hardware, local.mesh, software), plan.options.order)
+    if local.stage_axis and local.stage is None:
+        step = staged(local, BlockPrices(hardware, local.mesh, software))
         return step.timeline, step.stages
     return software.timeline(local, hardware), ()
 

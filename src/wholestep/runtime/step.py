@@ -38,7 +38,7 @@ from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
-from .pad_batches import padded, prove, refuse_cut
+from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
@@ -94,12 +94,16 @@ class CompiledStep:
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
-            padding = self._padding(call, args, kwargs) if self._pads else None
-            if padding is None:
+            padding: tuple[PaddedCall, Program] | None = None
+            if self._pads:
+                call, args, kwargs = with_lengths(self.options.given.paddings, call, leaf_names(self.fn, args, kwargs))
+                padding = self._padding(call, args, kwargs)
+            if padding is not None:
+                made, program = padding
+                call, args, kwargs = made.call, made.args, made.kwargs
+            else:
                 sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
                 program = self._program(call, args, kwargs, sizes)
-            else:
-                (call, args, kwargs), program = padding
             flush_pending(but=program.run)
             if self._clock is not None:
                 self._clock.reset(program.world.device)
@@ -299,7 +303,7 @@ class CompiledStep:
 
     def _padding(
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[StepCall, tuple[Any, ...], dict[str, Any]], Program] | None:
+    ) -> tuple[PaddedCall, Program] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
         given = self.options.given.paddings
         sharder = self._sharder_of(call, args, kwargs) if self._shares_batches else None
@@ -313,11 +317,11 @@ class CompiledStep:
         program = self._program(made.call, made.args, made.kwargs, sizes)
         check = program.guards.sizes
         if check is None or not set(made.lengths) <= set(check.record.dims.values()):
-            prove(given, program.capture, {})  # raises: a length is no symbol of this program
+            refuse_fixed(given, program.capture)  # raises: a length is no symbol of this program
         assert check is not None, "a program with symbols"
         broken = check.broken_at(made.lengths)
         if not greatest(int(broken is not None)):
-            return (made.call, made.args, made.kwargs), program
+            return made, program
         text = check.record.shown(broken.text) if broken is not None else "that another rank has"
         why = f"not padded: without padding, sizes break the guard {text}"
         if why not in self.misses:
