@@ -48,7 +48,6 @@ class StageProfile:
         return measured_stages(stages, lengths[middle], self.program.local)
 
     def predicted(self, hardware: Hardware) -> Timeline:
-        """All stages as they are simulated, in the order that they run."""
-        whole = self.program.before
-        assert whole is not None, "the program of all stages"
-        return timeline(whole, hardware)
+        """All stages as they are simulated."""
+        assert self.program.before is not None, "the program of all stages"
+        return timeline(self.program.before, hardware)
