@@ -87,7 +87,7 @@ def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any
 
 
 def test_gradients_that_add_up_are_counted_as_they_are(tiny: str) -> None:
-    """Of the head they are whole on each rank until they are summed along tp; of layers and the table of tokens, parts."""
+    """Of the head they are whole on each rank until they are summed along tp; of layers and the table, parts."""
     graph, model = captured(tiny, 2, 2, 2), build(ModelSpec(tiny, layers=2)).args[0]
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     ends = sum(size for name, size in sizes.items() if "lm_head" in name)
