@@ -1,6 +1,7 @@
 """How far the cost model is from published measurements: python -m benchmarks.accuracy --runs RUNS.csv ..."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from functools import partial
 from math import ceil
@@ -27,15 +28,15 @@ too large.
 """
 
 
-_OWN = "## On this machine"  # of `benchmarks.truth`, which writes the end of the page
-
-
 def main() -> None:
     """Read the files, print every table, write the page where one is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     for name, what in (("runs", "training runs"), ("collectives", "collectives"), ("gemms", "matrix products")):
         parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"published {what}")
     parser.add_argument("--table", type=Path, metavar="PAGE.md", help="write the tables here too")
+    parser.add_argument(
+        "--part", default="", metavar="HEADING", help="as the part of the page with this heading; else as its beginning"
+    )
     parser.add_argument(
         "--most", type=int, default=0, metavar="N", help="runs of a source, spread over it; 0: all of them"
     )
@@ -49,7 +50,7 @@ def main() -> None:
     if not (given.runs or given.collectives or given.gemms):
         parser.error("give at least one of --runs, --collectives, --gemms")
     console, made, sheet = Console(), list[Table](), list[Case]()
-    of_runs = partial(_runs, given.most, sheet)
+    of_runs = partial(_runs, given.most, sheet, given.part)
     for path, tables in ((given.collectives, _collectives), (given.gemms, _gemms), (given.runs, of_runs)):
         if path:
             for table in tables(path):
@@ -62,10 +63,24 @@ def main() -> None:
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
         most = [f"--most {given.most}"] if given.most else []
-        command = " ".join(["python -m benchmarks.accuracy", *files, *most, f"--table {given.table.name}"])
+        part = [f'--part "{given.part}"'] if given.part else []
+        command = " ".join(["python -m benchmarks.accuracy", *files, *most, f"--table {given.table.name}", *part])
+        head = f"Made by `{command}`.\n\n" if given.part else _HEAD.format(command=command)
         old = given.table.read_text() if given.table.exists() else ""
-        own = "".join(["\n", *old.partition(_OWN)[1:]]) if _OWN in old else ""
-        given.table.write_text(_HEAD.format(command=command) + "\n".join(map(markdown, made)) + own)
+        given.table.write_text(with_part(old, given.part, head + "\n".join(map(markdown, made))))
+
+
+def with_part(page: str, heading: str, text: str) -> str:
+    """`page` with `text` in place of the part under `heading`, or as a new one in front of all others; without a
+    heading, in place of what stands before all parts.
+    """
+    begin, *parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    if not heading:
+        return "\n".join([text, "".join(parts)]) if parts else text
+    head = f"## {heading}\n"
+    others = [part for part in parts if not part.startswith(head)]
+    place = next((i for i, part in enumerate(parts) if part.startswith(head)), 0)
+    return "".join([begin, *others[:place], f"{head}\n{text}\n", *others[place:]])
 
 
 def _collectives(path: Path) -> Iterator[Table]:
@@ -115,8 +130,8 @@ def thinned(given: list[Row], most: int) -> list[Row]:
     return [row for several in sources.values() for row in several[:: ceil(len(several) / (most or len(several)))]]
 
 
-def _runs(most: int, sheet: list[Case], path: Path) -> Iterator[Table]:
-    yield from assumed.tables()
+def _runs(most: int, sheet: list[Case], part: str, path: Path) -> Iterator[Table]:
+    yield from () if part else assumed.tables()
     found, left = runs.read(thinned(rows(path, config.COLUMNS), most))
     sheet += runs.from_the_data_sheet(found)
     yield from run_tables(found, left)

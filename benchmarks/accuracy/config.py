@@ -33,7 +33,7 @@ _SIZES = {  # by family and billions: layers, width, heads, heads of keys, hidde
     r"qwen-?2(\.5)?-?72b": (80, 8192, 64, 8, 29568), r"qwen-?3-?8b": (36, 4096, 32, 8, 12288),
     r"qwen-?3-?14b": (40, 5120, 40, 8, 17408), r"qwen-?3-?32b": (64, 5120, 64, 8, 25600),
 }  # fmt: skip
-_LINKS = (("vtrain_multi", ", 100 Gbit/s a GPU"),)
+_LINKS = {"vtrain_multi": "800 Gbit/s a node"}
 """By source, where a row does not say it. vTrain's `inter_node_bandwidth`: 800 Gbit/s for the eight GPUs of a node."""
 _SIZE_COLUMNS = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff")
 
@@ -45,7 +45,9 @@ class Run:
     Args:
         style: replicate, zero1, zero2 or full: what data parallel ranks share out.
         shard: ranks that share it; `replicate` copies of them (or of the whole model).
+        links: what the source says of those between nodes.
         tp: ranks that share each layer; `sequence`: and the tokens between layers. `stages` of a pipeline.
+        chunks: stages of each rank; several are interleaved.
         micro: sequences of a rank at a time; `accumulate` of them in a step.
         ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
@@ -59,6 +61,7 @@ class Run:
     source: str
     ref: str
     hardware: str
+    links: str
     device: str
     model: str
     layers: int
@@ -90,11 +93,13 @@ class Run:
     memory_gib: float | None
     device_gib: float
     stages: int = 1
+    chunks: int = 1
 
 
 def read(row: Row) -> Run | str:
     """The run, or why it cannot be expressed."""
     row = _completed(row)
+    links = row.get("interconnect", "") or _LINKS.get(row["source_id"], "")
     why, hardware = _inexpressible(row), hardware_of(row["hw"])
     if why or hardware is None:
         return why or "no preset for this hardware"
@@ -123,7 +128,7 @@ def read(row: Row) -> Run | str:
     assert recompute is not None, "a kind that is known"
     notes = f"{row['sharding']} {row['ac']} {row['notes']}".lower()
     return Run(
-        row["source_id"], row.get("ref") or row["source_id"], row["hw"], data_sheet(hardware).name, row["model"],
+        row["source_id"], row.get("ref") or row["source_id"], row["hw"], links, data_sheet(hardware).name, row["model"],
         layers, width, heads, whole(row, "n_kv_heads") or heads, _by_family(model, _HEAD) or width // heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
@@ -133,7 +138,19 @@ def read(row: Row) -> Run | str:
         "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
         _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware), stages,
+        _chunks(row, notes) if stages > 1 else 1,
     )  # fmt: skip
+
+
+_INTERLEAVED = (("megatron_seqsel", r"-(175|530)b", 3),)
+"""By source and model, where a row does not say it: `pipeline_interleaving` of the configurations that its `ref` names."""
+_CHUNKS = r"(?:\bvpp?|virtual stages|chunks|interleav\w*)[ =:]*(\d+)|(\d+) (?:virtual|chunks)"
+
+
+def _chunks(row: Row, notes: str) -> int:
+    known = (n for source, name, n in _INTERLEAVED if source in row["source_id"] and re.search(name, _model(row)))
+    found = re.search(_CHUNKS, notes)
+    return int(found[1] or found[2]) if found else next(known, 1)
 
 
 def _inexpressible(row: Row) -> str:
@@ -201,7 +218,8 @@ _STACKS = (  # the first whose pattern is found in source, reference, sharding, 
     (r"vtrain|megatron-deepspeed", "megatron-deepspeed-2022"),
     (r"seqsel|2205\.05198|megatron-lm.*202[12]", "megatron-2022"),
     (r"megatron|nemo", "megatron"),
-    (r"torchtrain", "torchtrain-2024"), (r"torchtitan_2024", "torchtitan-2024"),
+    (r"torchtrain", "torchtrain-2024"), (r"torchtitan@1ea476e9f", "torchtitan-2024-04"),
+    (r"torchtitan@b3eec1e00", "torchtitan-2025"), (r"torchtitan_2024", "torchtitan-2024"),
     (r"graph.?trainer|graph sac|regional inductor|autoresearch", "torchtitan-graph"),
     (r"simple.?fsdp|no inductor", "torchtitan-simple-fsdp"),
     (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
@@ -209,7 +227,7 @@ _STACKS = (  # the first whose pattern is found in source, reference, sharding, 
 )  # fmt: skip
 _PULL = r"torchtitan.*?(?:pr #|pull/)(\d+)"
 _BY_PULL = (  # of torchtitan: below which number a pull request ran what; `cost.stack` has the commits
-    (400, "torchtrain-2024"), (1776, "torchtitan-2024"),
+    (400, "torchtrain-2024"), (1033, "torchtitan-2024"), (1776, "torchtitan-2025"),
 )  # fmt: skip
 _GRAPH_PULLS = {  # experiments/graph_trainer, where a row does not say so, and what its commits ran
     2570: "torchtitan-graph-2026-03", 3129: "torchtitan-graph", 3132: "torchtitan-graph", 3429: "torchtitan-graph",
@@ -253,7 +271,6 @@ def _model(row: Row) -> str:
 def _completed(row: Row) -> Row:
     """Sizes of layers by the model's name, where the row has none; the micro-batch from the batch of all ranks."""
     made = dict(row)
-    made["hw"] += next((links for source, links in _LINKS if source == row["source_id"]), "")
     sizes = next((sizes for pattern, sizes in _SIZES.items() if re.match(rf"{pattern}\b", _model(row))), None)
     if sizes and not any(whole(row, name) for name in _SIZE_COLUMNS[:3]):
         made |= dict(zip(_SIZE_COLUMNS, map(str, sizes), strict=True))

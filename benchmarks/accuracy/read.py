@@ -3,11 +3,12 @@
 import csv
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import wholestep as ws
 from wholestep.hardware.device import Device
+from wholestep.hardware.presets import LINKS
 
 Row = dict[str, str]
 _FIGURE = r"\d+(?:\.\d+)?"
@@ -15,9 +16,11 @@ _FIGURE = r"\d+(?:\.\d+)?"
 # the first whose pattern is found in what a source calls its hardware
 _MACHINES = (
     (r"a3", "a3-mega"), (r"b[23]00", "b200-nvl72"), (r"h200", "h200"), (r"h100.*\b9[456] ?gi?b", "h100-96gb-500w"),
-    (r"h100", "dgx-h100"), (r"a100.*\b40 ?gi?b", "dgx-a100-40gb"), (r"a100.*\b100 gbit", "dgx-a100+infiniband-100"),
-    (r"a100", "dgx-a100"),
+    (r"h100", "dgx-h100"), (r"a100.*\b40 ?gi?b", "dgx-a100-40gb"), (r"a100", "dgx-a100"),
 )  # fmt: skip
+_BOARDS_OF_4 = {"dgx-a100": "hgx-a100-4", "dgx-h100": "hgx-h100-4", "h200": "hgx-h200-4"}
+_KINDS_OF_LINK = (r"\broce", "roce"), (r"\befa", "efa"), (r"ethernet|\btcp", "ethernet"), (r"infiniband", "infiniband")
+_RATE = re.compile(r"(\d+) ?gb(?:it/s|/s|ps)[ -]*(?:a |per )?(gpu|node)")
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,24 @@ def data_sheet(hardware: ws.Hardware) -> Device:
     return hardware.device
 
 
-def hardware_of(name: str) -> ws.Hardware | None:
-    """The preset that a name of hardware means; None where there is none."""
-    for pattern, preset in _MACHINES:
-        if re.search(pattern, name.lower()):
-            return ws.Hardware.preset(preset)
-    return None
+def hardware_of(name: str, links: str = "", per_node: int = 8) -> ws.Hardware | None:
+    """The preset that a name of hardware means; None where there is none. `links`: what a source says of those between
+    nodes, as "400 Gbit/s a node" or "1600 Gbps node-node interconnect (RoCE)"; else they are the preset's. Of a node
+    of four the board is one without a switch.
+    """
+    preset = next((preset for pattern, preset in _MACHINES if re.search(pattern, name.lower())), None)
+    if preset is None:
+        return None
+    hardware = ws.Hardware.preset(_BOARDS_OF_4.get(preset, preset) if per_node == 4 else preset)
+    rate = _RATE.search(links.lower())
+    if rate is None:
+        return hardware
+    gbit = int(rate[1]) / (per_node if rate[2] == "node" else 1)
+    kinds = (kind for pattern, kind in _KINDS_OF_LINK if re.search(pattern, links.lower()))
+    kind = next(kinds, hardware.levels[-1].name.partition("-")[0])
+    near = LINKS.get(f"{kind}-{gbit:g}") or LINKS[f"{kind}-400"]
+    made = replace(near, name=f"{kind}-{gbit:g}", bytes_per_us=gbit / 8 * 1e3)
+    return replace(hardware, name=f"{hardware.name}+{made.name}", levels=(*hardware.levels[:-1], made))
 
 
 def number(row: Row, column: str) -> float | None:

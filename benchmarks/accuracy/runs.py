@@ -31,13 +31,18 @@ class Predicted:
         return (self.run.step_s or 0.0) / self.step_s
 
 
+def machine(run: config.Run) -> ws.Hardware | None:
+    """The hardware of a run, with its own links."""
+    return hardware_of(run.hardware, run.links, run.per_node)
+
+
 def read(rows: Iterable[Row]) -> tuple[list[Predicted], list[Left]]:
     """Runs that the simulator can be asked about, and the others with the reason."""
     found: list[Predicted] = []
     left: list[Left] = []
     for row in rows:
         run = config.read(row)
-        hardware = hardware_of(row["hw"] if isinstance(run, str) else run.hardware)
+        hardware = None if isinstance(run, str) else machine(run)
         where = f"{row['model']} on {row['n_gpus']} {row['hw']}"
         if isinstance(run, str) or hardware is None:
             left.append(Left(row["source_id"], where, run if isinstance(run, str) else "no preset for this hardware"))
@@ -126,7 +131,7 @@ def _calibrated(members: list[Predicted], device: Predicted, host: Predicted | N
 
 
 def _step_s(one: Predicted, rates: ws.KernelTimes) -> float:
-    hardware = hardware_of(one.run.hardware)
+    hardware = machine(one.run)
     assert hardware is not None, "it was simulated"
     return simulated.step_s(one.run, hardware, rates)
 
@@ -190,7 +195,7 @@ def label(run: config.Run) -> str:
     again = run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
     return (
         f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={again} "
-        f"dp{run.replicate * run.shard} tp{run.tp} {f'pp{run.stages} ' if run.stages > 1 else ''}{run.stack.name}"
+        f"dp{run.replicate * run.shard} tp{run.tp} {f'pp{run.stages}x{run.chunks} ' if run.stages > 1 else ''}{run.stack.name}"
     )
 
 

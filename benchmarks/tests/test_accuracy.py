@@ -13,7 +13,7 @@ import torch
 
 import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, model, runs, simulated
-from benchmarks.accuracy.__main__ import thinned
+from benchmarks.accuracy.__main__ import thinned, with_part
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
 from benchmarks.accuracy.report import errors, left_out, worst
 from wholestep.hardware.calibration import TimeSample, fit_curve
@@ -193,6 +193,25 @@ def test_parts_of_95_gib_are_those_of_96_gb() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "per_node", "name", "gbit"),
+    [
+        ("", 8, "infiniband-200", 200), ("400 Gbit/s a node", 8, "infiniband-50", 50),
+        ("100 Gbps node", 4, "infiniband-25", 25), ("400 Gb/s per GPU", 8, "infiniband-400", 400),
+        ("A100 with 1600 Gbps node-node interconnect (RoCE)", 8, "roce-200", 200),
+        ("some links", 8, "infiniband-200", 200),
+    ],
+)  # fmt: skip
+def test_links_are_those_that_a_source_says(said: str, per_node: int, name: str, gbit: float) -> None:
+    found = hardware_of("A100 80GB", said, per_node)
+    assert found is not None
+    assert found.levels[-1].name == name
+    assert found.levels[-1].bytes_per_us == gbit / 8 * 1e3
+    assert (found.ranks_per_node, found.levels[0].direct) == (per_node, per_node == 4)
+    run = run_of(interconnect=said, gpus_per_node=str(per_node))
+    assert runs.machine(run) == found
+
+
+@pytest.mark.parametrize(
     ("row", "name"),
     [
         ({"source_id": "vtrain_single"}, "megatron-deepspeed-2022"), ({"source_id": "torchtitan_pr"}, "torchtitan"),
@@ -200,8 +219,11 @@ def test_parts_of_95_gib_are_those_of_96_gb() -> None:
         ({"source_id": "torchtitan_pr", "compile": "no inductor"}, "torchtitan-simple-fsdp"),
         ({"source_id": "torchtitan_pr", "compile": "regional inductor"}, "torchtitan-graph"),
         ({"ref": "pytorch/torchtitan commit 83c879f18 (PR #165)"}, "torchtrain-2024"),
-        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)"}, "torchtitan-2024"),
-        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)", "compile": "yes"}, "torchtitan-2024-compile"),
+        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)"}, "torchtitan-2025"),
+        ({"ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)", "compile": "yes"}, "torchtitan-2025-compile"),
+        ({"ref": "https://github.com/pytorch/torchtitan/pull/700"}, "torchtitan-2024"),
+        ({"source_id": "torchtitan_2024_12", "compile": "yes"}, "torchtitan-2024-compile"),
+        ({"source_id": "torchtitan_2024", "ref": "pytorch/torchtitan@1ea476e9f:docs"}, "torchtitan-2024-04"),
         ({"ref": "https://github.com/pytorch/torchtitan/pull/1800"}, "torchtitan"),
         ({"ref": "pytorch/torchtitan commit fca8ab7be (PR #2570)"}, "torchtitan-graph-2026-03"),
         ({"ref": "pytorch/torchtitan commit a364b4b4f (PR #3141)"}, "torchtitan-graph-2026-04"),
@@ -331,6 +353,14 @@ def test_products_are_read_by_dtype() -> None:
     burst = replace(h100, device=replace(data_sheet(h100), sustained=1.0))
     assert cases[0].predicted == burst.matmul_us(2, 512, 256, 1024) < h100.matmul_us(2, 512, 256, 1024)
     assert [one.reason for one in left] == ["no such dtype", "no time"]
+
+
+def test_a_part_of_the_page_is_written_anew_and_the_others_stay() -> None:
+    page = with_part("begin\n\n## own\n\nmeasured\n", "runs", "first")
+    assert page == "begin\n\n## runs\n\nfirst\n## own\n\nmeasured\n"
+    assert with_part(page, "runs", "second") == page.replace("first", "second")
+    assert with_part(page, "", "anew\n") == page.replace("begin\n\n", "anew\n\n")
+    assert with_part("", "", "text") == "text"
 
 
 def test_tables() -> None:

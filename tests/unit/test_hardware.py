@@ -208,6 +208,27 @@ def test_what_was_not_measured_says_so():
         assert any(text.startswith("assumed, not measured") for text in ws.Hardware.preset(name).sources), name
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "gb_per_s"),
+    [("mi300x", 2, 47.7), ("mi300x", 8, 312.9), ("h200", 4, 363.3), ("h200", 8, 473.1)],
+)
+def test_all_reduces_by_the_number_of_gpus_of_a_node(name: str, ranks: int, gb_per_s: float):
+    """Published bus bandwidths of all-reduces of 4 to 8 GiB (stas00/ml-engineering, network). Those of
+    MI300X no curve was fitted to: a pair has a seventh of the links.
+    """
+    us = ws.Hardware.preset(name).group_us("all_reduce", 8 * GIB, ranks)
+    assert 2 * (ranks - 1) / ranks * 8 * GIB / us / 1e3 == pytest.approx(gb_per_s, rel=0.1)
+
+
+def test_a_pair_on_a_board_without_a_switch_has_a_third_of_the_links():
+    board, switched = ws.Hardware.preset("hgx-h200-4"), ws.Hardware.preset("h200")
+    two, four = (board.group_us("all_gather", GIB, ranks) for ranks in (2, 4))
+    assert two > 1.8 * switched.group_us("all_gather", GIB, 2)
+    assert four == pytest.approx(switched.group_us("all_gather", GIB, 4), rel=0.01)
+    assert board.group_us("all_gather", GIB, 8) > four
+    assert ws.Hardware.preset("h200").levels[0].rate(2) == ws.Hardware.preset("h200").levels[0].bytes_per_us
+
+
 def test_v100_has_no_fast_bfloat16():
     v100 = ws.Hardware.preset("v100-32gb")
     assert v100.matmul_us(1, 4096, 4096, 4096, "bfloat16") > 4 * v100.matmul_us(1, 4096, 4096, 4096, "float16")

@@ -17,8 +17,11 @@ from wholestep.cost.compute import flops, node_us, work
 from wholestep.cost.kernels import op_times
 from wholestep.cost.simulation import kind_of, whole_bytes
 from wholestep.cost.stack import STACKS
+from wholestep.graph import meta
+from wholestep.graph.loop import loop_of
 from wholestep.graph.nodes import is_collective
-from wholestep.hardware.device import Device
+from wholestep.hardware.device import Device, Work
+from wholestep.partition.accumulators import add_up
 
 PRESETS = [name for name in ws.Hardware.presets() if name != "loopback"]
 H100 = ws.Hardware.preset("dgx-h100")
@@ -107,6 +110,24 @@ def test_less_power_and_a_slower_rank_make_products_slower() -> None:
     assert capped.peak_flops_per_us("bfloat16") == H100.peak_flops_per_us("bfloat16")
 
 
+def test_a_kernel_that_computes_less_runs_at_a_higher_clock() -> None:
+    """Products set the clock that lasts; attention, which reaches less of the peak, loses less by a lower limit of
+    power, and the slowest kernels lose nothing.
+    """
+    capped = ws.Hardware.preset("h100-96gb-500w")
+    full = {name: replace(device_of(one), sustained=1.0) for name, one in (("700", H100), ("500", capped))}
+
+    def slower(hardware: ws.Hardware, name: str, speed: float) -> float:
+        shape = 1, 32, 16384, 16384, 128, "bfloat16"
+        return device_of(hardware).attention_us(*shape, speed=speed) / full[name].attention_us(*shape, speed=speed)
+
+    products = 1 / device_of(capped).sustained
+    assert slower(H100, "700", 0.5) == 1.0
+    assert 1.0 <= slower(H100, "700", 1.0) < slower(capped, "500", 1.0) < slower(capped, "500", 1.6) < products
+    ceiling = device_of(capped).ceiling("bfloat16")
+    assert device_of(capped).clock(ceiling, 0.859) == pytest.approx(device_of(capped).sustained)
+
+
 # -- stacks --------------------------------------------------------------------------------------------
 def test_a_stack_is_found_by_its_name() -> None:
     assert ws.Stack.named("torchtitan-compile").compiled
@@ -126,6 +147,23 @@ def test_each_kernel_that_a_stack_lacks_costs_time(local: ws.LocalGraph) -> None
     assert us(local, compiled=True) == pytest.approx(ws.simulate(local, H100, compiled=True).step_us)
     assert us(local, compiled=True) < base < us(local, flash_attention=1) < us(local, flash_attention=0)
     assert us(local, flash_attention=3) < base
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=["half", "float32"])
+def test_sums_of_micro_batches_move_what_a_stack_says(dtype: torch.dtype | None) -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, 4096, bias=False), torch.empty(512, 4096)
+    options = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(dtype))
+    graph = ws.capture(train_step, model, AdamW(model.parameters(), fused=True), x, options=options)
+    local = ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(4)))
+    body = next(loop.body for node in local.graph.nodes if (loop := loop_of(node)))
+    added = next(n for n in body.nodes if n.target is add_up and meta.one_tensor(n).shape == (4096, 4096))
+    size = 4 if dtype is None else 2
+    per_byte = H100.work_us(Work(1 << 30)) / (1 << 30)
+    for name, moved in (("own", 4 + 4 + size), ("half", 3 * size), ("product", 0)):
+        times = op_times(body, H100, False, ws.Stack("x", accumulates=name))
+        assert times is not None
+        assert times[added] == pytest.approx(moved * 4096 * 4096 * per_byte, abs=6.0), name
 
 
 def test_the_third_attention_needs_hopper(local: ws.LocalGraph) -> None:

@@ -1,5 +1,6 @@
 """Pipelines planned from few layers: against the same step with all of its layers and stages, planned as a whole."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from wholestep.backend.pipeline import stage_pipeline
 from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
+from wholestep.graph.loop import loop_of
+from wholestep.graph.stage_part import StageBlock
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.overlap import Overlap
 from wholestep.passes.peel_pieces import PeelPieces
@@ -111,6 +114,32 @@ def test_short_stages_stand_for_any_number(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
 
 
+def first_blocks(again: bool) -> tuple[StageBlock, ...]:
+    """The blocks of the first of two stages, of which each has two layers."""
+    graph = captured(8, 4, again=again)
+    local = ws.partition(graph, ws.plan(graph, "pp=2", [ws.Pipeline(micro_batches=4, schedule="1f1b")]))
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
+    assert len(loops) == 1
+    assert loops[0].stages is not None
+    return loops[0].stages.parts[0].blocks
+
+
+def test_what_a_layer_computes_again_waits_for_the_backward() -> None:
+    """Also behind an op of several results, as a norm is: the forward of a stage calls what it calls without
+    checkpoints, and leaves less than a third to the backward.
+    """
+    kept, again = (first_blocks(checkpointed) for checkpointed in (False, True))
+    assert [block.is_backward for block in again] == [block.is_backward for block in kept] == [False, True]
+    calls = [
+        [Counter(name for n in block.body.nodes if (name := str(n.target)).startswith("aten")) for block in blocks]
+        for blocks in (kept, again)
+    ]
+    assert calls[0][0] == calls[1][0]
+    norm = "aten.native_layer_norm.default"
+    assert calls[0][0][norm] == calls[1][1][norm] == 2
+    assert 0 < again[0].holds_bytes < kept[0].holds_bytes / 3
+
+
 def planned(mesh: str, style: Any, order: Any, pieces: int, chunks: int | None = None) -> ws.LocalGraph:
     several: list[Any] = [ws.Pipeline(micro_batches=pieces, schedule=order, chunks=chunks)]
     several += [ws.DataParallel(style, axis="dp")] if style else []
@@ -139,6 +168,37 @@ def test_a_step_takes_what_the_programs_of_its_stages_take(style: str, order: st
     assert made.collectives < unscheduled.collectives
     assert made.waited_us < unscheduled.waited_us
     assert made.collectives <= max(sent)
+    assert ws.simulate(local, HARDWARE) == ws.timeline(local, HARDWARE).simulated == made.timeline.simulated
+    assert ws.simulate(local, HARDWARE).step_us < 0.99 * unscheduled.step_us or "dp" not in str(local.mesh)
+
+
+@pytest.mark.parametrize("style", ["zero1", pytest.param("", marks=pytest.mark.full)])
+def test_a_pipeline_of_one_micro_batch_takes_what_its_stages_take(style: str) -> None:
+    """There is no loop: stages run the whole batch one after the other."""
+    local = planned("dp=4,pp=2" if style else "pp=2", style, "1f1b", 1)
+    passes = stage_passes(local.mesh, local.stage_axis, BlockPrices(HARDWARE, local.mesh))
+    stages, made = Stages(local, HARDWARE, passes), ws.timeline(local, HARDWARE)
+    assert made.simulated.step_us == pytest.approx(stages.step_us(), rel=0.02)
+    assert made.peak.size_bytes == max(ws.peak_memory(one).size_bytes for one in stages.programs)
+    names = [[span.op for span in made.spans if span.stream == f"stage {stage}"] for stage in (0, 1)]
+    assert names[0][:2] == ["forward", "backward"]
+    assert names[1][0] == "forward and backward"
+
+
+def test_a_program_of_all_stages_is_simulated_in_its_own_order() -> None:
+    """Orders that ranks run were chosen when the program was made, also for other hardware than that."""
+    local = planned("dp=4,pp=2", "zero1", "gpipe", 4)
+    prices = BlockPrices(HARDWARE, local.mesh)
+    assert staged(local, prices).order == "gpipe"
+    assert ws.simulate(local, HARDWARE).step_us == staged(local, prices, "gpipe").step_us
+    assert staged(local, prices).fullest.in_flight > staged(local, prices, "1f1b").fullest.in_flight
+
+
+def test_stages_are_simulated_with_other_software() -> None:
+    local, stack = planned("dp=4,pp=2", "zero1", "1f1b", 4), ws.Stack.named("megatron-deepspeed-2022")
+    priced = staged(local, BlockPrices(HARDWARE, local.mesh, Software(stack=stack)))
+    assert ws.simulate(local, HARDWARE, stack=stack).step_us == priced.step_us
+    assert ws.simulate(local, HARDWARE, stack=stack).step_us > ws.simulate(local, HARDWARE).step_us
 
 
 def test_a_stack_without_overlap_gets_passes_without_it() -> None:

@@ -27,6 +27,7 @@ SHEETS = {
     "B200": "NVIDIA HGX B200 data sheet: 2,250 TFLOPS of bfloat16, 8 TB/s, NVLink 1.8 TB/s both ways",
     "GB200": "NVIDIA GB200 NVL72 data sheet, by 72: 2,500 TFLOPS of bfloat16, 5,000 of float8, 186 GB, 8 TB/s",
     "MI300X": "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS of bfloat16, 2,614.9 of float8, 5.3 TB/s, 7 x 64 GB/s",
+    "board of 4": "NVIDIA HGX 4-GPU: each pair of GPUs is joined by a third of the NVLinks of each, without a switch",
     "EFA": "AWS documentation: P4d 400 Gbit/s, P5 and P6 3,200 Gbit/s for a node of 8 GPUs",
 }  # fmt: skip
 
@@ -102,4 +103,5 @@ def ring_level(name: str, ranks: int, gb_per_s: float, latency_us: float, rate: 
 # One direction. All cards of a node share switches and the host's memory: a ring reaches some 0.7 of a slot (assumed).
 PCIE3, PCIE4, PCIE5 = (ring_level(f"pcie{n}", 8, rate, 5.0, 0.7) for n, rate in ((3, 16), (4, 32), (5, 64)))
 NVLINK2 = ring_level("nvlink2", 8, 150, 3.1, 0.85)
-INFINITY_FABRIC = ring_level("infinity-fabric", 8, 448, 3.1, 0.7)
+# 64 GB/s to each other GPU. All-reduces of 4 GiB: 313 GB/s of 8 GPUs, 48 of 2 (stas00/ml-engineering).
+INFINITY_FABRIC = replace(ring_level("infinity-fabric", 8, 448, 3.1, 0.7), direct=True)

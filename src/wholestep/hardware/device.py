@@ -22,6 +22,7 @@ class Work:
         causal, backward: of that attention.
         streams: bound by memory bandwidth: at most a sum or a product for each byte (`graph.op_kinds.streams`).
         bucketed: copies into or out of a bucket of a collective.
+        speed: of that attention, as a multiple of FlashAttention-2's rate.
     """
 
     moved_bytes: float
@@ -33,6 +34,7 @@ class Work:
     backward: bool = False
     streams: bool = True
     bucketed: bool = False
+    speed: float = 1.0
 
 
 _ITEM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
@@ -62,7 +64,7 @@ class Ceiling:
         tiles: of which a product uses the fastest for its shape.
         rate: share of the peak that a product reaches without `tiles`, and attention without `attention`.
         wave_us: overhead of a processor for each tile.
-        attention: share of the peak that fused attention (FlashAttention-2) reaches in the forward, in long runs.
+        attention: share of the peak that fused attention (FlashAttention-2) reaches in the forward.
         attention_backward: the same in the backward.
     """
 
@@ -89,8 +91,8 @@ class Device:
         host_us: time of the host to start one op in eager mode.
         processors: that tiles are spread over.
         contention: how many times longer compute takes while a collective overlaps it.
-        sustained: the clock under load for hours, as a share of that of the short runs that `tiles` and `rate` are
-            from: power caps it.
+        sustained: the clock under products for hours, as a share of that of the short runs that `tiles` and `rate` are
+            from: power caps it. Other kernels have `clock`.
     """
 
     name: str
@@ -139,14 +141,23 @@ class Device:
 
     def attention_us(
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,
-        *, causal: bool = True, backward: bool = False,
+        *, causal: bool = True, backward: bool = False, speed: float = 1.0,
     ) -> float:  # fmt: skip
         """Fused attention without the launch. A backward has five products, a forward two."""
         top = self.ceiling(dtype)
         flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
-        rate = (top.attention_backward if backward else top.attention) or top.rate * self.sustained
+        share = speed * ((top.attention_backward if backward else top.attention) or top.rate)
+        rate = share * self.clock(top, share)
         moved = batch * heads * (2 * queries + 2 * keys) * width * item_bytes(dtype) * (2 if backward else 1)
         return max(flops / (top.flops_per_us * rate), self.bytes_us(moved))
+
+    def clock(self, top: Ceiling, share: float) -> float:
+        """The clock that lasts while a kernel reaches `share` of the peak of `top`, as a share of that of short runs.
+        The power that depends on the clock grows with its cube, and with the arithmetic of a cycle: what computes less
+        than the fastest product may run faster than at `sustained`.
+        """
+        fastest = max((tile.rate for tile in top.tiles), default=top.rate)
+        return min(1.0, self.sustained * (fastest / share) ** (1 / 3))
 
     def bytes_us(self, size_bytes: float) -> float:
         """Reading and writing `size_bytes` of device memory in total."""
@@ -162,7 +173,8 @@ class Device:
         if work.matmul:
             return max(self.launch_us + self.matmul_us(*work.matmul, work.dtype), moved)
         if work.attention:
-            us = self.attention_us(*work.attention, work.dtype, causal=work.causal, backward=work.backward)
+            how = {"causal": work.causal, "backward": work.backward, "speed": work.speed}
+            us = self.attention_us(*work.attention, work.dtype, **how)
             return max(self.launch_us + us, moved)
         if work.flops:
             top = self.ceiling(work.dtype)
@@ -211,7 +223,7 @@ class MeasuredDevice:
 
     def work_us(self, work: Work) -> float:
         """One op: its launch, and the longer of its arithmetic and its memory traffic."""
-        flops_per_us = self.attention_flops_per_us if work.attention else 0.0
+        flops_per_us = self.attention_flops_per_us * work.speed if work.attention else 0.0
         bytes_per_us = (
             self.bucket_copy_bytes_per_us if work.bucketed else 0.0 if work.streams else self.math_bytes_per_us
         )

@@ -35,6 +35,8 @@ class Level:
         latency_us: of one hop of a small message.
         curves: collective times by algorithm.
         costs: measured collective times, at most one per kind.
+        direct: each pair of ranks is joined by links of its own, without a switch: a group of some of them has the
+            links among these alone.
     """
 
     name: str
@@ -43,6 +45,12 @@ class Level:
     latency_us: float
     curves: tuple[Curve, ...] = ()
     costs: tuple[CollectiveCost, ...] = ()
+    direct: bool = False
+
+    def rate(self, joined: float) -> float:
+        """Bytes per microsecond that one of `joined` ranks sends to the others, at best."""
+        part = (joined - 1) / (self.ranks - 1) if self.direct and joined > 1 else 1.0
+        return self.bytes_per_us * part
 
     def curves_for(self, kind: str, ranks: int) -> tuple[Curve, ...]:
         """The curves that a group of `ranks` can choose from."""
@@ -297,7 +305,8 @@ class Hardware:
         crossed = self.levels[: outermost + 1]
         if cost := crossed[-1].cost(kind):
             return cost.us(sent_bytes(kind, whole_bytes, units[0]))
-        rates, latencies = [level.bytes_per_us for level in crossed], [level.latency_us for level in crossed]
+        joined = zip(crossed, units, units[1:], strict=False)
+        rates, latencies = [one.rate(n / over) for one, n, over in joined], [level.latency_us for level in crossed]
         curves = crossed[-1].curves_for(kind, units[0])
         return min(curve_us(c, whole_bytes, units[: outermost + 2], rates, latencies) for c in curves)
 

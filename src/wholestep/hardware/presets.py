@@ -152,6 +152,12 @@ NVLINK5 = Level("nvlink5", 72, 640 * _GB, 1.0, (
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
+def _board_of_4(level: Level) -> Level:
+    """HGX with four GPUs."""
+    curves = tuple(one for one in level.curves if one.algorithm != "nvls")
+    return replace(level, name=f"{level.name} of 4", ranks=4, curves=curves, direct=True)
+
+
 def _between(name: str, bytes_per_us: float, latency_us: float, quick: tuple[float, float, float],
              long: tuple[float, float, float]) -> Level:  # fmt: skip
     """Links between nodes, one for each rank. An all-reduce may use trees; what it needs inside a node goes beside."""
@@ -215,7 +221,7 @@ def presets() -> dict[str, Hardware]:
         _fitted("dgx-h100", H100, NVLINK4, ib[1], "H100", _XLA, _CLOCKS, _FLASH),
         _fitted("h200", H200, NVLINK4_H200, ib[1], "H200", _H200_SOURCE, _XLA, _CLOCKS, _FLASH),
         _fitted("b200-nvl72", B200, NVLINK5, ib[1], "B200", _XLA, _CLOCKS, _FLASH),
-        _fitted("h100-96gb-500w", H100_500W, NVLINK4, ib[1], "H100 500 W", _XLA, _CLOCKS, _FLASH),
+        _fitted("h100-96gb-500w", H100_500W, NVLINK4, LINKS["roce-400"], "H100 500 W", _XLA, _CLOCKS, _FLASH),
         _fitted("a3-mega", H100, NVLINK4, FASTRAK, "H100", _XLA, _CLOCKS, _FLASH),
         *_by_sheet(),
         Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
@@ -246,6 +252,7 @@ def _by_sheet() -> list[Hardware]:
     gb200 = like(B200, "GB200 186 GB", 186 * 10**9, 8000 * _GB, grace, 148)
     l40s = like(H100, "L40S 48 GB", 48 * _GIB, 864 * _GB, ada, 142)
     nvlink5 = replace(NVLINK5, ranks=8)
+    four = SHEETS["board of 4"]
     fitted = {
         "a100": assumed("A100 SXM 80 GB"),
         "h100": assumed("H100 SXM"),
@@ -258,6 +265,9 @@ def _by_sheet() -> list[Hardware]:
         ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
         ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),
         ("p5", H100, NVLINK4, LINKS["efa-400"], "H100", _XLA),
+        ("hgx-a100-4", A100, _board_of_4(NVLINK3), ib200, "A100", f"{fitted['a100']}; {four}"),
+        ("hgx-h100-4", H100, _board_of_4(NVLINK4), ib400, "H100", f"{fitted['h100']}; {four}"),
+        ("hgx-h200-4", H200, _board_of_4(NVLINK4_H200), ib400, "H200", f"{fitted['h100']}; {four}"),
         ("l40s", l40s, PCIE4, ib200, "L40S", fitted["h100"]),
         ("b200", B200, nvlink5, ib400, "B200", _XLA),
         ("gb200-nvl72", gb200, NVLINK5, ib400, "GB200", fitted["b200"]),

@@ -189,24 +189,26 @@ class StageCut:
 
     def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
         """Levels of the nodes of a stage. What can run later without more being kept for it does: a view of a value
-        that is kept anyway, and what is made of values that all stages have. An op of several results stays with those.
-        What the backward computes again of the forward waits for the backward.
+        that is kept anyway, and what is made of values that all stages have. What the backward computes again of the
+        forward waits for the backward. Results of one op stay together.
         """
         level, inside = dict(self.level), set(own)
         turn = max((level[node] for node in own if not meta.is_backward(node)), default=-1)
-        sends = {node_at(sent, 0) for sent in self._sent(stage)}
+        leaves = {*(node_at(sent, 0) for sent in self._sent(stage)), *self.ends}
         readers = {node: [user for user in node.users if user in inside] for node in self.nodes}
         for node in reversed(own):
-            if node in sends or node in self.ends or not readers[node] or _torch.is_getitem(node.target):
+            made = {node, *(user for user in readers[node] if _torch.is_getitem(user.target))}
+            later = [level[user] for one in made for user in readers[one] if user not in made]
+            if _torch.is_getitem(node.target) or made & leaves or not later:
                 continue
-            late = min(level[user] for user in readers[node])
+            late = min(later)
             given = [n for n in node.all_input_nodes if n.op != "placeholder"]
             again = meta.is_backward(node) and level[node] <= turn
-            if late > level[node] and (again or all(
+            if late > level[node] and (again or (len(made) == 1 and all(
                 meta.stage(n) is None or any(level[user] >= late for user in readers[n] if user is not node)
                 for n in given
-            )):  # fmt: skip
-                level[node] = late
+            ))):  # fmt: skip
+                level |= dict.fromkeys(made, late)
         return level
 
     def _set_apart(

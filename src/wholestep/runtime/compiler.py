@@ -333,7 +333,7 @@ class Compiler:
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
         if open_to_solve:
             choices.note(solved=planned.strategies)
-        if planned.owners:
+        if planned.owners or planned.update_owners:
             self._strategies = planned.strategies  # a call with another batch keeps the stages
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)

@@ -42,6 +42,7 @@ from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_leng
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
+from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
 
@@ -169,9 +170,6 @@ class CompiledStep:
         """
         self(*args, **kwargs)
         program = self.programs[-1]
-        if program.local.stage_axis:
-            text = "the profile of a step with a Pipeline is not built"
-            raise PlanError(text, "a step without stages", "see what is predicted: wholestep.timeline(local, hardware)")
         if isinstance(program.run, CrossStepRunner):
             text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
             raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')
@@ -183,14 +181,23 @@ class CompiledStep:
         inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
         program.run = self._installer.compiled(program.local, world, inputs, clock)
         found: list[Timeline] = []
+        stages = StageProfile(program, world) if program.local.stage_axis else None
         try:
             for _ in range(repeat + 1):  # the first one checks strides, and does not count
-                clock.spans = []
+                clock.clear()
+                if stages is not None:
+                    stages.meet()
                 begin = time.perf_counter()
                 self(*args, **kwargs)
-                found.append(measured_timeline(program.local, clock.spans, begin, time.perf_counter() - begin))
+                took = time.perf_counter() - begin
+                if stages is not None:
+                    stages.note(clock, begin, took)
+                else:
+                    found.append(measured_timeline(program.local, clock.spans, begin, took))
         finally:
             program.run = usual
+        if stages is not None:
+            return Profile(stages.measured(), stages.predicted(hardware))
         middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
         tried = str(self.tuning) if self.tuning.tried else ""
         kernels = measured_kernels(program.local, middle)
