@@ -136,7 +136,8 @@ def _shape(run: Run) -> Run:
     """What programs follow from. Buckets follow from the layers roughly: from the next larger of a few numbers."""
     return replace(
         run, source="", ref="", hardware="", links="", device="", model="", step_s=None, memory_gib=None,
-        device_gib=0.0, layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1, per_node=0,
+        device_gib=0.0, layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1,
+        per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
                       backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False,
                       waits=False, fused_loss=True, accumulates="own"),
@@ -254,7 +255,9 @@ def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICT
     """The step of a pipeline, by what `wholestep simulate` calls for one: short stages stand for all. Stages have equal
     numbers of layers where these divide, as Megatron has them, whose order is 1F1B, or of several chunks interleaved.
     """
-    alike = replace(_shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1, chunks=1)
+    alike = replace(
+        _shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1, chunks=1
+    )
     mesh, (each, rest) = ws.Mesh(model.mesh(run)), divmod(run.layers, run.stages * run.chunks)
     pipeline = ws.Pipeline(micro_batches=run.accumulate, schedule="1f1b")
     if run.chunks > 1:
