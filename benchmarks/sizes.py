@@ -12,15 +12,19 @@ a time: first the peer, whose losses and parameters are kept in a file, then eac
 
 All in milliseconds of processor time, so that other processes of a busy machine count little. `first`: the first call;
 `second`: that whose size makes symbols of rows and length; `new` and `worst`: what each new size after it took longer
-than the same batch again, median and worst; all of the calling thread of the first rank. `known`: the whole process of
-the first rank for a batch that it has met, median. `error`: the largest difference of a loss or a parameter from the
-peer, on any rank. Exit status 1 if that is more than rounding, if a step is captured more than twice, or if the median
-new size takes more than 5 % of the first call or 50 ms.
+than the same batch again, median and worst; all of the calling thread of the first rank. `own`: the longest of these
+without the time in the kernel of the operating system; `kernel` and `MB`: of the worst, the time in that kernel, and
+memory that nothing had touched, by page faults. What a peer has there, too, is of memory that a larger batch needs for
+the first time. `known`: the whole process of the first rank for a batch that it has met, median.
+`error`: the largest difference of a loss or a parameter from the
+peer, on any rank. Exit status 1 if that is more than rounding, if a step is captured more than twice, or if a new size
+takes more than 5 % of the first call or 50 ms of its own.
 """
 
 import argparse
 import os
 import random
+import resource
 import socket
 import statistics
 import sys
@@ -94,7 +98,8 @@ class Job:
 @dataclass(frozen=True)
 class Found:
     """What a job computed, and the milliseconds of its calls: new sizes and the same batch again by thread, and the
-    latter by process.
+    latter by process. `kernels` and `touched`: milliseconds in the operating system and MB touched first, of a new size
+    beyond the same batch again.
     """
 
     losses: list[float]
@@ -102,6 +107,8 @@ class Found:
     new: list[float]
     again: list[float]
     known: list[float]
+    kernels: list[float]
+    touched: list[float]
 
 
 def sizes_of(job: Job, rank: int) -> list[tuple[int, int]]:
@@ -128,23 +135,32 @@ def whole_batch(job: Job, rank: int, call: int) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def timed(step: Callable[[], Tensor]) -> tuple[float, float, float]:
-    """The loss, and the processor milliseconds of this thread and of the process."""
-    thread, process = time.thread_time(), time.process_time()
+def used() -> list[float]:
+    """Milliseconds of the processor: of this thread, of the process, of this thread in the kernel; MB touched first."""
+    thread = resource.getrusage(resource.RUSAGE_THREAD)
+    pages = thread.ru_minflt * resource.getpagesize()
+    return [1e3 * time.thread_time(), 1e3 * time.process_time(), 1e3 * thread.ru_stime, pages / 1e6]
+
+
+def timed(step: Callable[[], Tensor]) -> tuple[float, list[float]]:
+    """The loss, and what a step used."""
+    before = used()
     loss = float(step())
-    return loss, 1e3 * (time.thread_time() - thread), 1e3 * (time.process_time() - process)
+    return loss, [b - a for a, b in zip(before, used(), strict=True)]
 
 
 def run(job: Job, step: Callable[[int], Tensor], params: Callable[[], list[Tensor]]) -> Found:
     """Train; `step` gets the number of the batch."""
-    losses, new, again, known = list[float](), list[float](), list[float](), list[float]()
+    losses, calls = list[float](), list[list[float]]()
     for call in range(job.calls):
-        for thread in (new, again):
-            loss, thread_ms, process_ms = timed(partial(step, call))
+        for _ in range(2):
+            loss, found = timed(partial(step, call))
             losses.append(loss)
-            thread.append(thread_ms)
-        known.append(process_ms)  # of the second
-    return Found(losses, params(), new, again, known)
+            calls.append(found)
+    new, again = calls[::2], calls[1::2]
+    beyond = [[a - b for a, b in zip(*both, strict=True)] for both in zip(new, again, strict=True)]
+    threads = [one[0] for one in new], [one[0] for one in again]
+    return Found(losses, params(), *threads, [one[1] for one in again], [b[2] for b in beyond], [b[3] for b in beyond])
 
 
 def run_peer(job: Job, rank: int) -> Found:
@@ -193,18 +209,26 @@ def largest(value: float) -> float:
     return float(found)
 
 
-HEADS = ("first", "second", "new", "worst", "known", "captures", "error")
+HEADS = ("first", "second", "new", "worst", "own", "kernel", "MB", "known", "captures", "error")
 
 
 def shown(job: Job, found: Found, rest: str) -> str:
     beyond = beyond_again(found)
-    cells = [*found.new[:2], statistics.median(beyond), max(beyond), statistics.median(found.known)]
+    worst = max(range(len(beyond)), key=beyond.__getitem__)
+    of_worst = found.kernels[2:][worst], found.touched[2:][worst]
+    cells = [*found.new[:2], statistics.median(beyond), beyond[worst], most_of_own(found), *of_worst]
+    cells.append(statistics.median(found.known))
     return f"{job.name:34}" + "".join(f"{cell:9.1f}" for cell in cells) + rest
 
 
 def beyond_again(found: Found) -> list[float]:
     """What each new size took longer than the same batch again."""
     return [new - again for new, again in zip(found.new[2:], found.again[2:], strict=True)]
+
+
+def most_of_own(found: Found) -> float:
+    """The most that a new size took longer than the same batch again, without the kernel."""
+    return max(all_of_it - kernel for all_of_it, kernel in zip(beyond_again(found), found.kernels[2:], strict=True))
 
 
 def rank_main(rank: int, port: int, job: Job, failed: Any) -> None:
@@ -225,11 +249,10 @@ def rank_main(rank: int, port: int, job: Job, failed: Any) -> None:
         found, step = run_style(job, rank)
         peer = Found(**torch.load(job.kept(rank), weights_only=True))
         error, captures = largest(difference(found, peer)), int(largest(step.captures))
-        new = statistics.median(beyond_again(found))
         wrong = error > TOLERANCE or captures > 2
         if rank == 0:
             print(shown(job, found, f"{captures:9}{error:9.0e}"), flush=True)
-            wrong = wrong or new > min(MOST_NEW_MS, MOST_NEW_SHARE * found.new[0])
+            wrong = wrong or most_of_own(found) > min(MOST_NEW_MS, MOST_NEW_SHARE * found.new[0])
         if wrong:
             print(f"rank {rank}: {step.misses}", flush=True)
             failed.value = 1

@@ -65,6 +65,23 @@ def test_blocks_have_the_bits_of_the_plain_program(mesh: str, shape: tuple[int, 
         assert after > 2 * before  # most products are cut
 
 
+def _of_sizes(rank: int, world: int) -> tuple[int, list[str]]:
+    torch.manual_seed(0)
+    model = Llama(heads=4, kv=4, layers=1)
+    optimizer, parallel = SGD(model.parameters(), lr=0.1), [ws.TensorParallel(SEQUENCE, async_tp="exact")]
+    step = ws.compile(step_of(next_token), parallel=parallel, mesh="tp=2", schedule=ws.Schedule(SLOW))
+    for shape in ((3, 14), (2, 10), (4, 12)):
+        step(model, optimizer, *(torch.randint(0, VOCAB, shape) for _ in range(2)))
+    return len(step.programs), step.misses
+
+
+@FULL
+def test_each_size_is_captured_and_the_step_says_why() -> None:
+    for programs, misses in run_ranks(_of_sizes, 2):
+        assert programs == 3
+        assert any("async tensor parallelism cuts products into blocks by their size" in miss for miss in misses)
+
+
 def _fused(rank: int, world: int) -> tuple[float, int]:
     torch.set_default_dtype(torch.float64)
     plain, _ = _trained("tp=2", None, (3, 14), rank)

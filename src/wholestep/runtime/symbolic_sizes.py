@@ -35,6 +35,7 @@ from .compile_options import StepOptions
 from .size_check import Dims
 from .step_inputs import StepInputs, batch_shapes
 
+ASYNC = "async tensor parallelism cuts products into blocks by their size"
 _MOST_TRIED = 33  # a mesh of up to 32 ranks divides one of so many sizes in a row
 
 
@@ -67,6 +68,8 @@ class SymbolicSizes:
                     del self.fixed[place]
                     if where := self._unsaid.pop(place):
                         self._fix(place, where)
+                for dim in found if self.options.given.dynamic and self.why_not else ():
+                    self._fix((name, dim), self.why_not)
 
     @property
     def why_not(self) -> str:
@@ -74,8 +77,9 @@ class SymbolicSizes:
         given = self.options.given
         if given.dynamic is False:
             return "dynamic=False"
-        known = type(self.options.backend) in BACKENDS.values()
-        return "" if known else f"backend {self.options.backend.name!r} may read sizes"
+        if type(self.options.backend) not in BACKENDS.values():
+            return f"backend {self.options.backend.name!r} may read sizes"
+        return ASYNC if self.options.strategies.async_axes(self.world.mesh) else ""
 
     def chosen(self, inputs: StepInputs) -> dict[str, tuple[int, ...]]:
         """The dims to capture as symbols for a call."""
@@ -287,7 +291,7 @@ class PlannedFor:
     def refuse_other(self, made: LocalGraph, world: World) -> None:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
         if made.async_axes:
-            raise SizesFixedError("async tensor parallelism cuts products into blocks by their size")
+            raise SizesFixedError(ASYNC)
         if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
