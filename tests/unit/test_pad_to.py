@@ -226,11 +226,6 @@ def _keys(x: Tensor, mask: Tensor) -> Tensor:
     return torch.softmax(scores, -1) @ x
 
 
-def _both(x: Tensor, mask: Tensor) -> Tensor:
-    both = mask[:, None, :].bool() & mask[:, :, None].bool()
-    return torch.softmax((x @ x.transpose(1, 2)).masked_fill(~both, float("-inf")), -1) @ x
-
-
 def _little(x: Tensor, mask: Tensor) -> Tensor:
     scores = (x @ x.transpose(1, 2)).masked_fill(~mask[:, None, :].bool(), -1e9)
     return torch.softmax(scores, -1) @ x
@@ -241,6 +236,14 @@ def _least(x: Tensor, mask: Tensor) -> Tensor:
     both = mask[:, None, :].bool() & mask[:, :, None].bool()
     added = torch.where(both, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
     return torch.softmax(x @ x.transpose(1, 2) + added, -1) @ x
+
+
+def _near(x: Tensor, mask: Tensor) -> Tensor:
+    """Each position sees its neighbours: a padded one none that is real."""
+    places = torch.arange(x.shape[1])
+    far = (places[:, None] - places[None]).abs() > 1
+    scores = (x @ x.transpose(1, 2)).masked_fill(far, float("-inf"))
+    return torch.softmax(scores.masked_fill(~mask[:, None, :].bool() & far, float("-inf")), -1) @ x
 
 
 def _shifted(x: Tensor, mask: Tensor) -> Tensor:
@@ -287,6 +290,7 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax over tokens": lambda x, mask: x.softmax(1),
     "a mask that is not -inf": _little,
     "a mask by the least number": _least,
+    "neighbours alone": _near,
     "shifted to the right": _shifted,
     "by number": _by_number,
     "behind a class": lambda x, mask: torch.cat([x.new_ones(x.shape[0], 1, 6), x], 1)[:, 1:] + x[:, 0].tanh()[:, None],
@@ -297,7 +301,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "mean over tokens": (lambda x, mask: x - x.mean(1, keepdim=True), "takes the mean over padded positions"),
     "sum over tokens": (lambda x, mask: x - x.sum(1, keepdim=True), "sums over padded positions that are not zero"),
     "count": (lambda x, mask: x / x.shape[1], "computes with the padded length"),
-    "masked rows and keys": (_both, "no number"),
     "attention": (_sdpa, "attends to padded positions"),
     "last": (lambda x, mask: x + x[:, -1:], "counted from the end"),
     "the last": (lambda x, mask: x + x[:, -1][:, None], "the last of the padded positions"),

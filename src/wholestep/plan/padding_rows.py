@@ -144,12 +144,23 @@ def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
 
 def _masked(proof: Proof, operand: int, given: Value, dim: int) -> Value:
     """An operand with -inf at the padded places of a dim, where the program can have it there: softmax then computes as
-    without them, whatever a mask leaves over in a row.
+    without them, whatever a mask leaves over in a row. Padded rows have zeros before: a mask may leave nothing of them
+    but padded places, and a softmax of -inf alone is no number, which no gradient of zero makes harmless.
     """
-    masked = given.tails[frozenset({dim})] == -math.inf
-    if masked or not given.dims[dim].first or not proof.fill(operand, dim, -math.inf):
+    if not given.dims[dim].first:
         return given
-    return replace(given, tails={r: -math.inf if dim in r else tail for r, tail in given.tails.items()}, index=None)
+    masked = given.tails[frozenset({dim})] == -math.inf
+    for row in given.dims:
+        unknown = row != dim and given.tails[frozenset({row})] in (None, -math.inf)
+        if unknown and given.dims[row].first and proof.fill(operand, row, 0.0):
+            given, masked = _with_tail(given, row, 0.0), False
+    if not masked and proof.fill(operand, dim, -math.inf):
+        given = _with_tail(given, dim, -math.inf)
+    return given
+
+
+def _with_tail(given: Value, dim: int, value: float) -> Value:
+    return replace(given, tails={r: value if dim in r else tail for r, tail in given.tails.items()}, index=None)
 
 
 def _softmax(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
