@@ -136,7 +136,8 @@ def _shape(run: Run) -> Run:
     """What programs follow from. Buckets follow from the layers roughly: from the next larger of a few numbers."""
     return replace(
         run, source="", ref="", hardware="", links="", device="", model="", step_s=None, memory_gib=None,
-        device_gib=0.0, layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1, per_node=0,
+        device_gib=0.0, layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1,
+        per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
                       backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False,
                       waits=False, fused_loss=True),

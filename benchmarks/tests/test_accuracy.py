@@ -15,7 +15,7 @@ import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, model, runs, simulated
 from benchmarks.accuracy.__main__ import thinned, with_part
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
-from benchmarks.accuracy.report import errors, left_out, worst
+from benchmarks.accuracy.report import errors, in_short, left_out, worst
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
 
@@ -367,6 +367,11 @@ def test_tables() -> None:
     cases = [Case("a", "x", f"row {i}", "g", 10.0, 10.0 + i, "") for i in range(4)]
     table = errors("title", "said", cases, lambda c: (c.source,), ("source",))
     assert table.rows == (("a", "4", "15.0%", "15.0%", "+15.0%", "1", "30.0%"),)
+    short = in_short("s", "said", {"first": cases, "then": cases[1:]}, lambda c: (c.source,), ("source",))
+    assert short.columns == ("source", "rows", "first", "then")
+    assert short.rows == (("a", "4", "15.0%, +15.0%", "20.0%, +20.0%"),)
+    two = in_short("s", "said", {"first": cases, "then": []}, lambda c: (c.label,), ("row",))
+    assert two.rows[-1] == ("all", "4", "15.0%, +15.0%", "")
     assert [row[2] for row in worst("w", cases, 2).rows] == ["row 3", "row 2"]
 
 
