@@ -47,6 +47,7 @@ class Run:
         shard: ranks that share it; `replicate` copies of them (or of the whole model).
         links: what the source says of those between nodes.
         tp: ranks that share each layer; `sequence`: and the tokens between layers. `stages` of a pipeline.
+        chunks: stages of each rank; several are interleaved.
         micro: sequences of a rank at a time; `accumulate` of them in a step.
         ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
@@ -92,6 +93,7 @@ class Run:
     memory_gib: float | None
     device_gib: float
     stages: int = 1
+    chunks: int = 1
 
 
 def read(row: Row) -> Run | str:
@@ -136,7 +138,19 @@ def read(row: Row) -> Run | str:
         "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
         _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware), stages,
+        _chunks(row, notes) if stages > 1 else 1,
     )  # fmt: skip
+
+
+_INTERLEAVED = (("megatron_seqsel", r"-(175|530)b", 3),)
+"""By source and model, where a row does not say it: `pipeline_interleaving` of the configurations that its `ref` names."""
+_CHUNKS = r"(?:\bvpp?|virtual stages|chunks|interleav\w*)[ =:]*(\d+)|(\d+) (?:virtual|chunks)"
+
+
+def _chunks(row: Row, notes: str) -> int:
+    known = (n for source, name, n in _INTERLEAVED if source in row["source_id"] and re.search(name, _model(row)))
+    found = re.search(_CHUNKS, notes)
+    return int(found[1] or found[2]) if found else next(known, 1)
 
 
 def _inexpressible(row: Row) -> str:

@@ -195,7 +195,7 @@ def label(run: config.Run) -> str:
     again = run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
     return (
         f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={again} "
-        f"dp{run.replicate * run.shard} tp{run.tp} {f'pp{run.stages} ' if run.stages > 1 else ''}{run.stack.name}"
+        f"dp{run.replicate * run.shard} tp{run.tp} {f'pp{run.stages}x{run.chunks} ' if run.stages > 1 else ''}{run.stack.name}"
     )
 
 

@@ -140,7 +140,7 @@ def _shape(run: Run) -> Run:
         per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
                       backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False,
-                      waits=False, fused_loss=True),
+                      waits=False, fused_loss=True, accumulates="own"),
     )  # fmt: skip
 
 
@@ -253,12 +253,15 @@ def _captured(run: Run, layers: int) -> ws.TrainGraph:
 
 def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICTED) -> StagedStep:
     """The step of a pipeline, by what `wholestep simulate` calls for one: short stages stand for all. Stages have equal
-    numbers of layers where these divide, as Megatron has them, whose order is 1F1B.
+    numbers of layers where these divide, as Megatron has them, whose order is 1F1B, or of several chunks interleaved.
     """
-    alike = replace(_shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1)
-    mesh, (each, rest) = ws.Mesh(model.mesh(run)), divmod(run.layers, run.stages)
+    alike = replace(_shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1, chunks=1)
+    mesh, (each, rest) = ws.Mesh(model.mesh(run)), divmod(run.layers, run.stages * run.chunks)
     pipeline = ws.Pipeline(micro_batches=run.accumulate, schedule="1f1b")
-    setup = StagedSetup(mesh, compose([*model.strategies(run), pipeline]), None if rest else (each,) * run.stages)
+    if run.chunks > 1:
+        pipeline = replace(pipeline, schedule="interleaved", chunks=run.chunks)
+    layers = None if rest else (each,) * run.stages * run.chunks
+    setup = StagedSetup(mesh, compose([*model.strategies(run), pipeline]), layers)
     prices, short = (
         BlockPrices(hardware, mesh, Software(stack=run.stack, profile=rates)),
         replace(_pipelines(alike, hardware), layers=run.layers),

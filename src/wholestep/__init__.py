@@ -12,9 +12,9 @@ from .checkpoint.memory_copies import MemoryCopies
 from .compile import capture, compile
 from .cost.kernel_times import KernelTimes
 from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
-from .cost.simulation import SimulationResult, simulate
+from .cost.simulation import SimulationResult
 from .cost.stack import Stack
-from .cost.timeline import Span, Timeline, timeline
+from .cost.timeline import Span, Timeline
 from .ddp.backend import ddp_backend
 from .errors import (
     BackendError,
@@ -50,6 +50,7 @@ from .plan.pipelines import Pipeline
 from .plan.plan import Plan
 from .plan.tensor_parallel import TensorParallel
 from .planner.auto import Auto
+from .planner.prediction import simulate, timeline
 from .planner.resolve import plan
 from .precision import Float8, MixedPrecision
 from .report.page import report

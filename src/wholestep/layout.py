@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
 from torch import Tensor
@@ -37,6 +37,19 @@ class AxisState:
 REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 
+@cache
+def sharded_along(dim: int) -> AxisState:
+    """The state of a tensor that is sharded along `dim`; one object for each, which is found equal at once."""
+    return AxisState("S", dim)
+
+
+@cache
+def partial_by(op: str) -> AxisState:
+    """The state of a partial value that is to be reduced by `op`."""
+    return AxisState("P", op=op)
+
+
+@cache
 def owned_by(coordinate: int) -> AxisState:
     """The state of a value that only the ranks at one coordinate of an axis have."""
     return AxisState("O", at=coordinate)
@@ -64,14 +77,18 @@ class Layout:
         """Return the state of the tensor along `axis`."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
-                return AxisState("S", dim)
+                return sharded_along(dim)
         for name, op in self.partial:
             if name == axis:
-                return AxisState("P", op=op)
+                return partial_by(op)
         for name, coordinate in self.owned:
             if name == axis:
                 return owned_by(coordinate)
         return VARIES if axis in self.varies else REPLICATED
+
+    def owner_on(self, axis: str) -> AxisState | None:
+        """Return the state of the tensor along `axis` if a coordinate owns it."""
+        return next((owned_by(at) for name, at in self.owned if name == axis), None)
 
     def put(self, axis: str, state: AxisState) -> Layout:
         """Return this layout with `axis` in another state; a new shard is innermost."""
@@ -177,6 +194,7 @@ def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
     return Layout(dims, partial, varies, owned)
 
 
+@cache
 def replicated(ndim: int) -> Layout:
     """Return the layout of a replicated tensor."""
     return Layout(((),) * ndim)
@@ -245,6 +263,28 @@ class Extent:
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class OfOwner:
+    """A rank-dependent number of a program: that of the rank's coordinate on `axis`.
+
+    Example:
+        >>> OfOwner("dp", (12, 8)).at({"dp": 1})
+        8
+    """
+
+    axis: str
+    numbers: tuple[int, ...]
+
+    def at(self, coordinate: Mapping[str, int]) -> int:
+        """Return the number on the rank at `coordinate`."""
+        return self.numbers[coordinate[self.axis]]
+
+    def __str__(self) -> str:
+        return f"{'|'.join(map(str, self.numbers))}@{self.axis}"
+
+    __repr__ = __str__
+
+
 def extent(size: int, axes: Sequence[str], mesh: Mesh, chunks: int = 1) -> int | Extent:
     """Return the length of a rank's shard of a dim: a number if it is equal on all ranks."""
     cut = tuple((axis, mesh.axis_size(axis)) for axis in axes)
@@ -263,8 +303,8 @@ def largest_part(size: int, parts: int) -> int:
 
 
 def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
-    """Replace each `Extent` in `value`, also in lists, by its number at `coordinate`."""
-    if isinstance(value, Extent):
+    """Replace each `Extent` and `OfOwner` in `value`, also in lists, by its number at `coordinate`."""
+    if isinstance(value, (Extent, OfOwner)):
         return value.at(coordinate)
     if isinstance(value, (list, tuple)):
         return cast(Any, type(cast(Any, value)))(resolve(v, coordinate) for v in cast(Sequence[Any], value))
@@ -272,7 +312,7 @@ def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
 
 
 def has_extent(value: Any) -> bool:
-    """Return whether `value` is or contains an `Extent`."""
+    """Return whether `value` is or contains an `Extent` or an `OfOwner`."""
     if isinstance(value, (list, tuple)):
         return any(has_extent(v) for v in cast(Sequence[Any], value))
-    return isinstance(value, Extent)
+    return isinstance(value, (Extent, OfOwner))

@@ -25,7 +25,7 @@ class Step:
     it gathers `dim`. Of a value with an owner, `dim` is the owner's coordinate, and `to` that of the next one.
     """
 
-    kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | send | broadcast, or local, as below
+    kind: str  # all_gather | all_reduce | reduce_scatter | all_to_all | send | broadcast | reduce, or local, as below
     axis: str
     dim: int = -1
     op: str = ""
@@ -35,6 +35,11 @@ class Step:
     def communicates(self) -> bool:
         """False for local steps."""
         return self.kind not in ("slice", "mask", "vary", "own", "share")
+
+    @property
+    def priced_as(self) -> str:
+        """The kind of collective that has its price. Sums for owners are merged: each rank gets as much as it owns."""
+        return "all_to_all" if self.kind == "reduce" else self.kind
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _cheapest(
         for step, after in _moves(layout, target, shape, mesh):
             whole = _whole_bytes(step, layout, after, shape, itemsize, mesh)
             sends = step.communicates and mesh.axis_size(step.axis) > 1
-            price = hardware.collective_us(step.kind, whole, mesh, step.axis) if sends else 0.0
+            price = hardware.collective_us(step.priced_as, whole, mesh, step.axis) if sends else 0.0
             price *= mesh.pieces if step.axis != TIME and layout.state(TIME).kind in "SP" else 1
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")
@@ -110,8 +115,11 @@ def _from_owner(layout: Layout, axis: str, have: AxisState, want: AxisState) -> 
 
 
 def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> Iterator[tuple[Step, Layout]]:
-    yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
     want = target.state(axis)
+    if axis != TIME and want.kind == "O" and have.op in LINEAR_OPS:
+        yield Step("reduce", axis, want.at, have.op), layout.put(axis, want)
+        return
+    yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
     if axis != TIME and want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
         yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
 

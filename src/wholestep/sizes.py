@@ -196,10 +196,19 @@ class SizeFloat(float):
 
 def least(a: int, b: int) -> int:
     """The smaller of two numbers; of sizes, it is for all sizes."""
+    return _one_of("min", min, a, b)
+
+
+def most(a: int, b: int) -> int:
+    """The larger of two numbers; of sizes, it is for all sizes."""
+    return _one_of("max", max, a, b)
+
+
+def _one_of(name: str, choose: Callable[[int, int], int], a: int, b: int) -> int:
     for one in (a, b):
         if isinstance(one, SizeInt):
-            return SizeInt(min(int(a), int(b)), f"min({_text(a)}, {_text(b)})", one.guards)
-    return min(a, b)
+            return SizeInt(choose(int(a), int(b)), f"{name}({_text(a)}, {_text(b)})", one.guards)
+    return choose(a, b)
 
 
 def text_of(number: int) -> Hashable:

@@ -1,15 +1,18 @@
 """Pipelines on gloo ranks against one process, in float64."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.stage_models import batches, maker, train
+from tests.steps import mean_square
+from wholestep.backend.inductor import bodies, inductor_backend
 from wholestep.hardware.presets import one_host
 from wholestep.runtime.random_state import of_steps
 
@@ -54,6 +57,80 @@ def test_two_ranks_compute_what_one_process_does(tied: bool, drop: float, pieces
     assert max(worst for worst, _, _ in found) < TOLERANCE
     assert sum(held for _, held, _ in found) == found[0][2], "each parameter rests on one rank"
     assert min(held for _, held, _ in found) > 0
+
+
+class Bent(nn.Module):
+    """Some ops on elements, which one kernel can do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) + 0.3 * torch.tanh(x) - 0.1 * x.square()
+
+
+def _of_kind(kind: str, rows: int) -> tuple[Any, Any, list[tuple[Any, ...]]]:
+    """A step, what makes its model and optimizer, and three batches."""
+    if kind == "gpt":
+        return train, maker(3, True, 0.0), batches(rows, 3)
+
+    def mlp() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(12, 12), Bent(), nn.LayerNorm(12))))
+        return model, torch.optim.AdamW(model.parameters(), foreach=True)
+
+    return mean_square, mlp, [(torch.randn(rows, 12),) for _ in range(3)]
+
+
+def _compiled(rank: int, world: int, parallel: Any, mesh: str, rows: int, kind: str) -> tuple[float, int, int]:
+    """How far a step of Inductor is from one process; the calls of compiled regions in bodies, and their forms. Of the
+    small model nothing is compiled: a region runs as it is.
+    """
+    torch.set_default_dtype(torch.float64)
+    if kind == "mlp":
+        inductor_backend._compile = lambda module, inputs: module.forward
+    calls, forms, plain = list[str](), list[str](), bodies.in_regions
+
+    def counted(*args: Any) -> Any:
+        made = plain(*args)
+        forms.append(str(args[0]))
+        for node in made.nodes:
+            if node.name.startswith("region"):
+                node.target = lambda *given, run=node.target: (calls.append("region"), run(*given))[1]
+        return made
+
+    bodies.in_regions = counted  # the process ends with the test
+    torch.manual_seed(0)
+    fn, make, data = _of_kind(kind, rows)
+    torch.manual_seed(0)
+    model, optimizer = make()
+    expected = [fn(model, optimizer, *batch) for batch in data]
+    expected += [p.detach() for p in model.parameters()]
+    torch.manual_seed(0)
+    model, optimizer = make()
+    step = ws.compile(fn, parallel=parallel, mesh=mesh, backend="inductor")
+    found = [step(model, optimizer, *batch) for batch in data]
+    with ws.whole(model, writeback=False):
+        found += [p.detach().clone() for p in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), len(calls), len(forms)
+
+
+GLOBAL = ws.DataParallel("zero1", axis="dp", semantics="global", inputs="global")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+@pytest.mark.parametrize(("parallel", "mesh", "rows", "kind"), [
+    (ws.Pipeline(micro_batches=4, schedule="1f1b"), "pp=2", 10, "mlp"),
+    (ws.MicroBatches(4), "dp=1", 10, "mlp"),
+    pytest.param(ws.Pipeline(micro_batches=4, schedule="1f1b"), "pp=2", 10, "bent", marks=pytest.mark.full),
+    pytest.param(ws.Pipeline(micro_batches=4, schedule="zero_bubble"), "pp=2", 8, "gpt", marks=pytest.mark.full),
+    pytest.param(ws.Pipeline(micro_batches=2, schedule="interleaved"), "pp=2", 8, "gpt", marks=pytest.mark.full),
+    pytest.param([GLOBAL, ws.Pipeline(micro_batches=2)], "dp=2,pp=2", 8, "gpt", marks=pytest.mark.full),
+    pytest.param([GLOBAL, ws.MicroBatches(4)], "dp=2", 16, "gpt", marks=pytest.mark.full),
+])  # fmt: skip
+def test_blocks_are_compiled(parallel: Any, mesh: str, rows: int, kind: str) -> None:
+    """Each block is compiled for the shapes of its pieces, unequal ones too, and serves all of them."""
+    world = 4 if "," in mesh else int(mesh[-1])
+    for worst, calls, forms in run_ranks(_compiled, world, parallel, mesh, rows, kind, timeout=500):
+        assert worst < TOLERANCE
+        assert calls > forms > 0
 
 
 def _resumed(rank: int, world: int, folder: str) -> list[float]:
@@ -136,7 +213,7 @@ def test_four_ranks(mesh: str, style: str, order: str) -> None:
 @pytest.mark.parametrize(("options", "says"), [
     ({"memory_bytes": "1GiB"}, "memory_bytes with Pipeline is not built"),
     ({"schedule": "across_steps"}, "a schedule across steps with Pipeline is not built"),
-    ({"backend": "inductor"}, "backend 'inductor' with Pipeline"),
+    ({"backend": ws.Inductor(scope="whole")}, "Inductor(scope='whole') with Pipeline"),
     ({"pad_to": ws.PadTo((16,), {"tokens": 1})}, "pad_to with Pipeline is not built"),
 ])  # fmt: skip
 def test_what_is_not_built_is_refused(options: dict[str, Any], says: str) -> None:

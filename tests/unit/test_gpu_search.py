@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 import wholestep as ws
-from wholestep.cli import app, hf
+from wholestep.cli import app, gpu_command, hf
 from wholestep.cli.gpu_command import sweep_of
 from wholestep.cli.hf import ModelSpec, build
 from wholestep.passes.bucket_sizes import smaller_buckets
 from wholestep.plan.strategies import compose
 from wholestep.planner.bounds import Costs, costs, held_between, least_bytes
-from wholestep.planner.gpu_search import ALL_KINDS, GpuSearch
+from wholestep.planner.candidates import Template, TemplateKey
+from wholestep.planner.gpu_search import ALL_KINDS, GpuSearch, Setup, holding
 from wholestep.planner.recompute_kinds import passes_of, recomputing
 from wholestep.planner.short_steps import ShortSteps, accumulating, repeated
+from wholestep.report.figures import Figures
 
 pytestmark = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 H100 = ws.Hardware.preset("dgx-h100")
@@ -163,6 +166,40 @@ def test_the_command(flat: str, tmp_path: Path) -> None:
     command = next(line for line in said.splitlines() if line.startswith("to plan it")).split("wholestep plan ")[1]
     code, said = run(*command.split())
     assert code == 0, said
+
+
+def test_what_is_printed_of_pipelines() -> None:
+    """Columns and stages of a pipeline, and why others lost: the nearest of each kind."""
+
+    def setup(mesh: str, step_s: float, order: str = "", idle_s: float = 0.0) -> Setup:
+        key = TemplateKey("zero1", None, ("dp",))
+        spent = Costs(10, 100, 5, 2, step_s, 0.1, 0.4, idle_s=idle_s)
+        template = Template(order, (ws.DataParallel("zero1", axis="dp"),), key)
+        return Setup(ws.Mesh(mesh), template, 1, 8, "full", costs=spent, order=order, chunks=2 if order else 1)
+
+    best = (
+        setup("dp=2,pp=4", 1.0, "interleaved", 0.1),
+        setup("dp=8", 1.5),
+        setup("dp=4,pp=2", 1.2, "interleaved", 0.3),
+    )
+    figures = [Figures(one.costs, H100, 8, 64.0) for one in best if one.costs]
+    rows = [gpu_command.head_of(True), *(gpu_command.cells_of(*row, True) for row in zip(best, figures, strict=True))]
+    assert dict(zip(*rows[:2], strict=True)) == {
+        "mesh": "dp=2,pp=4", "style": "zero1", "schedule": "interleaved", "stages": "8 (2 a rank)",
+        "micro-batches": "8 x 1", "recompute": "full", "step": "1.00 s", "tokens/s/GPU": "8", "MFU": "40.0%",
+        "exposed": "10%", "bubble": "10%", "peak": "100 B",
+    }  # fmt: skip
+    assert [row[3] for row in rows[1:]] == ["8 (2 a rank)", "-", "4 (2 a rank)"]
+    assert gpu_command.slower_than_first(best) == [
+        "zero1 on dp=8, 8 x 1, recompute full: 1.50 s, 50.0% more: computes longer",
+        "zero1, interleaved, 2 chunks on dp=4,pp=2, 8 x 1, recompute full: 1.20 s, 20.0% more: waits for other stages "
+        "longer",
+    ]  # fmt: skip
+    lost = [holding(setup("dp=8", 1.0), 100 + size, 100, "holds {}") for size in range(12, 0, -1)]
+    said = gpu_command.losers_of([*lost, replace(best[1], why="no plan: x"), replace(best[2], why="slow")])
+    assert said[:2] == ["1 slower by an estimate or a bound", f"  {best[2]}: slow"]
+    assert said[2:4] == ["12 over the memory, the nearest", f"  {lost[-1]}: holds 101 B, 1 B too much"]
+    assert said[-2:] == ["1 without a plan", f"  {best[1]}: no plan: x"]
 
 
 @pytest.mark.full

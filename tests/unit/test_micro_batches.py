@@ -15,8 +15,10 @@ from tests.alone import fake_group, predicted_and_measured
 from tests.simulate import Simulation, cut
 from tests.together import OneDevice, compare
 from wholestep.errors import BackendError, MeshError, PlanError
+from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import Loop, loop_of
+from wholestep.partition.accumulators import add_up
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.data_parallel import STYLES
 
@@ -371,6 +373,26 @@ def test_sums_of_16_bits_are_accumulated_in_32() -> None:
     assert all(": f32[" in line for line in totals)
 
 
+def test_a_gradient_in_16_bits_is_added_to_its_sum_in_32_without_a_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).float()
+    weight, batch = model.weight.detach().clone(), {"x": torch.randn(12, 8, dtype=torch.float32)}
+    step, half = _step(lambda out, b: out.float().square().sum(), False), ws.MixedPrecision(torch.bfloat16)
+    options = ws.CaptureOptions(mixed_precision=half)
+    graph = ws.capture(step, model, SGD(model.parameters(), lr=0.1), batch, options=options)
+    local = ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(4)))
+    loop = next(loop for node in local.graph.nodes if (loop := loop_of(node)))
+    added = [node.args[1] for node in loop.body.nodes if node.target is add_up]
+    assert [meta.one_tensor(value).dtype for value in added] == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+    wide = torch.zeros(8, 8)
+    for piece in batch["x"].bfloat16().chunk(4):
+        out = F.linear(piece, weight.bfloat16(), model.bias.detach().bfloat16())
+        wide += ((2 * out.float()).bfloat16().T @ piece).float()
+    ws.compile(step, parallel=ws.MicroBatches(4), mixed_precision=half)(model, SGD(model.parameters(), lr=0.1), batch)
+    torch.testing.assert_close(model.weight.detach(), weight - 0.1 * wide.float(), rtol=0, atol=1e-6)
+
+
 # -- what has no form as a loop ---------------------------------------------------------------------------------------
 def test_a_loop_that_is_split_everywhere_is_refused() -> None:
     model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))))
@@ -426,9 +448,9 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
         (lambda: _final(ws.MicroBatches(2), "time=2"), MeshError, "mesh time=2 has an axis 'time'"),
         (lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), mesh="time=1"), MeshError, "has an axis 'time'"),
         (
-            lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), backend="inductor"),
+            lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), backend=ws.Inductor(scope="whole")),
             BackendError,
-            "backend 'inductor' with MicroBatches(2)",
+            "Inductor(scope='whole') with MicroBatches(2)",
         ),
         (
             lambda: _final(

@@ -56,6 +56,21 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool1d": lambda x: F.max_pool1d(x, 3, 2, 1, ceil_mode=True),
+    "max_pool1d with places": lambda x: F.max_pool1d(x, 2, return_indices=True)[0],
+    "interpolate": lambda x: F.interpolate(x, scale_factor=1.7),
+    "interpolate to": lambda x: F.interpolate(x, size=5, mode="linear", align_corners=True),
+    "interpolate 2d": lambda x: F.interpolate(x[:, None], scale_factor=(0.5, 2), mode="bicubic"),
+    "take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[2], [0], [1]]]), 2),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_that_torch_computes_with_plain_ints(name: str) -> None:
+    trained(lambda model, x: SIZED[name](model(x).mT).square().mean(), [(torch.randn(2, 8, 4),) for _ in range(2)])
+
+
 def whole_numbers(low: int, high: int, shape: tuple[int, ...], count: int = 4) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(low, high, shape, generator=generator) for _ in range(count)]

@@ -219,10 +219,16 @@ def test_a_pipeline_of_a_function(tmp_path: Path) -> None:
     assert lanes == {"stage 0", "stage 1"}
 
 
+def test_a_pipeline_of_one_micro_batch(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    code, said = run(f"{tmp_path / 'deep.py'}:build", "--mesh", "pp=2", "--micro-batches", "1")
+    assert code == 0, said
+    assert "2 stages, 1f1b, 1 micro-batch\n" in said
+
+
 @pytest.mark.parametrize(("args", "says"), [
     (("--mesh", "dp=4", "--schedule", "1f1b"), "--schedule without an axis pp in --mesh: it has no effect"),
     (("--mesh", "pp=2", "--recompute", "full"), "--recompute full with MODEL and an axis pp"),
-    (("--mesh", "pp=2", "--micro-batches", "1"), "stages share no loops over micro-batches"),
 ])  # fmt: skip
 def test_what_a_pipeline_does_not_take(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
     (tmp_path / "deep.py").write_text(DEEP)

@@ -17,8 +17,11 @@ from wholestep.cost.compute import flops, node_us, work
 from wholestep.cost.kernels import op_times
 from wholestep.cost.simulation import kind_of, whole_bytes
 from wholestep.cost.stack import STACKS
+from wholestep.graph import meta
+from wholestep.graph.loop import loop_of
 from wholestep.graph.nodes import is_collective
-from wholestep.hardware.device import Device
+from wholestep.hardware.device import Device, Work
+from wholestep.partition.accumulators import add_up
 
 PRESETS = [name for name in ws.Hardware.presets() if name != "loopback"]
 H100 = ws.Hardware.preset("dgx-h100")
@@ -144,6 +147,23 @@ def test_each_kernel_that_a_stack_lacks_costs_time(local: ws.LocalGraph) -> None
     assert us(local, compiled=True) == pytest.approx(ws.simulate(local, H100, compiled=True).step_us)
     assert us(local, compiled=True) < base < us(local, flash_attention=1) < us(local, flash_attention=0)
     assert us(local, flash_attention=3) < base
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=["half", "float32"])
+def test_sums_of_micro_batches_move_what_a_stack_says(dtype: torch.dtype | None) -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, 4096, bias=False), torch.empty(512, 4096)
+    options = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(dtype))
+    graph = ws.capture(train_step, model, AdamW(model.parameters(), fused=True), x, options=options)
+    local = ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(4)))
+    body = next(loop.body for node in local.graph.nodes if (loop := loop_of(node)))
+    added = next(n for n in body.nodes if n.target is add_up and meta.one_tensor(n).shape == (4096, 4096))
+    size = 4 if dtype is None else 2
+    per_byte = H100.work_us(Work(1 << 30)) / (1 << 30)
+    for name, moved in (("own", 4 + 4 + size), ("half", 3 * size), ("product", 0)):
+        times = op_times(body, H100, False, ws.Stack("x", accumulates=name))
+        assert times is not None
+        assert times[added] == pytest.approx(moved * 4096 * 4096 * per_byte, abs=6.0), name
 
 
 def test_the_third_attention_needs_hopper(local: ws.LocalGraph) -> None:

@@ -168,6 +168,37 @@ def test_a_step_takes_what_the_programs_of_its_stages_take(style: str, order: st
     assert made.collectives < unscheduled.collectives
     assert made.waited_us < unscheduled.waited_us
     assert made.collectives <= max(sent)
+    assert ws.simulate(local, HARDWARE) == ws.timeline(local, HARDWARE).simulated == made.timeline.simulated
+    assert ws.simulate(local, HARDWARE).step_us < 0.99 * unscheduled.step_us or "dp" not in str(local.mesh)
+
+
+@pytest.mark.parametrize("style", ["zero1", pytest.param("", marks=pytest.mark.full)])
+def test_a_pipeline_of_one_micro_batch_takes_what_its_stages_take(style: str) -> None:
+    """There is no loop: stages run the whole batch one after the other."""
+    local = planned("dp=4,pp=2" if style else "pp=2", style, "1f1b", 1)
+    passes = stage_passes(local.mesh, local.stage_axis, BlockPrices(HARDWARE, local.mesh))
+    stages, made = Stages(local, HARDWARE, passes), ws.timeline(local, HARDWARE)
+    assert made.simulated.step_us == pytest.approx(stages.step_us(), rel=0.02)
+    assert made.peak.size_bytes == max(ws.peak_memory(one).size_bytes for one in stages.programs)
+    names = [[span.op for span in made.spans if span.stream == f"stage {stage}"] for stage in (0, 1)]
+    assert names[0][:2] == ["forward", "backward"]
+    assert names[1][0] == "forward and backward"
+
+
+def test_a_program_of_all_stages_is_simulated_in_its_own_order() -> None:
+    """Orders that ranks run were chosen when the program was made, also for other hardware than that."""
+    local = planned("dp=4,pp=2", "zero1", "gpipe", 4)
+    prices = BlockPrices(HARDWARE, local.mesh)
+    assert staged(local, prices).order == "gpipe"
+    assert ws.simulate(local, HARDWARE).step_us == staged(local, prices, "gpipe").step_us
+    assert staged(local, prices).fullest.in_flight > staged(local, prices, "1f1b").fullest.in_flight
+
+
+def test_stages_are_simulated_with_other_software() -> None:
+    local, stack = planned("dp=4,pp=2", "zero1", "1f1b", 4), ws.Stack.named("megatron-deepspeed-2022")
+    priced = staged(local, BlockPrices(HARDWARE, local.mesh, Software(stack=stack)))
+    assert ws.simulate(local, HARDWARE, stack=stack).step_us == priced.step_us
+    assert ws.simulate(local, HARDWARE, stack=stack).step_us > ws.simulate(local, HARDWARE).step_us
 
 
 def test_a_stack_without_overlap_gets_passes_without_it() -> None:

@@ -229,7 +229,22 @@ def test_a_gradient_is_gathered_once_for_both_products() -> None:
     batch = [torch.randint(0, models.VOCAB, (2, 8)) for _ in range(2)]
     graph = ws.capture(step_of(next_token), model, SGD(model.parameters(), lr=0.1), *batch)
     local = ws.partition(graph, ws.plan(graph, "tp=2", TensorParallel(models.SEQUENCE)))
-    assert local.collectives()["all_gather"].count == 5  # three forward, and one for each row-parallel layer
+    # three forward, and one for each row-parallel layer and for the table of tokens
+    assert local.collectives()["all_gather"].count == 6
+
+
+@pytest.mark.parametrize("plan", [models.SEQUENCE, {"tok": "rowwise", "out": "colwise"}], ids=["sequence", "tokens"])
+def test_a_rank_computes_its_rows_of_the_gradient_of_a_table(plan: dict[str, Any]) -> None:
+    """The gradient of the whole table would be the largest tensor of a step, and be reduced along tp."""
+    model = Llama(layers=1)
+    batch = [torch.randint(0, models.VOCAB, (2, 8)) for _ in range(2)]
+    graph = ws.capture(step_of(next_token), model, SGD(model.parameters(), lr=0.1), *batch)
+    made_plan = ws.plan(graph, "tp=2", TensorParallel(plan))
+    local = ws.partition(graph, made_plan)
+    table = made_plan.storage["tok.weight"].local_shape(tuple(model.tok.weight.shape), local.mesh, {"tp": 0})
+    made = [node for node in local.graph.nodes if "vocabulary_gradient" in str(node.target)]
+    assert [meta.one_tensor(node).shape for node in made] == [table]
+    assert not [node for node in moved(local, "reduce_scatter", "tp") if models.VOCAB in meta.one_tensor(node).shape]
 
 
 def test_at_most_seven_collectives() -> None:

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch._decomp import decomposition_table  # pyright: ignore[reportUnknownVariableType]  # torch leaves it untyped
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
@@ -22,7 +24,19 @@ from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
+_RESIZES = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+RESIZES_OWNER: Any = cast(Any, torch._C)._nn
+RESIZES: dict[str, Any] = {name: getattr(torch.ops.aten, name).default for name in _RESIZES}
+"""What torch.nn.functional.interpolate calls, and the ops that these call (2.11 to 2.13)."""
 _PAD = torch.ops.aten.constant_pad_nd.default
+_LOSSES = (
+    torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor,
+    torch.ops.aten.multi_margin_loss_backward.default, torch.ops.aten.multilabel_margin_loss_backward.default,
+)  # fmt: skip
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
 
@@ -55,14 +69,36 @@ class _Env(ShapeEnv):
         return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
 
 
+def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *rest: Any) -> torch.Tensor:
+    """The gradient of what `interpolate` was given: its kernels in C++ need ints, and torch has no other fakes."""
+    order = suggest_memory_format(grad)
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=order)
+
+
+def _like_operand(grad: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """The gradient of a loss that has no fake: for known sizes, torch runs its kernel on zeros."""
+    return torch.empty_like(given, memory_format=torch.contiguous_format)
+
+
+_FAKES: dict[Any, Callable[..., Any]] = {
+    _PAD: cast(Any, decomposition_table)[_PAD],
+    **{getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in RESIZES},
+    **dict.fromkeys(_LOSSES, _like_operand),
+}
+
+
 class _Mode(FakeTensorMode):
-    """Fakes whose padding keeps symbols: the fake that torch has for it (2.11 to 2.13) is a kernel that needs ints."""
+    """Fakes that keep symbols where those of torch (2.11 to 2.13) are kernels that need ints. Those in Python call ops
+    that have to run in Python, too.
+    """
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func is not _PAD:
-            return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
+        made = _FAKES.get(func)
+        if made is None:
+            with enable_python_dispatcher():
+                return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
         with self:
-            return cast(Any, decomposition_table)[func](*args, **kwargs)
+            return made(*args, **kwargs)
 
 
 class Symbols:
@@ -199,6 +235,11 @@ class Symbols:
         if len(text) > _MOST_TEXT:
             raise ValueError("an expression of sizes is too long to be computed in each call")
         return text
+
+
+def truncated(value: Any) -> Any:
+    """A float, which may be symbolic, without what is behind its point."""
+    return cast(Any, torch).sym_int(value)
 
 
 def _node(value: Any) -> Any:

@@ -24,7 +24,7 @@ from ..graph.stage_part import StagePart, part_of
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
-from .protocol import NodeClock, Run
+from .protocol import NodeClock, Run, RunBody
 
 _PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
@@ -72,6 +72,10 @@ class WaitClock:
 
         return run
 
+    def timed_block(self, name: str, run: RunBody) -> RunBody:
+        """Blocks of stages wait for nothing."""
+        return run
+
 
 @dataclass
 class Eager:
@@ -92,9 +96,16 @@ class Eager:
         return eager(with_host_choices(with_buffers(graph, self.buffers)), clock)
 
 
-def eager(graph: Graph, clock: NodeClock | None = None) -> Run:
-    """Compile `graph` to a Python function from the list of inputs to the list of outputs."""
-    return _Eager(graph, clock)
+def eager(graph: Graph, clock: NodeClock | None = None, body: Callable[[Graph], RunBody] | None = None) -> Run:
+    """Compile `graph` to a Python function from the list of inputs to the list of outputs; `body` compiles what runs
+    for each piece, by default op by op as well.
+    """
+    return _Eager(graph, clock, body=body)
+
+
+def op_by_op(body: Graph) -> RunBody:
+    """The body of a loop, or a block of a stage, as a function that frees each input with its last reader."""
+    return _Eager(body, None, is_body=True)
 
 
 class _Eager:
@@ -108,11 +119,14 @@ class _Eager:
     into shape.
     """
 
-    def __init__(self, graph: Graph, clock: NodeClock | None, is_body: bool = False) -> None:
-        self._graph, self._clock, self._is_body = graph, clock, is_body
+    def __init__(
+        self, graph: Graph, clock: NodeClock | None, is_body: bool = False,
+        body: Callable[[Graph], RunBody] | None = None,
+    ) -> None:  # fmt: skip
+        self._graph, self._clock, self._is_body, self._compile_body = graph, clock, is_body, body or op_by_op
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
-        self._blocks: dict[Graph, _Eager] = {}
+        self._blocks: dict[Graph, RunBody] = {}
         self._sizes, self._texts = _sizes_in(graph)
         self._check_run = self._run = self._compile(first=True)
         self._checked = set[tuple[int, ...]]()
@@ -198,15 +212,15 @@ class _Eager:
         """What runs the bodies of a node for pieces, compiled once; None for other nodes."""
         if node not in self._loops:
             if loop := loop_of(node):
-                self._loops[node] = RunLoop(loop)
+                self._loops[node] = RunLoop(loop, compile=self._block)
             elif part := part_of(node):
-                self._loops[node] = RunStage(part, compile=self._block)
+                self._loops[node] = RunStage(part, compile=self._block, clock=self._clock)
         return self._loops.get(node)
 
-    def _block(self, body: Graph) -> _Eager:
-        """A block of a stage, which several parts may run."""
+    def _block(self, body: Graph) -> RunBody:
+        """The body of a loop, or a block of a stage, which several parts may run."""
         if body not in self._blocks:
-            self._blocks[body] = _Eager(body, None, is_body=True)
+            self._blocks[body] = self._compile_body(body)
         return self._blocks[body]
 
     def _value(self, value: Any) -> str:
@@ -235,8 +249,8 @@ class _Eager:
 class RunLoop:
     """A loop as a function: its body is compiled once, and runs for every piece."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._pieces, self._body = loop.pieces, _Eager(loop.body, None, is_body=True)
+    def __init__(self, loop: Loop, compile: Callable[[Graph], RunBody] = op_by_op) -> None:
+        self._pieces, self._body = loop.pieces, compile(loop.body)
         self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
 
     def __call__(self, *given: Any) -> list[Any]:
@@ -294,12 +308,14 @@ class RunStage:
         part: StagePart,
         send: Start = _torch.start_send,
         receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], Callable[[list[Any], int], list[Any]]] = lambda body: _Eager(
-            body, None, is_body=True
-        ),
+        compile: Callable[[Graph], RunBody] = op_by_op,
+        clock: NodeClock | None = None,
     ) -> None:
         self._part, self._send, self._receive = part, send, receive
         self._blocks = {block.name: (block, compile(block.body)) for block in part.running}
+        if clock is not None:
+            timed = clock.timed_block
+            self._blocks = {name: (block, timed(name, run)) for name, (block, run) in self._blocks.items()}
         self._so_far = {end: before for before, end in part.totals}
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
         self._readers = part.readers

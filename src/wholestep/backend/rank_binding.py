@@ -15,6 +15,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import ByPiece, loop_of
 from ..graph.nodes import copy_graph, is_collective, node_at
+from ..graph.owned import of_owner
 from ..graph.stage_part import StagePart, part_of
 from ..layout import resolve
 from ..mesh import TIME
@@ -66,7 +67,7 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
     """
     _torch.count_our_collectives()
-    graph = copy_graph(local.graph)
+    graph = of_owner(local.graph, coordinate[local.owner_axis]) if local.owner_axis else copy_graph(local.graph)
     if exchange:
         in_buckets(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -74,6 +75,9 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
         if any(isinstance(size, SizeInt) for size in given.meta.shape):
             shape = layout.local_shape(given.meta.shape, local.mesh, coordinate)
             meta.set_tensors(node, (meta.contiguous(shape, meta.one_tensor(node)),))
+        if local.owner_axis and not layout.is_held_at(coordinate):
+            meta.set_tensors(node, (meta.contiguous((0,), meta.one_tensor(node)),))
+            meta.set_owner(node, None)
         if given.role is Role.CARRY and given.key and exchange:
             add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
     _bind(graph, coordinate, groups, exchange)

@@ -23,6 +23,8 @@ T = TypeVar("T")
 Trainable = nn.Module | Optimizer | GradScaler
 _NOT_SEARCHED = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
 
+LENGTHS = "pad_to.lengths"
+"""The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
 _PLAIN = frozenset({tuple, list, dict, bool, int, float, str, type(None), torch.Tensor, nn.Parameter})  # most values
 _WRAPPED = "_orig_mod"
 

@@ -40,7 +40,8 @@ class Capture:
     """A captured step: its graph, its state, its host effects, and the structure of its results.
 
     `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
-    sizes of the batch that the graph has as symbols.
+    sizes of the batch that the graph has as symbols. `unfilled` is the graph of the trace, where that of the step fills
+    padded positions of the batch.
     """
 
     graph: TrainGraph
@@ -54,6 +55,12 @@ class Capture:
     effects: Effects = field(default_factory=Effects)
     checked: tuple[str, ...] = ()
     symbols: _torch.Symbols | None = None
+    unfilled: TrainGraph | None = None
+
+    @property
+    def traced(self) -> TrainGraph:
+        """The graph of the trace."""
+        return self.unfilled or self.graph
 
 
 def find_state(
@@ -156,7 +163,10 @@ def at_other_sizes(captured: Capture, sizes: dict[str, int]) -> Capture | None:
     symbols = captured.symbols.at(sizes)
     if symbols is None:
         return None
-    return replace(captured, graph=planned_at(captured.graph, sizes, symbols.record), symbols=symbols)
+    graph, *unfilled = (
+        planned_at(one, sizes, symbols.record) for one in (captured.graph, captured.unfilled) if one is not None
+    )
+    return replace(captured, graph=graph, unfilled=unfilled[0] if unfilled else None, symbols=symbols)
 
 
 def device_of(state: StepState) -> str:

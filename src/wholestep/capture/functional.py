@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.nodes import add_node, copy_graph, is_mutating, node_at
+from ..graph.sizes_in_graph import without_size_nodes
 from .strides import count_from_tensors, insert_call, is_view
 
 aten = torch.ops.aten
@@ -93,7 +94,9 @@ class _UnsupportedError(Exception):
     """A write that this module does not support."""
 
 
-def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphModule:
+def functionalize(
+    module: GraphModule, fakes: Sequence[torch.Tensor], symbols: _torch.Symbols | None = None
+) -> GraphModule:
     """Return the graph without mutation; torch's functionalization (a second trace) handles unsupported writes."""
     _fill_in_memory_order(module.graph)
     rewritten = _torch.graph_module(module, copy_graph(module.graph))
@@ -101,7 +104,9 @@ def functionalize(module: GraphModule, fakes: Sequence[torch.Tensor]) -> GraphMo
     try:
         _Walk(rewritten).run()
     except _UnsupportedError:
-        return _torch.functionalize(module, fakes)
+        rewritten = _torch.functionalize(module, fakes)
+        if symbols is not None:
+            without_size_nodes(rewritten.graph, symbols)
     return rewritten
 
 

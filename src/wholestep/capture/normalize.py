@@ -38,7 +38,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
     plain = [f.detach() for f in traced.stand_ins.fakes]
-    module = functionalize(traced.module, plain)
+    module = functionalize(traced.module, plain, traced.stand_ins.symbols)
     graph = module.graph
     count_from_tensors(graph)
     _drop_input_copies(graph)

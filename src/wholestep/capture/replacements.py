@@ -58,7 +58,7 @@ def _cov(
     norm = total - correction
     if aweights is not None and correction != 0:
         norm = total - correction * (weights * aweights).sum() / total
-    norm = max(norm, 0) if isinstance(norm, int) else norm.clamp(min=0)
+    norm = max(norm, 0) if isinstance(norm, (int, torch.SymInt)) else norm.clamp(min=0)
     centred = rows - (weighted.sum(1) / total).unsqueeze(1)
     product = centred @ (centred if weights is None else centred * weights).t().conj()
     result = (product / norm).squeeze()

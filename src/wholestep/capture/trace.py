@@ -21,7 +21,7 @@ from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
-from .call_structure import Structure, put_together, take_apart
+from .call_structure import LENGTHS, Structure, put_together, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
@@ -32,6 +32,7 @@ from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
+from .sized_forms import sized_forms
 from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -132,7 +133,7 @@ class Traced:
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
-            forms = _torch.replaced([*methods(), *zero_grads, *rng, *float8, *attention])
+            forms = _torch.replaced([*methods(), *sized_forms(), *zero_grads, *rng, *float8, *attention])
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
@@ -172,6 +173,7 @@ class Traced:
             pairs = zip(request.names, request.leaves, strict=True)
             leaves = [given[n] if isinstance(v, torch.Tensor) else v for n, v in pairs]
             args, kwargs = put_together(request.structure, leaves)
+            kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             groups = _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)

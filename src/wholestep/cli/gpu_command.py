@@ -14,6 +14,7 @@ import wholestep as ws
 from wholestep.errors import BudgetError, PlanError, WholestepError, shown
 from wholestep.graph.graph import TrainGraph
 from wholestep.graph.text import human, seconds, table
+from wholestep.mesh import STAGES
 from wholestep.planner.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup
 from wholestep.planner.search_result import Watch
 from wholestep.planner.short_steps import ShortSteps
@@ -27,9 +28,15 @@ from .hf import ModelSpec, build
 from .planning import capture
 from .screen import Screen
 from .shared_options import Recompute, Semantics, SharedOptions
+from .staged_setups import as_json as staged_json
 from .target import hardware_of, refuse, write_output
 
 _SHOWN = 5
+_NEAREST = 6  # of each kind of reason
+_LEGEND = (
+    "micro-batches: in a step x sequences of a rank in each; exposed: waits for collectives; peak: of the fullest rank"
+)
+_OF_STAGES = "bubble: waits for other stages, of a rank on average"
 _DOTS = "..."
 SWEPT = ("gpus", "seq", "batch")
 
@@ -208,64 +215,95 @@ def _as_json(setup: Setup) -> dict[str, Any]:
     return {
         "mesh": str(setup.mesh), "style": setup.name, "batch": setup.batch, "micro_batches": setup.micro_batches,
         "recompute": setup.recompute, "schedule": setup.order or None, "chunks": setup.chunks,
-    }  # fmt: skip
+    } | ({"pipeline": staged_json(setup.staged)} if setup.staged else {})  # fmt: skip
 
 
 def _report(planner: GpuPlanner, found: GpuResult, best: Sequence[Figures], gpus: int, global_batch: int) -> str:
-    head = ("mesh", "style", "micro-batches", "recompute", "step", "tokens/s/GPU", "MFU", "exposed", "peak")
-    cells = [head, *(_cells(*row) for row in zip(found.best, best, strict=False))]
-    first = found.best[0]
-    slower = [
-        f"{setup}: {seconds(setup.costs.step_s)}, {_slower(setup, first)}"
-        for setup in found.best[1:] if setup.costs is not None
-    ]  # fmt: skip
+    first, rows = found.best[0], list(zip(found.best, best, strict=False))
+    staged = any(setup.order for setup, _ in rows)
     lines = [
         f"{planner.model.name} on {gpus} GPUs, {global_batch} sequences of {planner.seq} tokens in a step, "
         f"{planner.hardware}{f', {planner.options.stack}' if planner.options.stack else ''}",
         "",
-        *table(cells, left=(0, 1, 2, 3)),
+        *table([head_of(staged), *(cells_of(*row, staged) for row in rows)], left=range(5 if staged else 3)),
+        _LEGEND + (f"; {_OF_STAGES}" if staged else ""),
         "",
         f"the first: {first}",
         str(best[0]),
+        *(["", f"its stages, by coordinate of {STAGES}", str(first.staged)] if first.staged else []),
         "",
         f"to plan it: wholestep plan {planner.given} {_options(first)}",
+        *([f"to draw its stages: wholestep simulate {planner.given} {_options(first)} --trace step.json"]
+          if first.order else []),
         "",
-        "why the others lost",
-        *slower,
-        *_grouped(found.lost),
+        f"why the others lost{' (--json has all)' if len(found.lost) > _NEAREST else ''}",
+        *slower_than_first(found.best),
+        *losers_of(found.lost),
         "",
         "times and bytes are extrapolated from steps with few of the layers, and with one and two micro-batches",
-    ]
+    ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _cells(setup: Setup, figures: Figures) -> tuple[str, ...]:
-    costs = figures.costs
-    rate = figures.tokens_per_s_per_gpu or 0.0
+def head_of(staged: bool) -> tuple[str, ...]:
+    """The columns of setups; `staged`: some are pipelines."""
+    more = ("schedule", "stages") if staged else ()
+    waits = ("exposed", "bubble") if staged else ("exposed",)
+    return "mesh", "style", *more, "micro-batches", "recompute", "step", "tokens/s/GPU", "MFU", *waits, "peak"
+
+
+def cells_of(setup: Setup, figures: Figures, staged: bool) -> tuple[str, ...]:
+    """The row of a setup."""
+    costs, rate = figures.costs, figures.tokens_per_s_per_gpu or 0.0
+    ranks = setup.mesh.axis_size(STAGES) if setup.order else 1
+    stages = f"{ranks * setup.chunks}{f' ({setup.chunks} a rank)' if setup.chunks > 1 else ''}"
+    more = (setup.order or "-", stages if setup.order else "-") if staged else ()
+    waits = [f"{costs.exposed_s / costs.step_s:.0%}"]
+    waits += [f"{costs.idle_s / costs.step_s:.0%}" if setup.order else "-"] if staged else []
     return (
-        str(setup.mesh), setup.name, f"{setup.micro_batches} x {setup.batch}", setup.recompute, seconds(costs.step_s),
-        f"{rate:,.0f}", f"{costs.mfu:.1%}", f"{costs.exposed_s / costs.step_s:.0%}", human(costs.peak_bytes),
+        str(setup.mesh), setup.style or "-", *more, f"{setup.micro_batches} x {setup.batch}", setup.recompute,
+        seconds(costs.step_s), f"{rate:,.0f}", f"{costs.mfu:.1%}", *waits,
+        human(costs.peak_bytes),
     )  # fmt: skip
 
 
-def _slower(setup: Setup, first: Setup) -> str:
-    """By how much it is slower, and on what most of that time goes."""
-    assert setup.costs is not None, "both were simulated"
-    assert first.costs is not None, "both were simulated"
-    more = setup.costs.step_s - first.costs.step_s
-    waits = setup.costs.exposed_s - first.costs.exposed_s
-    longer = "waits for collectives" if waits >= more / 2 else "computes"
-    return f"{setup.costs.step_s / first.costs.step_s - 1:.1%} more: {longer} longer"
+def slower_than_first(best: Sequence[Setup]) -> list[str]:
+    """By how much setups that were simulated are slower than the first, and on what most of that time goes."""
+    found, first = list[str](), best[0].costs
+    assert first is not None, "it was simulated"
+    for setup in best[1:]:
+        assert setup.costs is not None, "it was simulated"
+        exposed, idle = setup.costs.exposed_s - first.exposed_s, setup.costs.idle_s - first.idle_s
+        computes = setup.costs.step_s - first.step_s - exposed - idle
+        waits = {"waits for collectives": exposed, "waits for other stages": idle, "computes": computes}
+        longer = max(waits, key=waits.__getitem__)
+        more = setup.costs.step_s / first.step_s - 1
+        found.append(f"{setup}: {seconds(setup.costs.step_s)}, {more:.1%} more: {longer} longer")
+    return found
 
 
-def _grouped(lost: Sequence[Setup]) -> list[str]:
+def losers_of(lost: Sequence[Setup]) -> list[str]:
+    """Setups that were not simulated to their end, by kind of reason, the nearest first."""
+    over = sorted((one for one in lost if one.over_bytes), key=lambda one: one.over_bytes)
+    none = [one for one in lost if one.why.startswith("no plan")]
+    slow = sorted((one for one in lost if one not in over and one not in none), key=lambda one: one.estimate_s)
+    return [
+        *_nearest("slower by an estimate or a bound", slow),
+        *_nearest("over the memory", over),
+        *_nearest("without a plan", none),
+    ]
+
+
+def _nearest(kind: str, lost: Sequence[Setup]) -> list[str]:
     """A line for each reason, with the setups that share it."""
     rows: dict[str, list[str]] = {}
     for setup in lost:
         rows.setdefault(setup.why, []).append(str(setup))
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}" for why, names in rows.items()
+    shown = [
+        f"  {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
+        for why, names in list(rows.items())[:_NEAREST]
     ]
+    return [f"{len(lost)} {kind}{', the nearest' if len(rows) > _NEAREST else ''}", *shown] if lost else []
 
 
 def _options(setup: Setup) -> str:

@@ -165,7 +165,8 @@ def summary(made: StagedStep, asked: PlanRequest) -> str:
     assert pipeline is not None, "a request with stages"
     chunks = f", {pipeline.chunks_of_rank} on each rank" if pipeline.chunks_of_rank > 1 else ""
     order = pipeline.schedule if made.order == pipeline.schedule else f"{pipeline.schedule}: {made.order}"
-    head = f"{len(made.stages) * pipeline.chunks_of_rank} stages{chunks}, {order}, {made.pieces} micro-batches"
+    pieces = f"{made.pieces} micro-batch{'es' if made.pieces > 1 else ''}"
+    head = f"{len(made.stages) * pipeline.chunks_of_rank} stages{chunks}, {order}, {pieces}"
     return f"{head}\n{made}"
 
 

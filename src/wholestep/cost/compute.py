@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -95,11 +96,15 @@ def flops(node: Node) -> float:
     return 0.0
 
 
-def peak_us(graph: Graph, hardware: Hardware) -> tuple[float, float]:
-    """Microseconds of a graph's arithmetic at the peak rate of the hardware: without recomputed nodes, and of them."""
+def peak_us(
+    graph: Graph, hardware: Hardware, besides: Callable[[Node], object] = lambda _: None
+) -> tuple[float, float]:
+    """Microseconds of a graph's arithmetic at the peak rate of the hardware: without recomputed nodes, and of them.
+    `besides`: nodes whose bodies do not count.
+    """
     once = again = 0.0
-    for node, times in with_bodies(graph):
-        count = times * flops(node) if node.op == "call_function" else 0.0
+    for node, times in with_bodies(graph, besides):
+        count = times * flops(node) if node.op == "call_function" and meta.runs_on_first(node) else 0.0
         if not count or not node.all_input_nodes:
             continue
         us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))

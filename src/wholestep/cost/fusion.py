@@ -81,7 +81,7 @@ def kernel_work(kernel: Kernel) -> Work:
     moved = sum(meta.size_bytes(node) for node in nodes if is_mutating(node) or _is_read_elsewhere(node, inside))
     for node in nodes:
         for i, given in enumerate(operands(node)):
-            source = _source(given)
+            source = source_of(given)
             if source not in inside:
                 size = min(meta.size_bytes(given), meta.size_bytes(source))
                 part = min(size, meta.size_bytes(node)) if i == 0 and node.target in READS_A_PART else size
@@ -112,13 +112,13 @@ class _Fusion:
         return list(dict.fromkeys(self.of.values()))
 
     def _stage(self, node: Node) -> int:
-        return max((self.stages.get(_source(given), 0) for given in operands(node)), default=0)
+        return max((self.stages.get(source_of(given), 0) for given in operands(node)), default=0)
 
     def _join(self, node: Node, region: int) -> None:
         stage, joins = self._stage(node), self._fuses(node)
         made = Kernel(stage, region)
         if joins:
-            sources = {_source(given) for given in operands(node)}
+            sources = {source_of(given) for given in operands(node)}
             near = [self.of[s] for s in sources if s in self.of and self._fuses(s)]
             made.reduces = _reduces(node)
             for other in dict.fromkeys(near):
@@ -171,7 +171,7 @@ def _is_read_elsewhere(node: Node, inside: set[Node]) -> bool:
     return False
 
 
-def _source(node: Node) -> Node:
+def source_of(node: Node) -> Node:
     """What a view, or one of several results, is a part of."""
     while node.op == "call_function":
         picks = _torch.is_getitem(node.target)

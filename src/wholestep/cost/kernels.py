@@ -6,13 +6,14 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.loop import loop_of, with_bodies
-from ..graph.nodes import is_collective, is_wait
-from ..graph.op_kinds import is_list_op
+from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.op_kinds import SUMS_OF_PIECES, arithmetic, is_list_op
+from ..hardware.device import Work
 from ..hardware.hardware import Hardware
 from .compute import node_us, work
-from .fusion import LOSS, compiled_us
+from .fusion import LOSS, compiled_us, source_of
 from .kernel_times import KernelTimes
-from .stack import Stack, attention_us, started
+from .stack import Accumulates, Stack, attention_us, started
 
 
 def op_times(
@@ -34,7 +35,21 @@ def op_times(
         made = work(node)
         if made is not None and made.attention is not None:
             times[node] = attention_us(made, hardware, generation)
+    accumulates = "own" if stack is None else stack.accumulates
+    for node in calls:
+        if node.target in SUMS_OF_PIECES:
+            times[node] = _added_us(node, times[node], hardware, accumulates)
     return times if profile is None else profile.applied(times)
+
+
+def _added_us(node: Node, own_us: float, hardware: Hardware, accumulates: Accumulates) -> float:
+    """Microseconds of adding a gradient to its sum, which takes the program `own_us`."""
+    value = node_at(node, 1)
+    if accumulates == "half":
+        made = meta.one_tensor(value)
+        return hardware.work_us(Work(3 * made.size_bytes, dtype=str(made.dtype).removeprefix("torch.")))
+    in_product = accumulates == "product" and arithmetic(source_of(value).target) is not None
+    return 0.0 if in_product else own_us  # the product reads and writes the sum while it multiplies
 
 
 def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: Stack) -> dict[Node, float]:

@@ -114,8 +114,10 @@ def bytes_held(local: LocalGraph) -> list[int]:
 
 
 def _storages(local: LocalGraph) -> list[Storage]:
-    """The storages of a program. What another stage of a pipeline has is empty here."""
+    """The storages of a program. What another stage of a pipeline has is empty here, and what another owner has."""
     found = storages(local.graph)
+    if local.owner_axis:
+        found = [one for one in found if meta.runs_on_first(one.node)]
     if local.stage is None:
         return found
     return [one for one in found if one.first >= 0 or meta.stage(one.node) in (None, local.stage)]

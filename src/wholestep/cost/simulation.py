@@ -16,13 +16,11 @@ from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
-from ..typed_values import check_arguments
 from .compute import node_us, peak_us, work
 from .fused import fused_us, is_fused
 from .kernel_times import KernelTimes
 from .kernels import op_times, starts
 from .stack import Stack
-from .stage_simulation import StageClocks
 
 
 @dataclass
@@ -63,7 +61,9 @@ class Clock:
         return max(self.link_free.values(), default=0.0)
 
     def run(self, node: Node) -> None:
-        """Run `node` as the next call of the computing stream, once the host has started it."""
+        """Run `node` as the next call of the computing stream, once the host has started it. Of owners, the first."""
+        if not meta.runs_on_first(node):
+            return
         if self.starts is not None and not loop_of(node):
             self.host += self.starts.get(node, 0.0)
             self.now = max(self.now, self.host)
@@ -186,46 +186,21 @@ def simulate(
     stack: Stack | None = None,
     profile: KernelTimes | None = None,
 ) -> SimulationResult:
-    """Predict the time of a step from the order of its program. If a step ends in the next call, the result is that of
-    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them. `stack`: the
-    kernels are those of other software, started by its host. `profile`: measured kernels count as measured.
-
-    Example:
-        >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
-    """
-    check_arguments(
-        "simulate", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
-        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
-    )  # fmt: skip
-    if local.stage_axis:
-        clocks = stage_clocks(local, hardware, compiled, stack, profile)
-        once, again = (us / len(clocks.now) / clocks.step_us for us in peak_us(local.graph, hardware))
-        return SimulationResult(clocks.step_us, clocks.idle_us, once, 0.0, once + again)
+    """The time of a step of one rank, from the order of its program (`planner.prediction.simulate`)."""
     clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)
-
-
-def stage_clocks(
-    local: LocalGraph, hardware: Hardware, compiled: bool, stack: Stack | None, profile: KernelTimes | None
-) -> StageClocks:
-    """The clocks of all stages of a pipeline at the end of a step. Raises PlanError for the program of one stage, which
-    depends on the others, and for kernels that blocks are not priced with.
-    """
-    if local.stage is not None:
-        needed = "the program of all stages, as partition returns it"
-        raise PlanError(f"stage {local.stage} alone has no time: it waits for the others", needed, "simulate that")
-    if compiled or stack is not None or profile is not None:
-        found = "compiled=, stack= or profile= with a pipeline"
-        raise PlanError(found, "blocks priced op by op by the hardware", "leave it out")
-    return StageClocks(local, hardware).run()
 
 
 def priced(
     local: LocalGraph, hardware: Hardware, compiled: bool = False, stack: Stack | None = None,
     profile: KernelTimes | None = None,
 ) -> Clock:  # fmt: skip
-    """A clock that knows what each op of `local` takes."""
+    """A clock that knows what each op of `local` takes. Raises PlanError for a stage of a pipeline."""
+    if local.stage is not None:
+        needed = "the program of all stages, as partition returns it"
+        raise PlanError(f"stage {local.stage} alone has no time: it waits for the others", needed, "simulate that")
+    assert not local.stage_axis, "all stages together are predicted by planner.prediction"
     return clock_of(local.graph, local.mesh, hardware, compiled, stack, profile)
 
 
@@ -252,7 +227,9 @@ def result_of(local: LocalGraph, clock: Clock) -> SimulationResult:
 def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     """The number of kernels and collectives."""
     calls = [
-        (node, times) for node, times in with_bodies(local.graph) if node.op == "call_function" and not loop_of(node)
+        (node, times)
+        for node, times in with_bodies(local.graph)
+        if node.op == "call_function" and not loop_of(node) and meta.runs_on_first(node)
     ]
     if clock.times is not None:
         return sum(times for node, times in calls if is_collective(node) or clock.times[node] > 0)

@@ -9,6 +9,7 @@ from ..errors import PlanError, shown
 from ..hardware.device import Work, item_bytes
 from ..hardware.hardware import Hardware
 
+Accumulates = Literal["own", "half", "product"]
 Recompute = Literal["none", "attention", "products", "ops", "full"]
 
 
@@ -31,6 +32,8 @@ class Stack:
         fused_norms: RMSNorm is one kernel.
         fused_loss: where ops are compiled, those of the loss are too; else each of them passes over the logits.
         fused_optimizer: the update of all parameters is one kernel.
+        accumulates: what adds up gradients of micro-batches: "own" as the program does; "half" in half precision;
+            "product" the product that makes a gradient, in float32.
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
@@ -58,6 +61,7 @@ class Stack:
     fused_norms: bool = True
     fused_loss: bool = True
     fused_optimizer: bool = True
+    accumulates: Accumulates = "own"
     copies: bool = False
     overlaps: bool = True
     regathers: bool = True
@@ -97,7 +101,7 @@ class Stack:
 _MEASURED = (
     "vTrain's runs: 3.1 ms of the host for a layer of one sample, recomputed; Megatron-LM: sizes of a batch are read "
     "back (mpu/data.py), timers of forward and backward wait for the device (schedules.py), the loss is one op after "
-    "another (mpu/cross_entropy.py)"
+    "another (mpu/cross_entropy.py), gradients in fp16 are added up in fp16"
 )
 _TITAN = (
     "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention first since 6a3a9da95 (October 2025)"
@@ -121,7 +125,8 @@ _MARCH = "the same at fca8ab7be: every second product is kept, no buckets, no ov
 _TRAIN = "pytorch/torchtitan 83c879f18: norms of ops, foreach AdamW, logits in float32 held (until e29b6b4d4)"
 _MEGATRON = (
     "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum; the "
-    "loss of 2022 is one op after another (mpu/cross_entropy.py)"
+    "loss of 2022 is one op after another (mpu/cross_entropy.py); gradients in fp16 are added to buffers in fp16 "
+    "(model/distributed.py), those in bf16 by the product that makes them (gradient_accumulation_fusion)"
 )
 STACKS = (
     Stack("wholestep", recorded=True, traced=True),
@@ -155,11 +160,13 @@ STACKS = (
           source=_TRAIN),
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False,
           fused_optimizer=False, traced=True, keeps_logits=True, source=_TRAIN),
-    Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, source=_MEGATRON),
-    Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
+    Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, accumulates="product",
           source=_MEGATRON),
+    Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
+          accumulates="half", source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
-          start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, source=_MEASURED),
+          start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, accumulates="half",
+          source=_MEASURED),
     Stack("deepspeed", copies=True),
     Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True),
 )  # fmt: skip

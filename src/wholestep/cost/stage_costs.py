@@ -16,7 +16,9 @@ from ..mesh import Mesh
 from .simulation import Clock, clock_of, run_all
 from .software import OWN, Software
 from .stage_orders import BlockCost
-from .stage_simulation import SEND
+
+SEND = "send"
+"""The kind of collective that a message between stages is priced as."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..errors import GraphError, PlanError
 
@@ -62,6 +63,11 @@ class BlockCost:
         """The same where all runs are alike: orders are chosen by those, before anything is written out."""
         return replace(self, first=None, last=None)
 
+    @cached_property
+    def spent(self) -> Spent:
+        """What each of its runs takes, but for the first and the last."""
+        return Spent(self.us, self.waited_us)
+
     def run(self, number: int, pieces: int, begin: float) -> Spent:
         """Its run `number`, for one of `pieces`. What the first one waits for has been under way since the loop began,
         `begin` microseconds ago.
@@ -71,7 +77,7 @@ class BlockCost:
         if number == 0 and self.first is not None:
             more = self.first.waited_us - self.waited_us
             return self.first.without(min(more, begin))
-        return Spent(self.us, self.waited_us)
+        return self.spent
 
 
 @dataclass(frozen=True)
@@ -292,9 +298,8 @@ def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
     """
     chunks, orders = _chunks(blocks, stages), list[tuple[Task, ...]]()
     count = max(1, round(len(blocks) / (2 * stages)))
-    listed = list_schedule(blocks, pieces, stages, [stages * count] * stages)
     if chunks is None or pieces % stages:
-        return listed
+        return list_schedule(blocks, pieces, stages, [stages * count] * stages)
     for stage, (forward, backward) in enumerate(chunks):
         ahead = min((stages - stage - 1) * 2 + (len(forward) - 1) * stages, pieces * len(forward))
         groups = [range(first, first + stages) for first in range(0, pieces, stages)]
@@ -305,7 +310,8 @@ def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
             tasks += [up, down]
         tasks += downs[len(ups) - ahead :]
         orders.append(tuple(dict.fromkeys(tasks)))  # the last chunk is forward and backward at once
-    return _if_it_ends(blocks, pieces, orders) or listed
+    made = _if_it_ends(blocks, pieces, orders)
+    return made or list_schedule(blocks, pieces, stages, [stages * count] * stages)
 
 
 def _if_it_ends(blocks: Mapping[str, BlockCost], pieces: int, orders: Sequence[tuple[Task, ...]]) -> OrderResult | None:

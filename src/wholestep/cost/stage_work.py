@@ -16,7 +16,7 @@ from ..graph.nodes import communicates, is_collective
 from ..graph.stage_part import part_of, transfer
 from ..graph.text import collective_bytes
 from .compute import peak_us
-from .memory import bytes_held, memory_at
+from .memory import bytes_held, memory_at, peak_memory
 from .stage_costs import BlockPrices
 from .stage_orders import BlockCost, Spent
 
@@ -109,25 +109,24 @@ def work_of(
     their order.
     """
     plain = own.plain
-    at = next(node for node in plain.graph.nodes if part_of(node) is not None)
-    part = part_of(at)
-    assert part is not None, "a part"
-    loop, kinds = memory_at(plain, at), dict[str, float]()
-    for one in loop.live:
-        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.size_bytes
-    kinds["activation"] = kinds.get("activation", 0.0) - part.peak_bytes
+    at = next((node for node in plain.graph.nodes if part_of(node) is not None), None)
+    part = None if at is None else part_of(at)
+    loop = memory_at(plain, at) if at is not None else peak_memory(own.whole)
+    kinds: dict[str, float] = {**loop.by_kind()}
+    pieces_bytes = part.peak_bytes if part is not None else 0
+    kinds["activation"] = kinds.get("activation", 0.0) - pieces_bytes
     calls = [node for node in own.whole.graph.nodes if node.op == "call_function"]
     others = [size for node, size in zip(calls, bytes_held(own.whole), strict=True) if part_of(node) is None]
-    each = [peak_us(block.body, prices.hardware) for block in part.blocks]
-    walk = _Walk(own.whole, position, position[at.name] + 1, whole, prices)
-    last = walk if own.apart is None else _Walk(own.apart, position, position[at.name] + 1, apart, prices)
-    outside, _ = _without_blocks(plain)
-    inside = [node for block in part.blocks for node in block.body.nodes]
+    bodies = [block.body for block in part.blocks] if part is not None else []
+    each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
+    walk = _Walk(own.whole, position, behind, whole, prices)
+    last = walk if own.apart is None else _Walk(own.apart, position, behind, apart, prices)
+    inside = [node for body in bodies for node in body.nodes]
     once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
     return StageWork(
         walk.blocks, last.blocks, tuple(last.own), tuple(last.common), tuple(last.further), loop.rest_bytes,
-        loop.size_bytes - part.peak_bytes, max(others, default=loop.rest_bytes), kinds,
-        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(outside.graph, prices.hardware),
+        loop.size_bytes - pieces_bytes, max(others, default=loop.rest_bytes), kinds,
+        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
         (_sent_bytes(plain, inside), _collectives(plain, inside)),
         (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..graph.stage_part import StageParts
 from ..graph.text import human, seconds, table
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
@@ -19,13 +20,14 @@ _Chunk = tuple[StageWork, int | None]  # the work of a stage, and its equal laye
 @dataclass(frozen=True)
 class Exchange:
     """An exchange of stages outside of loops: of all ranks of the axis, or a message from `source` to `target`, in
-    microseconds; or the loop itself.
+    microseconds; or the loop itself. `phase`: of the step, when stages get there.
     """
 
     is_loop: bool = False
     source: int | None = None
     target: int | None = None
     us: float = 0.0
+    phase: str = "forward"
 
 
 @dataclass(frozen=True)
@@ -111,23 +113,18 @@ class StagedStep:
 
 def staged_step(
     works: Sequence[Sequence[_Chunk]], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
-    exchanges: Sequence[Exchange], pieces: int, order: str,
+    exchanges: Sequence[Exchange], pieces: int, order: str | StageParts,
 ) -> StagedStep:  # fmt: skip
     """The step of ranks that have `works`, each with the number of its layers, and blocks `whole`, or `apart` where the
-    order moves gradients of weights. `order`: by name, or `auto`.
+    order moves gradients of weights. `order`: by name, `auto`, or that of a program. Without blocks, stages run the
+    whole batch one after the other.
     """
     ranks = len(works)
-    steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
-    if order == "auto":
-        name, loop, tried = best_order(steady, cut, pieces, ranks)
-    else:
-        name, loop = order, NAMED[order](cut if order == "zero_bubble" else steady, pieces, ranks)
-        tried = {name: loop.us}
+    name, loop, tried = _ordered(whole, apart, pieces, ranks, order)
     costs = apart if any(task in apart and task not in whole for tasks in loop.orders for task, _ in tasks) else whole
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
     ends = dict[int, float]()  # of each stage: when its last block ends
-    seen_loop = False
 
     def spend(at: int) -> None:
         for rank, several in enumerate(works):
@@ -140,21 +137,22 @@ def staged_step(
             us = sum(one.us for one in spent)
             waited[rank] += sum(one.waited_us for one in spent)
             if us > 0:
-                what = AFTER if seen_loop else BEFORE
-                spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, "update" if seen_loop else "forward"))
+                what, phase = _between(exchanges, at, rank)
+                spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, phase))
                 now[rank] += us
 
     for at, exchange in enumerate(exchanges):
         spend(at)
         if exchange.is_loop:
-            begin, seen_loop = min(now), True
+            begin = min(now)
             loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now])
-            for _, block, _, _, end in loop.spans:
-                stage = int(block.partition(",")[0].removeprefix(STAGE))
+            stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
+            for rank, block, _, _, end in loop.spans:
+                stage = stages[block]
                 ends[stage] = max(ends.get(stage, begin), begin + end)
+                now[rank] = max(now[rank], begin + end)
             spans += _of_blocks(loop, costs, begin)
             waited = [us + more for us, more in zip(waited, loop.waited_us, strict=True)]
-            now = [max([now[rank], *(begin + s[4] for s in loop.spans if s[0] == rank)]) for rank in range(ranks)]
         elif exchange.source is None or exchange.target is None:
             now = [max(now)] * ranks
         else:
@@ -162,7 +160,10 @@ def staged_step(
             now[exchange.target] = max(now[exchange.target], now[exchange.source])
     spend(len(exchanges))
     step_us = max(now)
-    made = [_stage(rank, works[rank], loop, spans, waited[rank], step_us) for rank in range(ranks)]
+    ran = [0.0] * ranks
+    for span in spans:
+        ran[int(span.stream.removeprefix(STAGE))] += span.us
+    made = [_stage(rank, works[rank], loop, ran[rank], waited[rank], step_us) for rank in range(ranks)]
     arithmetic = [
         sum(pieces * work.piece_us[i] + work.once_us[i] for several in works for work, _ in several) / ranks
         for i in range(2)
@@ -175,6 +176,33 @@ def staged_step(
     return StagedStep(
         name, tried, pieces, step_us, tuple(made), arithmetic[0], arithmetic[1], round(sent[0]), round(sent[1]), ordered
     )
+
+
+def _between(exchanges: Sequence[Exchange], at: int, rank: int) -> tuple[str, str]:
+    """What a rank does in front of exchange number `at`, and the phase of the step."""
+    places = [i for i, one in enumerate(exchanges) if one.is_loop]
+    if places:
+        return (AFTER, "update") if at > places[0] else (BEFORE, "forward")
+    before = exchanges[at - 1].phase if at else "forward"
+    if before == "forward" and at < len(exchanges) and exchanges[at].phase != before and exchanges[at].source == rank:
+        return "forward and backward", "backward"  # of the last stage, which answers at once
+    return before, before
+
+
+def _ordered(
+    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, ranks: int, order: str | StageParts
+) -> tuple[str, OrderResult, Mapping[str, float]]:
+    """The name of an order, the order, and microseconds of those that were tried, by steady runs of blocks."""
+    steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
+    if isinstance(order, StageParts):
+        orders = tuple(tuple((a.name, a.piece) for a in part.actions if a.kind == "run") for part in order.parts)
+        return order.order, simulate_orders(cut if order.has_fillers else steady, pieces, orders), order.simulated_us
+    if not whole:
+        return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
+    if order == "auto":
+        return best_order(steady, cut, pieces, ranks)
+    loop = NAMED[order](cut if order == "zero_bubble" else steady, pieces, ranks)
+    return order, loop, {order: loop.us}
 
 
 def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) -> list[Span]:
@@ -190,11 +218,8 @@ def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) 
 
 
 def _stage(
-    rank: int, works: Sequence[_Chunk], loop: OrderResult, spans: Sequence[Span], waited_us: float,
-    step_us: float,
-) -> StageOfStep:  # fmt: skip
-    stream = f"{STAGE}{rank}"
-    ran = sum(span.us for span in spans if span.stream == stream)
+    rank: int, works: Sequence[_Chunk], loop: OrderResult, ran: float, waited_us: float, step_us: float
+) -> StageOfStep:
     rest, held = (sum(getattr(work, name) for work, _ in works) for name in ("rest_bytes", "loop_bytes"))
     others = max(rest + work.other_bytes - work.rest_bytes for work, _ in works)
     kinds: dict[str, float] = {}
@@ -205,7 +230,7 @@ def _stage(
     kinds["activation"] = kinds.get("activation", 0.0) + pieces
     layers = tuple(count for _, count in works if count is not None)
     return StageOfStep(
-        layers, ran - waited_us, waited_us, step_us - ran, in_flight(loop.orders, rank), round(rest),
+        layers, ran - waited_us, waited_us, step_us - ran, in_flight(loop.orders, rank) or 1, round(rest),
         round(max(held + pieces, others)), {kind: round(size) for kind, size in kinds.items() if size >= 1},
     )  # fmt: skip
 

@@ -17,12 +17,10 @@ from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
-from ..typed_values import check_arguments
 from .kernel_times import KernelTimes
 from .memory import PeakMemory, bytes_held, peak_memory
-from .simulation import SimulationResult, kind_of, priced, result_of, simulate, steady_start, whole_bytes
+from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
 from .stack import Stack
-from .stage_simulation import StageClocks
 
 COMPUTE, WAIT, STAGE = "compute", "wait", "stage "
 _SHOWN = 8
@@ -126,20 +124,7 @@ def timeline(
     stack: Stack | None = None,
     profile: KernelTimes | None = None,
 ) -> Timeline:
-    """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
-    `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
-    `stack`: the kernels are those of other software; `profile`: measured ones count. Memory is that of the program op
-    by op. The program of all stages of a pipeline has a stream for each stage, with its blocks for each piece.
-
-    Example:
-        >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
-    """
-    check_arguments(
-        "timeline", local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
-        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
-    )  # fmt: skip
-    if local.stage_axis:
-        return _of_stages(local, hardware, simulate(local, hardware, compiled, stack=stack, profile=profile))
+    """The timeline of a step of one rank (`planner.prediction.timeline`)."""
     clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
     found: list[Span] = []
     ends: list[float] = []
@@ -154,20 +139,6 @@ def timeline(
     memory = tuple(zip(ends, bytes_held(local), strict=True))
     ordered = tuple(sorted(found, key=lambda span: span.start_us))
     return Timeline(ordered, result_of(local, clock), memory, peak_memory(local))
-
-
-def _of_stages(local: LocalGraph, hardware: Hardware, simulated: SimulationResult) -> Timeline:
-    """All stages of a pipeline, one stream each; what is empty between spans are their bubbles."""
-    spans = [
-        Span(
-            span.name if span.piece is None else f"{span.name} of piece {span.piece}",
-            op_name(span.node) if span.piece is None else span.name,
-            f"{STAGE}{span.stage}", span.start_us, span.us,
-            phase(span.node) if span.piece is None else span.name.split()[0], meta.module_path(span.node),
-        )
-        for span in StageClocks(local, hardware).run().spans
-    ]  # fmt: skip
-    return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)), simulated, (), peak_memory(local))
 
 
 def _span(node: Node, stream: str, start_us: float, end_us: float) -> Span:
@@ -192,6 +163,11 @@ def title(stream: str) -> str:
 def phase(node: Node) -> str:
     """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
+
+
+def block_phase(name: str) -> str:
+    """Forward or backward, from the name of a block in its stage."""
+    return "forward" if name.startswith("forward") else "backward"
 
 
 def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:

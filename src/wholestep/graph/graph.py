@@ -122,7 +122,8 @@ class LocalGraph:
     its value. With `across`, a call completes the previous step: this program runs in all calls except the first;
     `across` has the program of the first call, and the one that completes the last step. With `stage_axis`, it is the
     program of all stages of a pipeline, which does not run (`partition.stage_program` has that of one), or that of
-    `stage`: coordinates of the axis run different nodes.
+    `stage`: coordinates of the axis run different nodes. Along `owner_axis` each coordinate updates what it owns: a
+    node may have an owner, and binding to a rank leaves out what others own (`graph.owned`).
     Invariants (`verify.check_local_graph`): those of a TrainGraph, except that nodes may mutate; every collective is
     waited for or carried to the next call; no dead node.
 
@@ -144,6 +145,7 @@ class LocalGraph:
     across: tuple[LocalGraph, LocalGraph] | None = None
     stage_axis: str = ""
     stage: int | None = None
+    owner_axis: str = ""
 
     placeholders = TrainGraph.placeholders
     results = TrainGraph.results

@@ -73,10 +73,14 @@ def loop_of(node: Node) -> Loop | None:
     return node.target if isinstance(node.target, Loop) else None
 
 
-def with_bodies(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """Each node of a graph and of the bodies that it runs for pieces, with the number of times that it runs."""
+def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None) -> Iterator[tuple[Node, int]]:
+    """Each node of a graph and of the bodies that it runs for pieces, but for nodes `besides`, with the number of times
+    that it runs.
+    """
     for node in graph.nodes:
         yield node, 1
+        if besides(node):
+            continue
         pieces, bodies = bodies_of(node)
         for body in bodies:
             yield from ((inner, pieces) for inner in body.nodes)

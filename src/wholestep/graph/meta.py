@@ -322,6 +322,21 @@ def stage(node: Node) -> int | None:
     return node.meta.get("wholestep_stage")
 
 
+def set_owner(node: Node, coordinate: int | None) -> None:
+    """Record which coordinate of the axis of owners runs the node of a local graph; None for all."""
+    node.meta["wholestep_owner"] = coordinate
+
+
+def owner(node: Node) -> int | None:
+    """Return the coordinate of the axis of owners that runs the node; None for all."""
+    return node.meta.get("wholestep_owner")
+
+
+def runs_on_first(node: Node) -> bool:
+    """Return whether ranks at the first coordinate of the axis of owners run the node."""
+    return owner(node) in (None, 0)
+
+
 def set_piece(node: Node, piece: int, block: str) -> None:
     """Record for which piece of the batch a node outside of loops runs what the body of a loop says, and the block of a
     stage that it is of.

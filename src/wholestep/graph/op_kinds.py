@@ -55,6 +55,9 @@ GATHER_AND_MULTIPLY: set[object] = set()
 MULTIPLY_AND_SCATTER: set[object] = set()
 """Products that are fused with the collective before or behind them."""
 
+SUMS_OF_PIECES: set[object] = set()
+"""Accumulators of what micro-batches give."""
+
 
 def priced_like(kind: set[object]) -> Callable[[F], F]:
     """Adds a function that graphs call to one of the sets above."""

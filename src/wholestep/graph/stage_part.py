@@ -133,6 +133,11 @@ class StageParts:
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
     spans: tuple[tuple[int, str, int, float, float], ...] = ()
 
+    @property
+    def has_fillers(self) -> bool:
+        """True if gradients of weights are blocks of their own."""
+        return any(block.is_filler for part in self.parts for block in part.blocks)
+
 
 def part_of(node: Node) -> StagePart | None:
     """The part of a loop that `node` runs; None for every other node."""

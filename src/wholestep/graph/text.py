@@ -114,7 +114,8 @@ def _body(graph: Graph) -> list[str]:
         if module != where:
             lines.append(f"  # {module}" if module else "  #")
             where = module
-        lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}")
+        at = "" if (owner := meta.owner(node)) is None else f" at {owner}"
+        lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}{at}")
         if loop := loop_of(node):
             ends = ", ".join(f"%{one.name}" for one in operands(next(iter(reversed(loop.body.nodes)))))
             lines.append(f"    for each of {loop.pieces} pieces:")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..graph.op_kinds import FREE, priced_like
+from ..graph.op_kinds import FREE, SUMS_OF_PIECES, priced_like
 from ..graph.storage import shares
 
 
+@priced_like(SUMS_OF_PIECES)
 @shares("view")
-def add_up(total: Tensor | None, value: Tensor, op: str, owned: bool) -> Tensor:
+def add_up(total: Tensor | None, value: Tensor, op: str, owned: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Return `total` with `value` added, or the larger (`max`) or smaller (`min`) of both, in the memory of `total`.
-    `owned`: nothing else uses the memory of `value`.
+    `owned`: nothing else uses the memory of `value`. `dtype` of a total that is wider than `value`.
     """
     if total is None:
-        return value if owned else value.clone()
+        return value.to(dtype) if dtype else value if owned else value.clone()
     if op in ("max", "min"):
         return (torch.maximum if op == "max" else torch.minimum)(total, value, out=total)
     return total.add_(value)

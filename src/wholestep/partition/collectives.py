@@ -22,6 +22,7 @@ from ..mesh import Mesh
 from ..reshard import Path, Step
 from ..sizes import SizeInt, unit_of
 from . import rank_ops
+from .owned_rows import add_sums, part_of_row, start_spread, start_sums
 from .rank_ops import cut_to, only_first, pad_to, share, take_chunk, take_units
 
 funcol = torch.ops._c10d_functional
@@ -30,12 +31,14 @@ aten = torch.ops.aten
 
 @dataclass
 class Emitter:
-    """Appends nodes of reshard steps to a graph, with the shapes of the first rank. `sent`: what left its stage, by the
-    node and where it went: readers that want it in several layouts make these of one message.
+    """Appends nodes of reshard steps to a graph, with the shapes of the first rank. `stage_axis`: along it one value is
+    sent at a time. `sent`: what left its owner, by the node and where it went: readers that want it in several layouts
+    make these of one message.
     """
 
     graph: Graph
     mesh: Mesh
+    stage_axis: str = ""
     sent: dict[object, Node] = field(default_factory=dict[object, Node])
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
@@ -100,6 +103,7 @@ class Emitter:
         if step.kind == "share":
             new = self.call(share, (node, step.dim, step.axis), made, node)
             meta.set_stage(new, None)
+            meta.set_owner(new, None)
             return new
         if step.kind == "mask" and step.op in ("sum", "norm1", "norm2"):
             return self.call(only_first, (node, step.axis), made, node)
@@ -120,6 +124,8 @@ class Emitter:
             if key not in self.sent:
                 self.sent[key] = self._from_owner(move, self._contiguous(node), whole)
             return self.sent[key]
+        if step.kind == "reduce":
+            return start_sums(self.call, [self._contiguous(node)], [step.dim], parts, step.axis)
         if step.kind == "all_to_all":
             return self._exchange(move, node, whole)
         long, short = (after, before) if step.kind == "all_gather" else (before, after)
@@ -144,6 +150,8 @@ class Emitter:
     def _from_owner(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
         step, before, _ = move
         local, sends = one_tensor(node), step.kind == "send"
+        if step.axis != self.stage_axis:
+            return start_spread(self.call, [node], [step.dim], self.mesh.axis_size(step.axis), step.axis)
         if sends:
             shape = [extent(n, axes, self.mesh) for n, axes in zip(whole.shape, before.dims, strict=True)]
             new = self._ranked(
@@ -154,6 +162,17 @@ class Emitter:
             new = self.call(funcol.broadcast.default, args, contiguous(local.shape, local), node)
         meta.set_stage(new, step.to if sends else None)
         meta.set_strided(new, False)
+        return new
+
+    def _from_row(self, move: tuple[Step, Layout, Layout], received: Node, whole: TensorMeta) -> Node:
+        """Emit what follows an exchange with an owner: the sum, and the tensor in it."""
+        step, _, after = move
+        made = self._made(after, whole)
+        if step.kind == "broadcast":
+            return self.call(part_of_row, (received, 0, list(made.shape)), made, received)
+        row = add_sums(self.call, received, self.mesh.axis_size(step.axis), step.op)
+        new = self.call(part_of_row, (row, 0, list(made.shape)), made, row)
+        note_owner(new, after, self.stage_axis)
         return new
 
     def _on_first_rank(self, length: int | Extent) -> int:
@@ -238,11 +257,13 @@ class Emitter:
         node = self.call(funcol.wait_tensor.default, (begun,), local, begun)
         if step.kind == "all_reduce" and step.op.startswith("norm"):
             return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), local, node)
+        parts = self.mesh.axis_size(step.axis)
+        if step.kind == "reduce" or (step.kind == "broadcast" and step.axis != self.stage_axis):
+            return self._from_row(move, node, whole)
         if step.kind in ("all_reduce", "broadcast"):
             return node
         if step.kind == "all_to_all":
             return self._exchanged(move, node, whole)
-        parts = self.mesh.axis_size(step.axis)
         if step.dim:
             back = [*range(1, step.dim + 1), 0, *range(step.dim + 1, len(local.shape))]
             made = contiguous([local.shape[d] for d in back], whole)
@@ -260,6 +281,13 @@ class Emitter:
             new = self._ranked(cut_to, (node, step.dim, length), made, node)
         meta.set_strided(new, bool(step.dim))
         return new
+
+
+def note_owner(node: Node, layout: Layout | None, stage_axis: str) -> None:
+    """Record which stage, and which owner along another axis, has what a node makes."""
+    owned = dict(layout.owned) if layout is not None else {}
+    meta.set_stage(node, owned.pop(stage_axis, None))
+    meta.set_owner(node, next(iter(owned.values()), None))
 
 
 def _moves(shape: Sequence[int], dim: int) -> bool:

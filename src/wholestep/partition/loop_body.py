@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
 from ..graph.loop import Loop
 from ..graph.meta import TensorMeta
-from ..graph.nodes import add_call, drop_dead
+from ..graph.nodes import add_call, drop_dead, node_at
+from .accumulators import add_up
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 @dataclass
@@ -35,6 +39,16 @@ class LoopBody:
         total = self._placeholder(f"{name}_so_far", like, made)
         self.totals.append((total, add_call(self.graph, target, (total, *args), made, like, f"{name}_total"), like))
 
+    def _add_narrow(self) -> None:
+        """Add a gradient in half precision to its sum in float32 without a copy in float32 in between."""
+        for _, total, _ in self.totals:
+            if total.target is not add_up or (cast := node_at(total, 1)).target is not _TO_COPY or len(cast.users) > 1:
+                continue
+            narrow, wide = meta.one_tensor(node_at(cast, 0)), meta.one_tensor(total)
+            if narrow.device == wide.device and torch.promote_types(narrow.dtype, wide.dtype) == wide.dtype:
+                _torch.set_operands(total, (total.args[0], cast.args[0], *total.args[2:], wide.dtype), {})
+                self.graph.erase_node(cast)
+
     def _add_early(self) -> None:
         """Accumulate each value as soon as it is there, so that it need not be held until the piece ends."""
         place = {node: number for number, node in enumerate(self.graph.nodes)}
@@ -53,6 +67,7 @@ class LoopBody:
         """Append the loop to `graph`, and return the items that it accumulates."""
         self.graph.output(tuple(total for _, total, _ in self.totals))
         drop_dead(self.graph)
+        self._add_narrow()
         self._add_early()
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):

@@ -21,6 +21,7 @@ from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_node, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
+from ..graph.owned import check_owners
 from ..graph.stage_part import StageParts
 from ..graph.verify import check_local_graph
 from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
@@ -37,7 +38,7 @@ from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import draws
 from ..typed_values import check_arguments
 from . import rank_ops
-from .collectives import Emitter
+from .collectives import Emitter, note_owner
 from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
@@ -78,16 +79,20 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
         PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
     """
     check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
-    return _written(check_plan(plan, graph), plan)
+    return written(check_plan(plan, graph), plan)
 
 
 @collector_paused()
 def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
     """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
-    return _written(plan.decompose(graph), plan, like)
+    return written(plan.decompose(graph), plan, like)
 
 
-def _written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+@collector_paused()
+def written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """The program of a rank by a plan. `graph`: as the decisions are about it (`Plan.decompose`), with the marks that
+    planning left (`plan.whole_units`): planning the same graph again replaces them.
+    """
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:
@@ -96,6 +101,7 @@ def _written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> 
     if plan.owners:
         local = with_stages(local, plan, like)
     check_local_graph(local)
+    check_owners(local.graph)
     return local
 
 
@@ -118,7 +124,7 @@ class _Lowering:
     regathered: set[Node] = field(default_factory=set[Node])
 
     def __post_init__(self) -> None:
-        self.emit = Emitter(self.graph, self.plan.mesh)
+        self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis)
         self.extended = ExtendedCalls(self.emit)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
@@ -135,13 +141,14 @@ class _Lowering:
         return LocalGraph(
             self.graph, self.plan.mesh, self.train.inputs, self.train.outputs, rest, self.train.constants,
             offload=self.train.offload, async_axes=self.plan.async_axes, stage_axis=self.plan.stage_axis,
+            owner_axis=self.plan.owner_axis,
         )  # fmt: skip
 
     def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
         meta.set_tensors(new, (self._local_meta(meta.tensor(node), layout),))
-        meta.set_stage(new, _owner(layout))
+        note_owner(new, layout, self.plan.stage_axis)
         self.at[node, 0], self.layouts[node] = new, (layout,)
         whole = meta.tensor(node)
         if given.role is Role.BATCH and layout.is_sharded and whole is not None:
@@ -248,7 +255,7 @@ class _Lowering:
     def _with_outputs(self, new: Node, node: Node) -> Node:
         """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
-        meta.set_stage(new, _owner(layouts[0]) if layouts else None)
+        note_owner(new, layouts[0] if layouts else None, self.plan.stage_axis)
         meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
         return new
 
@@ -409,11 +416,6 @@ class _Lowering:
         made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
         stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
         return replace(made, stride=stride)  # expanded dims stay expanded
-
-
-def _owner(layout: Layout) -> int | None:
-    """The coordinate that owns a tensor; a mesh has one axis of stages."""
-    return layout.owned[0][1] if layout.owned else None
 
 
 def _is_transposed(node: Node) -> bool:

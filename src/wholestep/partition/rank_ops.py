@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
+from ..graph.owned import asks_owner
 from ..graph.storage import shares
 from ..layout import chunk_range
 from .accumulators import kept_piece, put_piece
 from .host_copies import HOST_COPIES
+from .owned_rows import part_of_row
 
 
 @priced_like(FREE)
@@ -67,6 +69,7 @@ def only_first(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else x.new_zeros(x.shape)
 
 
+@asks_owner
 def share(x: Tensor, owner: int, coordinate: int) -> Tensor:
     """Return `x` on the owner's rank of the axis and zeros on others: an owned value as a partial sum."""
     return x if coordinate == owner else x.new_zeros(x.shape)
@@ -119,5 +122,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 RANK_DEPENDENT = (take_chunk, take_units, only_first, share, put_piece, kept_piece)
 MAY_ALIAS = (
     take_chunk, take_units, pad_to, at_least_one, only_first, share, contiguous, in_order, with_stride, cut_to,
-    *HOST_COPIES,
+    part_of_row, *HOST_COPIES,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from ..typed_values import check_fields
 from .async_tensor_parallel import AsyncTensorParallel
 from .base import Pass, run_passes
 from .bucket import Bucket
+from .bucket_owned import BucketOwned
 from .bucket_sizes import SizeBuckets
 from .cross_step import CrossStep
 from .limit_inflight import LimitInflight
@@ -58,8 +59,9 @@ class Schedule:
     def passes(self) -> tuple[Pass, ...]:
         """The passes that it stands for."""
         sizes = SizeBuckets(self.hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
-        reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce")
-        merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), Bucket.sized("all_gather"))
+        reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce"), BucketOwned("sums")
+        gathers = Bucket.sized("all_gather"), BucketOwned("spread")
+        merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), *gathers)
         across = (CrossStep(),) if self.across_steps else ()
         return (
             PeelPieces(),

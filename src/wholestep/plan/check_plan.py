@@ -229,7 +229,7 @@ def _follows(rule: BoundRule, takes: Sequence[AxisState], gives: Mapping[int, Ax
 
 
 def _options(group: Group, takes: Sequence[AxisState]) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
-    for made in (whole(group), *(cut(group, factor) for factor in group.factors)):
+    for made in (whole(group), *(cut(group, factor) for factor in (*group.factors, *group.made_factors))):
         yield made.takes, made.gives
     for number, passing in enumerate(group.partial):
         for op in {state.op for state in takes if state.kind == "P"} & passing.ops:

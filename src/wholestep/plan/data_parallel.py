@@ -10,11 +10,12 @@ from typing import Literal, cast
 
 from ..errors import PlanError
 from ..graph.graph import Input, Role, TrainGraph
-from ..layout import Layout
+from ..layout import Layout, owned_by
 from ..mesh import Mesh
 from ..tuning import TUNING
 from ..typed_values import check_fields
 from .decision import Decision
+from .owned_updates import owners_of_nodes
 from .storage_styles import STYLES, StorageStyle, Store, style_named
 from .strategy import BatchCut, Pins, Resting
 
@@ -42,6 +43,9 @@ class DataParallel:
         reduce: `mean` over ranks, as DDP, or `sum` (`per_rank` only: `global` needs neither).
         sync_state: start from the first rank's parameters, buffers and optimizer state, as DDP does.
         broadcast_buffers: every call starts from the first rank's buffers.
+        owners: give each parameter whose update needs it whole (Newton-Schulz in Muon, the matrices of Shampoo) to one
+            rank, which has its optimizer state, is sent the sum of its gradient, updates it and sends it to all. Ranks
+            own about equal work. Or who owns which parameter, by name. With `zero1` and `zero2` only.
         input_batch_dim: the dim of batch tensors that counts samples; or by argument, globs allowed, None for tensors
             that are the same on all ranks: `{"mask": None, "*": 0}`. Tensors without that dim are the same everywhere.
 
@@ -61,6 +65,7 @@ class DataParallel:
     sync_state: bool = True
     broadcast_buffers: bool = False
     input_batch_dim: BatchDim = 0
+    owners: bool | Mapping[str, int] = False
 
     def __post_init__(self) -> None:
         choices = {"style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
@@ -71,6 +76,9 @@ class DataParallel:
                 names = ", ".join(map(repr, allowed)) + (" or a function" if name == "style" else "")
                 raise PlanError(f"DataParallel({name}={given!r})", f"{name} one of {names}", "correct the name")
         check_fields(self)
+        if self.owners is not False and (self.kind.gathers_parameters or not self.kind.shards_state):
+            needed = "a style in which ranks share out the state of parameters that rest whole"
+            raise PlanError(f"owners= with style {self.kind.name!r}", needed, 'give "zero1" or "zero2"')
         if self.semantics == "per_rank" and self.inputs == "global":
             raise PlanError(
                 'inputs="global" with semantics="per_rank"',
@@ -124,20 +132,54 @@ class DataParallel:
         Raises:
             PlanError: the style is a function, and its layouts cannot be those of a parameter and its state.
         """
-        axes = self.axes(mesh)
-        params = (i for i in graph.inputs if i.role is Role.PARAM)
-        return {i.name: stored(self.kind, i, before[i.name].param, mesh, axes) for i in params}
+        axes, found = self.axes(mesh), dict[str, Resting]()
+        axis, owners = self.owner_axis(mesh), self.named_owners
+        for given in graph.inputs:
+            if given.role is Role.PARAM:
+                have = before[given.name].param
+                found[given.name] = stored(self.kind, given, have, mesh, axes)
+                if axis and given.name in owners:
+                    found[given.name] = Resting(have, have.put(axis, owned_by(owners[given.name])))
+        if axis and (unknown := [name for name in owners if name not in found]):
+            names = ", ".join(map(repr, list(found)[:3]))
+            raise PlanError(f"owners= names {unknown[0]!r}", f"a parameter, as {names}", "correct it")
+        return found
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
-        """None: activations stay where the batch puts them."""
-        return Pins()
+        """Who runs the update of what has an owner. Activations stay where the batch puts them."""
+        axis = self.owner_axis(mesh)
+        at = owners_of_nodes(graph, self.named_owners) if axis and self.named_owners else {}
+        return Pins(owners={name: {axis: owned_by(owner)} for name, owner in at.items()})
+
+    @property
+    def named_owners(self) -> Mapping[str, int]:
+        """The owners of parameters, as far as they are known."""
+        return {} if isinstance(self.owners, bool) else self.owners
+
+    def owner_axis(self, mesh: Mesh) -> str:
+        """The axis of owners; empty where no parameter may have one. Raises PlanError for other axes beside it."""
+        if self.owners is False or mesh.of_ranks.size == 1:
+            return ""
+        several = [axis.name for axis in mesh.of_ranks.axes if axis.size > 1]
+        if len(several) > 1 or several[0] not in self.axes(mesh):
+            needed = "one axis of ranks, that of data parallelism"
+            raise PlanError(
+                f"DataParallel(owners={self.owners!r}) on mesh {mesh.of_ranks}",
+                needed,
+                "leave out owners, or the other axes",
+            )
+        if mesh.pieces > 1 and self.kind.shards_gradients:
+            found, needed = f"owners= with style {self.kind.name!r} and MicroBatches", "gradients that are reduced once"
+            raise PlanError(found, needed, 'give "zero1"')
+        return several[0]
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Nothing more is promised."""
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"{self.kind.name} on {', '.join(self.axes(mesh))}, {self.how}"
+        few = f", {len(owned)} parameters with owners" if (owned := self.named_owners) else ""
+        return f"{self.kind.name} on {', '.join(self.axes(mesh))}, {self.how}{few}"
 
     @property
     def how(self) -> str:

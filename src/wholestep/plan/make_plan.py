@@ -5,7 +5,7 @@ between per-rank and global semantics, with the user's line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -20,11 +20,12 @@ from ..graph.nodes import node_at
 from ..graph.op_kinds import is_batch_norm_in_training
 from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
-from ..layout import Layout, replicated
+from ..layout import REPLICATED, Layout, replicated
 from ..mesh import Mesh
 from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .for_pieces import for_pieces
+from .owned_updates import assigned, whole_updates, with_updates_by_owner
 from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
@@ -44,14 +45,23 @@ _WEIGHTED = "weighted mean", "each rank divides by its own count: ranks with few
 _CLASS_WEIGHTED = "class-weighted mean", "each rank divides by the weight of its own batch"
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan, and the step as its decisions are about it (`Plan.decompose`)."""
+
+    plan: Plan
+    graph: TrainGraph
+
+
 def make_plan(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
-) -> Plan:  # fmt: skip
+) -> PlannedStep:  # fmt: skip
     """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
     hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
     strategies = strategies.staged(graph, mesh, hardware)
     owners = strategies.pipeline.owners(mesh) if strategies.pipeline else {}
+    owner_axis = strategies.options.owner_axis(mesh)
     axes, options = strategies.axes(mesh), strategies.options
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
@@ -61,11 +71,17 @@ def make_plan(
     op = "avg" if options.reduce == "mean" else "sum"
     planned = for_pieces(graph) if mesh.pieces > 1 or owners else graph
     planned = with_lists_by_owner(planned, owners) if owners else planned
+    if owner_axis and options.named_owners:
+        planned = with_updates_by_owner(planned, options.named_owners)
     start = PropagationInputs(
         planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
         hardware=hardware,
     )  # fmt: skip
-    decisions, expanded = _propagate(start, strategies)
+    decisions, expanded, planned = _propagate(start, strategies)
+    if owner_axis and options.owners is True:
+        names = whole_updates(planned, decisions, rest, owner_axis)
+        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware)
+        return make_plan(graph, mesh.of_ranks, strategies.owned(made), placed, hardware)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
@@ -73,16 +89,18 @@ def make_plan(
     order = strategies.pipeline.schedule if strategies.pipeline else ""
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order)
     notes = differences(graph) if per_rank else ()
-    created = _created(graph, rest, grad_targets)
+    created = _created(graph, rest, grad_targets, owner_axis)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
         async_axes=strategies.async_axes(mesh), owners=owners,
+        owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip
-    made.check(graph)
-    return made
+    made.check_inputs(graph)
+    made.check_decisions(planned)
+    return PlannedStep(made, planned)
 
 
 def stored_bytes(
@@ -109,8 +127,12 @@ def _placed(
     return resting, _rest(graph, mesh, strategies, resting, cut)
 
 
-def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[str, Decision], tuple[str, ...]]:
-    """Decisions, and the ops that are decomposed because they would need a sharded operand whole."""
+def _propagate(
+    start: PropagationInputs, strategies: Strategies
+) -> tuple[dict[str, Decision], tuple[str, ...], TrainGraph]:
+    """Decisions, the ops that are decomposed because they would need a sharded operand whole, and the graph that the
+    decisions are about.
+    """
     expanded = list(strategies.pins(start.graph, start.mesh).decomposed)
     start = replace(start, graph=expand(start.graph, expanded)) if expanded else start
     mark_units(start.graph, start.rest)
@@ -127,7 +149,7 @@ def _propagate(start: PropagationInputs, strategies: Strategies) -> tuple[dict[s
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start)
     strategies.check(start.graph, start.mesh, decisions)
-    return decisions, tuple(expanded)
+    return decisions, tuple(expanded), start.graph
 
 
 def _rest(
@@ -135,6 +157,7 @@ def _rest(
 ) -> dict[str, Layout]:
     """Storage layouts of all inputs; with per-rank semantics each rank along `cut` has its own batch."""
     per_rank = strategies.options.semantics == "per_rank"
+    owner_axis = strategies.options.owner_axis(mesh)
     varying_buffers = per_rank_buffers(graph) if per_rank else frozenset[str]()
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
@@ -145,6 +168,8 @@ def _rest(
             layout = resting[given.name].param
         elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
             layout = resting[given.owner].state
+        elif given.role is Role.STATE and given.meta.shape and owner_axis:
+            layout = layout.put(owner_axis, resting[given.owner].state.owner_on(owner_axis) or REPLICATED)
         elif given.role is Role.BATCH:
             parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
             layout = varying(given, cut if per_rank else (), mesh)
@@ -167,15 +192,22 @@ def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str,
     return out
 
 
-def _created(graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str, Layout]) -> dict[str, Layout]:
-    """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape."""
+def _created(
+    graph: TrainGraph, rest: dict[str, Layout], grad_targets: dict[str, Layout], owner_axis: str
+) -> dict[str, Layout]:
+    """Layouts of state and gradients that the step creates: as the state of their parameter if they have its shape, and
+    at its owner.
+    """
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     out: dict[str, Layout] = {}
     for output, node in graph.results():
         made = meta.tensor(node)
         if output.kind == "update" and output.target not in rest and made is not None:
             owner = output.target.rpartition("/")[0]
-            out[output.target] = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+            layout = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
+            if made.shape and owner_axis:
+                layout = layout.put(owner_axis, grad_targets[owner].owner_on(owner_axis) or layout.state(owner_axis))
+            out[output.target] = layout
     return out
 
 

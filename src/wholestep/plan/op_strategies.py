@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..layout import REPLICATED, AxisState
+from ..layout import REPLICATED, AxisState, partial_by, sharded_along
 from ..rules.rule import Group, Term
 
 WHOLE = "whole"
@@ -38,7 +38,7 @@ def whole(group: Group) -> OpStrategy:
 
 def cut(group: Group, factor: str) -> OpStrategy:
     """Operands with `factor` are sharded by it; outputs that lack it are partial."""
-    reduced = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else REPLICATED
+    reduced = partial_by(group.reduces[factor]) if factor in group.reduces else REPLICATED
     takes = {i: _at(term, factor) for i, term in group.operands.items()}
     gives = {o: _at(term, factor) if factor in term else reduced for o, term in group.outputs.items()}
     return OpStrategy(f"cut {factor}", takes, gives, factor)
@@ -46,7 +46,7 @@ def cut(group: Group, factor: str) -> OpStrategy:
 
 def through(group: Group, number: int, op: str) -> OpStrategy:
     """Operands of one pass-through of the group are partial, and so are the outputs."""
-    partial, operands = AxisState("P", op=op), group.partial[number].operands
+    partial, operands = partial_by(op), group.partial[number].operands
     takes = {i: partial if i in operands else REPLICATED for i in group.operands}
     return OpStrategy(f"{_PARTIAL} {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
@@ -69,9 +69,9 @@ def named(group: Group, name: str) -> OpStrategy | None:
         number, _, op = rest.partition(" ")
         return through(group, int(number), op) if int(number) < len(group.partial) else None
     if kind == "cut":
-        return cut(group, rest) if rest in group.factors else None
+        return cut(group, rest) if rest in (*group.factors, *group.made_factors) else None
     return whole(group) if name == WHOLE else None
 
 
 def _at(term: Term, factor: str) -> AxisState:
-    return AxisState("S", list(term).index(factor)) if factor in term else REPLICATED
+    return sharded_along(list(term).index(factor)) if factor in term else REPLICATED

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch.fx import Node
@@ -42,13 +42,15 @@ class Places:
 @dataclass(frozen=True)
 class Value:
     """What is known of a tensor of the padded run. `tails` has the constant in each region, or None. `constant` is that
-    of a tensor without padded dims. With `index`, each element is its place along the padded dim of that number.
+    of a tensor without padded dims. With `index`, each element is its place along the padded dim of that number. With
+    `real`, it is the number of real places.
     """
 
     dims: Mapping[int, Places] = field(default_factory=dict[int, Places])
     tails: Mapping[Region, float | None] = field(default_factory=dict[Region, Any])
     constant: float | None = None
     index: int | None = None
+    real: bool = False
 
     def at(self, region: Region) -> float | None:
         """The constant in a region; in none, that of the whole tensor."""
@@ -82,6 +84,12 @@ COMPARISONS = (aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, a
 def keeps(target: Any) -> bool:
     """True for an op whose result has the elements of its operand."""
     return getattr(target, "overloadpacket", None) in KEEPING
+
+
+def adds_nothing(node: Node) -> bool:
+    """True for a sum with the number 0: its result has the elements of its operand."""
+    zero = node.target in (aten.add.Tensor, aten.sub.Tensor) and len(node.all_input_nodes) == 1 and not node.kwargs
+    return zero and type(node.args[1]) is int and node.args[1] == 0
 
 
 def pointwise(target: Any) -> bool:
@@ -147,3 +155,36 @@ def put_back(made: Any, flat: Iterator[Value]) -> Made:
     if isinstance(made, (list, tuple)):
         return [put_back(one, flat) for one in cast(Sequence[Any], made)]
     return next(flat)
+
+
+def renamed(given: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
+    """A value with padded dims at other numbers."""
+    tails = {frozenset(names[d] for d in region): tail for region, tail in given.tails.items()}
+    return Value(dims, tails, given.constant, None if given.index is None else names[given.index])
+
+
+class Proof(Protocol):
+    """The part of a proof that rows use."""
+
+    batches: Sequence[Mapping[str, int]]
+    node: Node
+
+    def numbers(self, size: int) -> Numbers:
+        """A size in all batches."""
+        ...
+
+    def varies(self, size: object) -> bool:
+        """True if a number depends on the padded length."""
+        ...
+
+    def refuse(self, why: str, needed: str = "") -> NoReturn:
+        """The step cannot be padded."""
+        ...
+
+    def fill(self, operand: int, dim: int, value: float) -> bool:
+        """Whether the program can have this constant at the padded places of an operand of the node."""
+        ...
+
+    def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
+        """What the sharding rule of an op says."""
+        ...

@@ -8,6 +8,10 @@ places of its padded dims. Of the places beyond, the tails, the proof knows whet
 - A sum over a padded dim is right if the tail adds zero: the op is linear in an operand that is zero there.
 - Some ops have a row of their own: softmax, attention, losses that ignore a class, views, slices, masks by position.
 
+Where a softmax reads a tail that is no such constant, as that of a mask by a large number, the program can be given it:
+it has the number of real places as an input, and fills the places behind them (`filled_where_padded`). The result is
+proved like any other step.
+
 All else is refused, with the user's line. Zero times what padding computes is zero: that is taken to be finite, since
 it is computed from the fill as other places are from data. What is known to be no number is refused.
 """
@@ -15,6 +19,7 @@ it is computed from the fill as other places are from data. What is known to be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -23,7 +28,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph
+from ..graph.graph import Input, Role, TrainGraph
 from ..graph.sizes_in_graph import sizes_among
 from ..rules.call import Call, opened
 from ..rules.find_rule import find_rule
@@ -41,6 +46,7 @@ from .padded_values import (
     Places,
     Region,
     Value,
+    adds_nothing,
     constant_made,
     filled,
     keeps,
@@ -51,6 +57,7 @@ from .padded_values import (
     short_cut,
     subsets,
 )
+from .padding_fills import FUSED, LIKE, SIZED, Draw, Fill, with_fills
 from .padding_rows import SPECIAL
 
 aten = torch.ops.aten
@@ -60,28 +67,44 @@ class PaddingError(PlanError):
     """A batch cannot be padded: what padding adds would reach a result."""
 
 
-def prove_padding(
-    graph: TrainGraph,
-    places: Mapping[str, int],
-    fill: Mapping[str, float],
-    symbols: Sequence[str],
-    batches: Sequence[Mapping[str, int]],
-) -> None:
-    """Raise PaddingError unless results of a step do not depend on padding: of the dims `places`, by name of an input,
-    with the value `fill`. `symbols` are the sizes of these dims, and `batches` sizes of all symbols that the guards of
-    the capture hold for.
+@dataclass(frozen=True)
+class PaddedDims:
+    """Dims of the batch that are padded together to one of `lengths`: `places`, by name of an input, with the value
+    `fill`, and the `symbols` of their sizes. `length` is the input that has their length without padding. `batches` are
+    sizes of all symbols that the guards of the capture hold for.
     """
-    _Proof(graph, places, fill, symbols, batches).run()
+
+    lengths: Sequence[int]
+    places: Mapping[str, int]
+    fill: Mapping[str, float]
+    symbols: Sequence[str]
+    length: str
+    batches: Sequence[Mapping[str, int]]
+
+
+def filled_where_padded(graph: TrainGraph, padded: Sequence[PaddedDims], symbols: _torch.Symbols) -> TrainGraph:
+    """A step whose results do not depend on padding: `graph`, or a copy that fills padded positions where softmax reads
+    them. Raises PaddingError where that is not enough.
+    """
+    made = graph
+    for one in padded:
+        fills: list[Fill | Draw] = []
+        _Proof(made, one, fills).run()
+        made = with_fills(made, fills, one.length, symbols) if fills else made
+    for one in padded if made is not graph else ():
+        _Proof(made, one, None).run()
+    return made
 
 
 class _Proof:
-    def __init__(
-        self, graph: TrainGraph, places: Mapping[str, int], fill: Mapping[str, float], symbols: Sequence[str],
-        batches: Sequence[Mapping[str, int]],
-    ) -> None:  # fmt: skip
-        self.graph, self.places, self.fill, self.batches = graph, places, fill, batches
-        first = batches[0]
-        self._longer = [{**first, **{one: first[one] + more for one in symbols}} for more in (1, 1009)]
+    """One walk. With `fills`, it takes padded positions for filled that can be, and notes them there."""
+
+    def __init__(self, graph: TrainGraph, padded: PaddedDims, fills: list[Fill | Draw] | None) -> None:
+        self.graph, self.padded, self.fills, self.batches = graph, padded, fills, padded.batches
+        first, longest = self.batches[0], max(padded.lengths)
+        known = sorted({*range(2, longest + 1)[:33], *(n - less for n in padded.lengths for less in (0, 1))} - {1})
+        self._others = [{**first, **dict.fromkeys(padded.symbols, n)} for n in known]
+        self._varying: dict[str, bool] = {}
         self.values: dict[Node, Made] = {}
         self.node: Node = next(iter(graph.graph.nodes))
 
@@ -97,11 +120,8 @@ class _Proof:
                     constant is not None and constant.numel() == 1 and not (constant.is_meta or constant.is_complex())
                 )
                 self.values[node] = Value(constant=float(constant)) if known and constant is not None else SAME
-                if given.role is Role.BATCH and given.name in self.places:
-                    dim = self.places[given.name]
-                    length = self.numbers(given.meta.shape[dim])
-                    one = (1,) * len(length)
-                    self.values[node] = filled({dim: Places(one, length, one)}, float(self.fill.get(given.name, 0)))
+                if given.role is Role.BATCH:
+                    self.values[node] = self._of_batch(given)
             elif node.op == "call_function":
                 self.values[node] = self._made()
             if node.op != "output":
@@ -111,6 +131,22 @@ class _Proof:
                 self.node = node
                 what = "returns" if output.kind == "result" else f"updates {output.target!r} with"
                 self.refuse(f"the step {what} a value of the padded length", "results without that length")
+
+    def _of_batch(self, given: Input) -> Value:
+        if given.name == self.padded.length:
+            return Value(real=True)
+        if given.name not in self.padded.places:
+            return SAME
+        dim = self.padded.places[given.name]
+        length = self.numbers(given.meta.shape[dim])
+        one = (1,) * len(length)
+        return filled({dim: Places(one, length, one)}, float(self.padded.fill.get(given.name, 0)))
+
+    def fill(self, operand: int, dim: int, value: float) -> bool:
+        """Whether the program can have this constant at the padded places of an operand of the node."""
+        if self.fills is not None:
+            self.fills.append(Fill(self.node.name, operand, dim, value))
+        return self.fills is not None
 
     # -- sizes ------------------------------------------------------------------------------
     def numbers(self, size: int) -> Numbers:
@@ -123,7 +159,9 @@ class _Proof:
         """True if a number depends on the padded length."""
         if not isinstance(size, (SizeInt, SizeFloat)):
             return False
-        return any(evaluate(size.text, one) != evaluate(size.text, self.batches[0]) for one in self._longer)
+        if size.text not in self._varying:
+            self._varying[size.text] = len({evaluate(size.text, one) for one in self._others}) > 1
+        return self._varying[size.text]
 
     def _check_dims(self) -> None:
         """What depends on the length is known to be padded."""
@@ -167,7 +205,7 @@ class _Proof:
         if not touched:
             return self._untouched(shapes)
         if draws(node):
-            self.refuse("draws random numbers, other ones for another length", "a step without dropout in padded parts")
+            return self._drawn()
         operands = [made for made in given if isinstance(made, Value)]
         if len(operands) != len(given):
             self.refuse("reads a list of tensors of the padded length")
@@ -175,6 +213,20 @@ class _Proof:
         if special is not None:
             return special(self, Call.of(node), operands)
         return self.by_rule(Call.of(node), operands)
+
+    def _drawn(self) -> Made:
+        """Random numbers that are drawn for the longest length are those of each."""
+        node, symbols = self.node, {f"({one})" for one in self.padded.symbols}
+        made = meta.tensors(node)[0]
+        long = {dim: size for dim, size in enumerate(made.shape) if self.varies(size)} if made is not None else {}
+        own = all(isinstance(size, SizeInt) and size.text in symbols for size in long.values())
+        if node.target not in (*LIKE, *SIZED, FUSED) or not own or self.fills is None:
+            needed = "dropout of positions by F.dropout, and none inside a kernel of attention (dropout_p=0)"
+            self.refuse("draws random numbers, other ones for another length", needed)
+        self.fills.append(Draw(node.name, tuple(long), max(self.padded.lengths)))
+        one = (1,) * len(self.batches)
+        drawn = filled({dim: Places(one, self.numbers(size), one) for dim, size in long.items()}, None)
+        return like(meta.value(node), drawn)
 
     def _untouched(self, shapes: Sequence[Any]) -> Made:
         """What has nothing to do with the padded length; the constant, if it is one."""
@@ -304,7 +356,7 @@ class _Proof:
                 else:
                     tails[where] = None
             index = None
-            if len(group.operands) == 1 and keeps(self.node.target):
+            if len(group.operands) == 1 and (keeps(self.node.target) or adds_nothing(self.node)):
                 ((only, operand),) = ((i, operands[i]) for i in group.operands)
                 exact = meta.one_tensor(self.node).dtype in EXACT
                 if exact and operand.index is not None and (factor := group.operands[only][operand.index]) in kept:
@@ -313,7 +365,12 @@ class _Proof:
         return made
 
     def _compared(self, group: Group, operands: Sequence[Value], chosen: frozenset[str]) -> float | None:
-        """Two numbers of places: one that is beyond the real places is greater than one that is not."""
+        """Two numbers of places: one that is beyond the real places is greater than one that is not, and no less than
+        the number of real ones.
+        """
+        if [operands[i].real for i in sorted(group.operands)] == [False, True] and operands[0].index is not None:
+            known = {aten.ge.Tensor: 1.0, aten.lt.Tensor: 0.0}
+            return known.get(cast(Any, self.node.target)) if chosen else None
         sides: list[bool] = []
         for i in sorted(group.operands):
             index = operands[i].index

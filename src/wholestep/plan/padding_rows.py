@@ -1,25 +1,26 @@
-"""Ops with a row of their own in the proof of padding: views, slices, masks by position, softmax, attention, losses."""
+"""Ops with a row of their own in the proof of padding: views, factories, masks, softmax, attention, losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch.fx import Node
 
 from ..graph import meta
 from ..rules.call import Call
+from ..sizes import text_of
+from . import padding_places
 from .padded_values import (
-    END,
     NO_LENGTH,
     ONE_POSITION,
     SAME,
     Made,
     Numbers,
     Places,
+    Proof,
     Region,
     Value,
     constant_made,
@@ -27,35 +28,10 @@ from .padded_values import (
     no_number,
     put_back,
     regions,
+    renamed,
 )
 
 aten = torch.ops.aten
-
-
-class Proof(Protocol):
-    """The part of a proof that rows use."""
-
-    batches: Sequence[Mapping[str, int]]
-    node: Node
-
-    def numbers(self, size: int) -> Numbers:
-        """A size in all batches."""
-        ...
-
-    def varies(self, size: object) -> bool:
-        """True if a number depends on the padded length."""
-        ...
-
-    def refuse(self, why: str, needed: str = "") -> NoReturn:
-        """The step cannot be padded."""
-        ...
-
-    def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
-        """What the sharding rule of an op says."""
-        ...
-
-
-# -- ops with a row of their own -----------------------------------------------------------------
 Special = Callable[[Proof, Call, Sequence[Value]], Made]
 
 
@@ -95,7 +71,7 @@ def _regroup(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
             before, after = (_product(one, taken[:i]), _product(one, taken[i + 1 :]))
             dims[dim] = Places(before, taken[i][0], after)
             names[cast(int, taken[i][1])] = dim
-    return _renamed(given, dims, names)
+    return renamed(given, dims, names)
 
 
 def _divides(a: Numbers, b: Numbers) -> bool:
@@ -110,12 +86,6 @@ def _product(one: Numbers, pieces: Sequence[tuple[Numbers, int | None]]) -> Numb
     for piece, _ in pieces:
         one = tuple(x * y for x, y in zip(one, piece, strict=True))
     return one
-
-
-def _renamed(given: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
-    """`given` with padded dims at other numbers."""
-    tails = {frozenset(names[d] for d in region): tail for region, tail in given.tails.items()}
-    return Value(dims, tails, given.constant, None if given.index is None else names[given.index])
 
 
 def _expanded(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
@@ -137,7 +107,7 @@ def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
         proof.refuse("computes with the padded length (fill_value)", NO_LENGTH)
     one = (1,) * len(proof.batches)
     dims = {d: Places(one, proof.numbers(n), one) for d, n in enumerate(call.made()) if proof.varies(n)}
-    if operands and operands[0].dims and call.made() == call.shape(0):
+    if operands and operands[0].dims and list(map(text_of, call.made())) == list(map(text_of, call.shape(0))):
         dims = dict(operands[0].dims)
     constant = constant_made(proof.node)
     return replace(filled(dims, constant), constant=constant)
@@ -151,63 +121,6 @@ def _counted(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     return Value(
         {0: Places(one, proof.numbers(call.made()[0]), one)}, {frozenset({0}): None}, index=0 if plain else None
     )
-
-
-def _sliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given = operands[0]
-    dim: int = call.argument("dim", 0) % len(call.shape(0))
-    start, end, step = call.argument("start") or 0, call.argument("end"), call.argument("step", 1)
-    size: int = call.made()[dim]
-    if dim not in given.dims and not proof.varies(size):
-        return given
-    if proof.varies(start) or start < 0 or step != 1:
-        proof.refuse("reads positions counted from the end of the padded length", "positions counted from the start")
-    if dim in given.dims and not given.dims[dim].first:
-        proof.refuse("takes padded positions apart")
-    kept = {d: places for d, places in given.dims.items() if d != dim}
-    if not proof.varies(size):  # the first ones, which are real where the guards of the capture hold
-        if end is not None and (proof.varies(end) or end < 0):
-            proof.refuse("reads positions counted from the end of the padded length")
-        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    one = (1,) * len(proof.batches)
-    dims = {**kept, dim: Places(one, proof.numbers(size), one)}
-    whole = end is None or end == END or (dim in given.dims and proof.numbers(end) == given.dims[dim].length)
-    tails = {r: given.at(r) if dim in given.dims and (whole or dim not in r) else None for r in regions(dims)}
-    if dim not in given.dims:
-        tails |= {r: given.at(r) for r in regions(kept)}
-    return Value(dims, tails, index=given.index if start == 0 else None)
-
-
-def _unsliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
-    """A slice in the middle of zeros."""
-    given, made = operands[0], call.made()
-    dim: int = call.argument("dim") % len(made)
-    start, end, step = call.argument("start"), call.argument("end"), call.argument("step")
-    if dim not in given.dims and not proof.varies(made[dim]):
-        return given
-    if proof.varies(start) or start < 0 or step != 1 or (dim in given.dims and not given.dims[dim].first):
-        proof.refuse("reads positions counted from the end of the padded length")
-    one = (1,) * len(proof.batches)
-    if dim not in given.dims:  # a few of the first places, all of which are real
-        dims = {**given.dims, dim: Places(one, proof.numbers(made[dim]), one)}
-        return Value(dims, {r: 0.0 if dim in r else given.at(r) for r in regions(dims)})
-    if end != END and any(given.tails[r] != 0 for r in regions(given.dims) if dim in r):
-        proof.refuse("puts padded positions, which are not zero, beside others")
-    kept = {d: places for d, places in given.dims.items() if d != dim}
-    if not proof.varies(made[dim]):
-        return Value(kept, {r: tail for r, tail in given.tails.items() if dim not in r})
-    dims = {**kept, dim: Places(one, proof.numbers(made[dim]), one)}
-    return Value(dims, dict(given.tails))
-
-
-def _selected(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given = operands[0]
-    dim, index = call.argument("dim") % len(call.shape(0)), call.argument("index")
-    if dim in given.dims and (proof.varies(index) or index < 0 or not given.dims[dim].first):
-        proof.refuse("reads the last of the padded positions", "a position counted from the start")
-    names = {d: d - (d > dim) for d in given.dims if d != dim}
-    kept = Value(given.dims, {r: t for r, t in given.tails.items() if dim not in r}, given.constant)
-    return _renamed(kept, {names[d]: p for d, p in given.dims.items() if d != dim}, names)
 
 
 def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
@@ -229,11 +142,22 @@ def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     return Value(dims, tails)
 
 
+def _masked(proof: Proof, operand: int, given: Value, dim: int) -> Value:
+    """An operand with -inf at the padded places of a dim, where the program can have it there: softmax then computes as
+    without them, whatever a mask leaves over in a row.
+    """
+    masked = given.tails[frozenset({dim})] == -math.inf
+    if masked or not given.dims[dim].first or not proof.fill(operand, dim, -math.inf):
+        return given
+    return replace(given, tails={r: -math.inf if dim in r else tail for r, tail in given.tails.items()}, index=None)
+
+
 def _softmax(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     given = operands[0]
     dim = call.argument("dim") % len(call.shape(0))
     if dim not in given.dims:
         return proof.by_rule(call, operands)
+    given = _masked(proof, 0, given, dim)
     if given.tails[frozenset({dim})] != -math.inf:
         proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
     tails: dict[Region, float | None] = {}
@@ -281,7 +205,9 @@ def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
         causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
         last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
         masked = False
-        if mask is not None and last in mask.dims:
+        if mask is not None and last in mask.dims and not causal:
+            at_mask = next(s.positions[0] for s in call.slots if s.name in ("attn_mask", "attn_bias"))
+            mask = _masked(proof, at_mask, mask, last)
             masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
         if not causal and not masked:
             proof.refuse(
@@ -339,9 +265,16 @@ SPECIAL: dict[Any, Special] = {
          aten.new_ones, aten.new_full, aten.empty, aten.empty_like, aten.new_empty), _factory,
     ),
     aten.arange: _counted,
-    aten.slice.Tensor: _sliced,
-    aten.slice_backward: _unsliced,
-    aten.select.int: _selected,
+    aten.slice.Tensor: padding_places.sliced,
+    aten.slice_backward: padding_places.unsliced,
+    aten.select.int: padding_places.selected,
+    aten.select_backward: padding_places.unselected,
+    **dict.fromkeys((aten.slice_scatter, aten.select_scatter), padding_places.written),
+    aten.constant_pad_nd: padding_places.bordered,
+    aten.index.Tensor: padding_places.indexed,
+    aten.gather: padding_places.gathered,
+    aten.cumsum: padding_places.summed_up,
+    aten.cat: padding_places.joined,
     **dict.fromkeys((aten.tril, aten.triu), _triangle),
     **dict.fromkeys((aten._softmax, aten._safe_softmax), _softmax),
     aten._softmax_backward_data: _softmax_backward,

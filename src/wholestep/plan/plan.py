@@ -22,6 +22,7 @@ from ..typed_values import check_arguments
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .for_pieces import for_pieces
+from .owned_updates import with_updates_by_owner
 from .plan_diff import Difference, diff
 from .plan_file import decode, encode
 from .plan_form import check_form
@@ -57,6 +58,8 @@ class Plan:
         hardware: prices layouts and resharding.
         async_axes: the axes of `TensorParallel(async_tp=...)`, each with its value.
         owners: with `Pipeline`, the coordinate of its axis that owns each parameter.
+        owner_axis, update_owners: with `DataParallel(owners=...)`, the axis of owners, and the coordinate that has the
+            state of each parameter whose update needs it whole.
 
     Invariants (`check`): one layout per input, which fits its shape and the mesh; a decision for every call.
 
@@ -85,6 +88,8 @@ class Plan:
     hardware: Hardware = field(default_factory=one_host)
     async_axes: tuple[tuple[str, str], ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict[str, int])
+    owner_axis: str = ""
+    update_owners: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def explain(self, name: str) -> str:
         """The storage layout of an input and its reason, its readers and their costs; or the same for an operation.
@@ -101,6 +106,7 @@ class Plan:
         """
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
         graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
+        graph = with_updates_by_owner(graph, self.update_owners) if self.update_owners else graph
         graph = expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
         mark_units(graph, self.storage)
         return graph
@@ -111,6 +117,13 @@ class Plan:
 
     def decomposed_graph(self, graph: TrainGraph) -> TrainGraph:
         """`decompose`, of a graph that has been checked as `check` does."""
+        self.check_inputs(graph)
+        graph = self.decompose(graph)
+        self.check_decisions(graph)
+        return graph
+
+    def check_inputs(self, graph: TrainGraph) -> None:
+        """Raise PlanError if the plan is for other inputs than those of `graph`, LayoutError if it cannot store one."""
         planned = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in self.inputs}
         actual = {i.name: (i.meta.shape, str(i.meta.dtype)) for i in graph.inputs}
         differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
@@ -124,13 +137,14 @@ class Plan:
             )
         for given in self.inputs:
             self.storage[given.name].check(given.meta.shape, self.mesh, given.name)
-        graph = self.decompose(graph)
+
+    def check_decisions(self, graph: TrainGraph) -> None:
+        """Raise PlanError if an op of a decomposed graph has no decision."""
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
             raise PlanError(
                 f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
             )
-        return graph
 
     @property
     def stage_axis(self) -> str:
@@ -140,14 +154,14 @@ class Plan:
 
     def stored_bytes(self, role: str | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all; of a
-        pipeline the rank of the stage that holds most.
+        pipeline, or with owners, the rank that holds most.
         """
         stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
         given = cast(object, role)  # a list, say, which has no hash
         if given is not None and (not isinstance(given, str) or given not in stored):
             raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
         roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
-        axis, held = self.stage_axis, [i for i in self.inputs if i.role in roles]
+        axis, held = self.stage_axis or self.owner_axis, [i for i in self.inputs if i.role in roles]
         first = self.mesh.coordinate(0)
         places = [{**first, axis: at} for at in range(self.mesh.axis_size(axis))] if axis else [first]
         return max(sum(self.input_bytes(i) for i in held if self.storage[i.name].is_held_at(place)) for place in places)

@@ -38,7 +38,7 @@ from .explain import moves, reason, settled
 from .for_pieces import is_drawn_into
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
-from .propagation_inputs import PropagationInputs, moving, reads, rounding, shrinks
+from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
 
 _PRODUCER = "producer"
 
@@ -68,6 +68,8 @@ class _Propagation:
     def __post_init__(self) -> None:
         self.batch_dependent = moving(self.situation.graph)
         self.rounding = rounding(self.situation.graph, self.batch_dependent)
+        self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
+        self.active = [axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1]
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
 
@@ -104,7 +106,7 @@ class _Propagation:
         if layout != have and layout.state(TIME).kind == "P":
             layout = layout.put(TIME, REPLICATED)
         partial = layout
-        for axis in self._active():
+        for axis in self.active:
             if layout.state(axis) == VARIES:  # along per-rank axes
                 partial = partial.put(axis, AxisState("P", op=self.situation.reduce_op))
         reads = (node_at(node, 0).name,)
@@ -115,7 +117,7 @@ class _Propagation:
         stages, the one that has it is.
         """
         layout = partial = self.layouts[node_at(node, 0)][0]
-        for axis in self._active():
+        for axis in self.active:
             state = layout.state(axis)
             if state.kind != "O" and (axis != TIME or state != REPLICATED):  # not once for each piece
                 partial = partial.put(axis, AxisState("P", op="norm1"))
@@ -131,7 +133,7 @@ class _Propagation:
         cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
-        for axis in in_order(list(self._active()), have, [n in self.batch_dependent for n in given]):
+        for axis in in_order(self.active, have, [n in self.batch_dependent for n in given]):
             states = [layout.state(axis) for layout in have]
             owner = self._owner(node, axis)
             if owner is not None or any(state.kind == "O" for state in states):
@@ -142,7 +144,8 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            if all(s == REPLICATED for s in states) and not varies and axis not in pinned:
+            is_whole = states.count(REPLICATED) == len(states)
+            if is_whole and not varies and axis not in pinned and not self.at_home(node, axis):
                 continue
             if varies:
                 why = "varies"
@@ -167,7 +170,7 @@ class _Propagation:
                 why = "rounds coarsely"
                 because.append(f"{axis}: whole operands, so that sums in this dtype round as on one device")
                 continue
-            rule = rule or find_rule(node)
+            rule = find_rule(node) if rule is None else rule
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
             takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
             if rule is not None:
@@ -185,10 +188,18 @@ class _Propagation:
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
 
+    def at_home(self, node: Node, axis: str) -> str:
+        """The factor that `node`, a gradient, alone has, and along which its parameter is sharded; empty for others."""
+        home = self.homes.get(node)
+        state = REPLICATED if home is None or axis in self.situation.storage else home.state(axis)
+        rule = find_rule(node) if state.kind == "S" else None
+        terms = [(group, group.outputs[0]) for group in (rule.groups if rule else ()) if 0 in group.outputs]
+        return next((f for group, term in terms if (f := term[state.dim]) in group.made_factors), None) or ""
+
     def _at_owner(
         self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
     ) -> tuple[list[AxisState], AxisState, str]:
-        """States along an axis of stages: a stage sends for what others own. Numbers of several stages meet on all
+        """States along an axis of owners: an owner sends for what others own. Numbers of several owners meet on all
         ranks as a sum to which each rank adds its own.
         """
         rule = find_rule(node)
@@ -196,7 +207,9 @@ class _Propagation:
         if owner is not None:
             takes = [s if i in by_shape or s == REPLICATED else owner for i, s in enumerate(states)]
             return takes, owner, f"runs at {owner.at}, with what it reads"
-        for group in rule.groups if rule else ():
+        owned = [meta.one_tensor(n) for n, s in zip(operands(node), states, strict=True) if s.kind == "O"]
+        numbers = all(made.numel == 1 for made in owned)
+        for group in rule.groups if rule and numbers else ():
             for number, passing in enumerate(group.partial):
                 if passing.operands >= {i for i, s in enumerate(states) if s.kind == "O"} and "sum" in passing.ops:
                     made = through(group, number, "sum")
@@ -284,9 +297,6 @@ class _Propagation:
             return decision
         said = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
         return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {said}"))
-
-    def _active(self) -> Iterator[str]:
-        return (axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1)
 
     def check_updates(self) -> None:
         """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
@@ -398,7 +408,9 @@ class _CallOnAxis:
         yield whole(group)
 
     def _factors(self, group: Group) -> list[str]:
-        """Factors along which an operand is sharded, or its reduced gradient will be."""
+        """Factors along which an operand is sharded, or its reduced gradient will be; and those of a gradient alone, as
+        the rows of an embedding, where its parameter is sharded along them.
+        """
         found: dict[str, None] = {}
         for i in group.operands:
             if self.moves and self.only_stores and self.given[i] not in self.batch_dependent:
@@ -408,7 +420,8 @@ class _CallOnAxis:
             factor = group.factors_at(i, state.dim) if state.kind == "S" else None
             if factor:
                 found[factor] = None
-        return list(found)
+        own = self.run.at_home(self.node, self.axis)
+        return [*found, own] if own in group.made_factors else list(found)
 
     def _allowed(self, operand: int, want: AxisState) -> bool:
         """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
@@ -453,6 +466,8 @@ def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool])
 
     `moves`: which of `have` depend on the batch; these decide where layouts disagree.
     """
+    if not any(len(dim) > 1 for layout in have for dim in layout.dims):
+        return list(axes)
     pairs: dict[tuple[str, str], None] = {}
     for wanted in (True, False):
         for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
@@ -476,6 +491,7 @@ def reduced(partial: Layout, home: Layout) -> Layout:
             if partial.state(axis).kind in ("P", "R"):
                 out = out.put(axis, home.state(axis))
     for axis in whole:
-        if home.state(axis).kind != "S":
-            out = out.put(axis, REPLICATED)
+        state = home.state(axis)
+        if state.kind != "S":
+            out = out.put(axis, state if state.kind == "O" else REPLICATED)
     return out

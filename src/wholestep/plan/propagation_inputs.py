@@ -11,7 +11,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.nodes import operands
+from ..graph.nodes import node_at, operands
 from ..graph.op_kinds import CHEAP, PRODUCTS, VIEWS, is_pointwise
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..hardware.hardware import Hardware
@@ -54,6 +54,20 @@ def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
         if any(n in found for n in node.all_input_nodes) or is_random(node):
             found.add(node)
     return frozenset(found)
+
+
+def gradient_homes(graph: TrainGraph, targets: Mapping[str, Layout]) -> dict[Node, Layout]:
+    """By term of a parameter's gradient, of the same shape: the layout to which the gradient is reduced."""
+    found = dict[Node, Layout]()
+    for node in reversed(graph.graph.nodes):
+        if node.target is GRAD_READY:
+            found[node_at(node, 0)] = targets[str(node.args[1])]
+        elif node in found and node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor):
+            shape = meta.one_tensor(node).shape
+            for given in node.all_input_nodes:
+                if (made := meta.tensor(given)) is not None and made.shape == shape:
+                    found[given] = found[node]
+    return found
 
 
 def incomplete_gradients(graph: TrainGraph) -> frozenset[Node]:

@@ -75,6 +75,11 @@ class Strategies:
         data = replace(self.data, reshard_after_forward=again, keep_gathered_bytes=kept)
         return Strategies(tuple(data if part is self.data else part for part in self.parts))
 
+    def owned(self, owners: Mapping[str, int]) -> Strategies:
+        """These strategies with these owners of parameters."""
+        made = replace(self.options, owners=owners)
+        return Strategies(tuple(made if part is self.data else part for part in self.parts))
+
     @property
     def pipeline(self) -> Pipeline | None:
         """The strategy that cuts the step into stages."""

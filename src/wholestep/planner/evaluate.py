@@ -14,7 +14,7 @@ from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..partition.lower import lowered
+from ..partition.lower import written
 from ..passes.base import Pass, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
@@ -108,9 +108,9 @@ class Evaluator:
         assert strategies is not None, "it has a plan"
         if doing:
             self.watch(f"{doing}{row.name}")
-        planned = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
-        self.constraints.check(planned)
-        return planned, lowered(graph, planned)
+        made = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
+        self.constraints.check(made.plan)
+        return made.plan, written(made.graph, made.plan)
 
     def made(self, row: Candidate, blocks: tuple[int, int] | None, known: Made = ()) -> Made:
         """Plans and programs of the steps with so many equal layers, or of the whole; the `FEWEST` may be `known`."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ..cost.staged import StagedStep
 from ..errors import BudgetError, PlanError, WholestepError
 from ..graph.gc_control import existing_objects_frozen
 from ..graph.text import human, human_at_least, seconds
@@ -41,7 +42,9 @@ class Setup:
         rest_bytes: that a rank holds besides one micro-batch: between steps, and as gathered and summed.
         costs: simulated; None where `why` says why not.
         why: it lost.
+        over_bytes: that it holds beyond the memory, where it lost for that.
         order, chunks: of a pipeline, its blocks' order and its stages on each rank.
+        staged: the simulated step of a pipeline.
     """
 
     mesh: Mesh
@@ -53,8 +56,10 @@ class Setup:
     rest_bytes: int = 0
     costs: Costs | None = None
     why: str = ""
+    over_bytes: int = 0
     order: str = ""
     chunks: int = 1
+    staged: StagedStep | None = None
 
     @property
     def strategies(self) -> Strategies:
@@ -63,18 +68,27 @@ class Setup:
         return compose(self.template.strategies)
 
     @property
-    def name(self) -> str:
-        """The template without the axes, which the mesh has."""
+    def style(self) -> str:
+        """How data-parallel ranks store the model."""
         key = self.template.key
         assert key is not None, "a template of the table"
         how = "" if key.regathers is None else ", re-gathered" if key.regathers else ", kept"
-        if self.order:
-            chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
-            return f"{f'{key.style}, ' if key.style else ''}{self.order}{chunks}"
-        return f"{key.style or 'tensor parallel'}{how}"
+        return f"{key.style}{how}" if key.style else ""
+
+    @property
+    def name(self) -> str:
+        """The template without the axes, which the mesh has."""
+        chunks = f"{self.chunks} chunks" if self.chunks > 1 else ""
+        return ", ".join(filter(None, (self.style, self.order, chunks))) or "tensor parallel"
 
     def __str__(self) -> str:
         return f"{self.name} on {self.mesh}, {self.micro_batches} x {self.batch}, recompute {self.recompute}"
+
+
+def holding(setup: Setup, needs_bytes: int, memory_bytes: int, what: str) -> Setup:
+    """`setup`, which lost as it needs more than the memory; `what` says for what, with a `{}` for the bytes."""
+    over = needs_bytes - memory_bytes
+    return replace(setup, why=f"{what.format(human(needs_bytes))}, {human(over)} too much", over_bytes=over)
 
 
 @dataclass(frozen=True)
@@ -180,12 +194,12 @@ class GpuSearch:
             yield replace(first, why=f"no plan: {first_line(error)}")
             return
         if rest > self.memory_bytes:
-            yield replace(first, why=f"keeps {human(rest)} between steps, {self._too_much(rest)}")
+            yield self._holding(first, rest, "keeps {} between steps")
             return
         if key.regathers is False:  # between forward and backward all parameters are whole
             rest += self.param_bytes // self.estimate.split(mesh)
         if rest > self.memory_bytes:
-            yield replace(first, why=f"holds {human(rest)} with its parameters gathered, {self._too_much(rest)}")
+            yield self._holding(first, rest, "holds {} with its parameters gathered")
             return
         sizes = [size for size in (1 << power for power in range(each.bit_length())) if each % size == 0]
         for size in sizes:
@@ -195,13 +209,11 @@ class GpuSearch:
             if setup.micro_batches > 1:
                 setup = replace(setup, rest_bytes=rest + self._accumulated(setup))
             if setup.rest_bytes > self.memory_bytes:
-                text = f"holds {human(setup.rest_bytes)} with the gradients of micro-batches"
-                yield replace(setup, why=f"{text}, {self._too_much(setup.rest_bytes)}")
+                yield self._holding(setup, setup.rest_bytes, "holds {} with the gradients of micro-batches")
                 continue
             least = setup.rest_bytes + self.estimate.least_bytes_of(mesh, size, self.kinds[-1])
             if least > self.memory_bytes:
-                text = f"holds about {human(least)} at least, {self._too_much(least)}"
-                yield replace(setup, recompute=self.kinds[-1], why=text)
+                yield self._holding(replace(setup, recompute=self.kinds[-1]), least, "holds about {} at least")
                 continue
             yield self._with_kind(setup)
 
@@ -213,8 +225,8 @@ class GpuSearch:
         ranks = prod(map(setup.mesh.axis_size, data.axes(setup.mesh))) if data and data.kind.shards_gradients else 1
         return self.param_bytes // self.estimate.split(setup.mesh) // ranks
 
-    def _too_much(self, size_bytes: int) -> str:
-        return f"{human(size_bytes - self.memory_bytes)} too much"
+    def _holding(self, setup: Setup, needs_bytes: int, what: str) -> Setup:
+        return holding(setup, needs_bytes, self.memory_bytes, what)
 
     def _with_kind(self, setup: Setup) -> Setup:
         """With the first kind of recomputation, from its own on, that seems to fit, and the time of that."""
@@ -232,15 +244,14 @@ class GpuSearch:
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
         needs, how = (least, "at least") if least > self.memory_bytes else (likely, "by a quick estimate")
-        text = f"holds {human(needs)} {how}, {self._too_much(needs)}"
-        return replace(setup, recompute=self.kinds[-1], why=text)
+        return self._holding(replace(setup, recompute=self.kinds[-1]), needs, f"holds {{}} {how}")
 
     def _recomputing_more(self, setup: Setup) -> Setup | None:
         """The next kind for a setup that held too much; None where there is none."""
         later = self.kinds[self.kinds.index(setup.recompute) + 1 :]
-        if not later or not setup.why.endswith("too much"):
+        if not later or not setup.over_bytes:
             return None
-        found = self._with_kind(replace(setup, recompute=later[0], why=""))
+        found = self._with_kind(replace(setup, recompute=later[0], why="", over_bytes=0))
         return None if found.why else found
 
     def _probe(self, setup: Setup) -> Setup:
@@ -266,8 +277,7 @@ class GpuSearch:
             return replace(setup, why=f"takes {seconds(found)} at least")
         if found.peak_bytes <= self.memory_bytes:
             return replace(setup, costs=found)
-        needs = found.peak_bytes
-        return replace(setup, why=f"holds about {human(needs)} at its peak, {self._too_much(needs)}")
+        return self._holding(setup, found.peak_bytes, "holds about {} at its peak")
 
     def _costs(self, setup: Setup, fastest_s: float) -> Costs | float:
         """Costs with one micro-batch, or of all, from those with one and what a second adds; or a bound above
@@ -292,7 +302,7 @@ class GpuSearch:
         return repeated(one, one.grown(few, more), setup.micro_batches)
 
     def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
-        over = [setup for setup in lost if setup.why.endswith("too much")]
+        over = [setup for setup in lost if setup.over_bytes]
         if not over:
             raise PlanError(
                 f"no setup of {ranks} GPUs can be planned: {lost[0]}: {lost[0].why}",

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PlanError, shown
 from ..graph.gc_control import collector_paused
-from ..graph.graph import TrainGraph
+from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..plan.make_plan import make_plan
+from ..partition.lower import written
+from ..plan.make_plan import PlannedStep, make_plan
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Chooser, Strategy
@@ -58,7 +59,7 @@ def plan(
         raise PlanError(f"parallel={shown(parallel)} is a class", "a strategy", f"give {parallel.__name__}(...)")
     if isinstance(parallel, Chooser):
         return parallel.choose(graph, mesh, placed)
-    return plan_strategies(graph, mesh, compose(parallel), placed, hardware)
+    return plan_strategies(graph, mesh, compose(parallel), placed, hardware).plan
 
 
 def _check_placed(graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]) -> None:
@@ -75,10 +76,20 @@ def _check_placed(graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]) -
 def plan_strategies(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
     hardware: Hardware | None = None,
-) -> Plan:  # fmt: skip
+) -> PlannedStep:  # fmt: skip
     """The plan of `strategies`, `TensorParallel("auto")` among them. Raises as `plan` does."""
     strategies.axes(mesh)
     return make_plan(graph, mesh, _with_auto_solved(strategies, graph, mesh, placed), placed, hardware)
+
+
+@collector_paused()
+def planned_program(
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None = None,
+    hardware: Hardware | None = None,
+) -> tuple[Plan, LocalGraph]:  # fmt: skip
+    """The plan of `strategies`, and the program of a rank. Raises as `plan` does."""
+    made = plan_strategies(graph, mesh, strategies, placed, hardware)
+    return made.plan, written(made.graph, made.plan)
 
 
 def _with_auto_solved(

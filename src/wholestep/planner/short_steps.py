@@ -11,7 +11,6 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..partition.lower import lowered
 from ..passes.base import run_passes
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
@@ -19,7 +18,7 @@ from ..plan.strategies import Strategies
 from .bounds import Costs, costs_of, peak_beside_gradients
 from .folded_step import FEWEST, FoldedStep, fold_step
 from .recompute_kinds import RecomputeKind, recomputing
-from .resolve import plan_strategies
+from .resolve import planned_program
 
 CaptureStep = Callable[[int, int, int], TrainGraph]
 """From sequences of a rank at a time, micro-batches and layers, to the step."""
@@ -151,7 +150,7 @@ class ShortSteps:
         key = mesh, repr(strategies), batch, micro_batches, pair
         if key not in self.planned:
             graphs = [self._graph(step, blocks, batch, micro_batches) for blocks in (pair or (None,))]
-            made = tuple(_made(one, mesh, strategies, self.hardware) for one in graphs)
+            made = tuple(planned_program(one, mesh, strategies, None, self.hardware) for one in graphs)
             folded = step if isinstance(step, FoldedStep) else None
             self.planned[key] = MadeStep(folded, pair, made, self.hardware, self.software)
         return self.planned[key]
@@ -166,11 +165,6 @@ class ShortSteps:
         if isinstance(step, FoldedStep):
             return step.stored_bytes(mesh, strategies, None)
         return stored_bytes(step, mesh, strategies, None)
-
-
-def _made(graph: TrainGraph, mesh: Mesh, strategies: Strategies, hardware: Hardware) -> tuple[Plan, LocalGraph]:
-    planned = plan_strategies(graph, mesh, strategies, None, hardware)
-    return planned, lowered(graph, planned)
 
 
 def repeated(one: Costs, two: Costs, micro_batches: int) -> Costs:

@@ -17,13 +17,12 @@ from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Axis, Mesh
-from ..partition.lower import lowered
 from ..plan.micro_batches import MicroBatches
 from ..plan.pipelines import Pipeline
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from .candidates import Template, batches, is_open
-from .resolve import plan_strategies
+from .resolve import planned_program
 from .search_result import Candidate, SearchResult, Status, Watch, first_line, unwatched
 from .staged_plan import costs_of_staged, staged
 
@@ -122,9 +121,9 @@ class StagedAuto:
         return row
 
     def _simulated(self, row: Candidate, strategies: Strategies, pipe: Pipeline) -> Candidate:
-        planned = plan_strategies(self.graph, row.mesh, strategies, self.placed, self.hardware)
+        planned, local = planned_program(self.graph, row.mesh, strategies, self.placed, self.hardware)
         prices = BlockPrices(self.hardware, row.mesh, self.software)
-        costs = costs_of_staged(staged(lowered(self.graph, planned), prices, pipe.schedule))
+        costs = costs_of_staged(staged(local, prices, pipe.schedule))
         count = batches(strategies, row.mesh)
         self.plans[f"{row.name} on {row.mesh}"] = planned
         is_over = self.budget_bytes is not None and costs.peak_bytes > self.budget_bytes

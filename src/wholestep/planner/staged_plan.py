@@ -17,6 +17,7 @@ from ..cost.stage_costs import BlockPrices
 from ..cost.stage_orders import APART, BlockCost
 from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
+from ..cost.timeline import phase
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.folding.repeats import find_repeats
@@ -25,7 +26,6 @@ from ..graph.loop import loop_of
 from ..graph.stage_part import transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
-from ..partition.lower import lowered
 from ..partition.stage_blocks import StageCut, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
@@ -39,7 +39,7 @@ from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
 from .bounds import Costs
 from .folded_step import FoldedStep
-from .resolve import plan_strategies
+from .resolve import planned_program
 from .short_steps import CaptureStep
 
 _PIECES = 2  # that a short step has: blocks are those of any number
@@ -101,9 +101,13 @@ class StagedSetup:
 
 @dataclass
 class ShortStages:
-    """The program of a step with few stages; kept: those of each stage, before passes and after, and what they do."""
+    """The program of a step with few stages; kept: those of each stage, before passes and after, its blocks with what
+    they take at some prices, and what stages do.
+    """
 
     local: LocalGraph
+    cuts: dict[bool, StageCut | None] = field(default_factory=dict[bool, StageCut | None])
+    priced: dict[object, dict[str, BlockCost]] = field(default_factory=dict[object, "dict[str, BlockCost]"])
     plain: dict[bool, list[LocalGraph]] = field(default_factory=dict[bool, "list[LocalGraph]"])
     passed: dict[object, LocalGraph] = field(default_factory=dict[object, LocalGraph])
     known: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
@@ -137,7 +141,8 @@ class ShortStages:
     def programs(self, apart: bool) -> list[LocalGraph]:
         """The program of each stage before passes; `apart`: with gradients of weights in blocks of their own."""
         if apart not in self.plain:
-            self.plain[apart] = [stage_program(_with_blocks(self.local, apart), at) for at in range(self.count)]
+            together = _with_blocks(self.local, apart)
+            self.plain[apart] = [stage_program(together, at) for at in range(self.count)]
         return self.plain[apart]
 
     def traffic(self) -> list[CollectiveTraffic]:
@@ -146,8 +151,18 @@ class ShortStages:
 
     def costs(self, prices: BlockPrices, order: str) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:
         """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
-        whole = _costs(self.local, prices, False)
-        return whole, _costs(self.local, prices, True) if order in APART else whole
+        whole = self._costs(prices, False)
+        return whole, self._costs(prices, True) if order in APART else whole
+
+    def _costs(self, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
+        if fillers not in self.cuts:
+            loops = [loop for node in self.local.graph.nodes if (loop := loop_of(node)) is not None]
+            shared = next((loop for loop in loops if loop.stages is not None), None)
+            self.cuts[fillers] = None if shared is None else StageCut(shared, self.count, fillers)
+        key, cut = (prices, fillers), self.cuts[fillers]
+        if key not in self.priced:
+            self.priced[key] = {} if cut is None else cut.costs(self.local.stage_axis, prices)
+        return self.priced[key]
 
     def busy_us(self, prices: BlockPrices) -> list[float]:
         """Microseconds of each stage for a piece."""
@@ -168,18 +183,11 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
         loop = loop_of(node)
         if loop is None or loop.stages is None:
             continue
-        has_fillers = any(block.is_filler for part in loop.stages.parts for block in part.blocks)
-        if has_fillers != apart:
+        if loop.stages.has_fillers != apart:
             order, device = "zero_bubble" if apart else "1f1b", loop.stages.parts[0].device
             stages = stages_of(loop, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
     return made
-
-
-def _costs(local: LocalGraph, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
-    loop = next(loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None)
-    axis = local.stage_axis
-    return StageCut(loop, local.mesh.axis_size(axis), fillers).costs(axis, prices)
 
 
 def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
@@ -189,40 +197,45 @@ def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
 
 def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Exchange]:
     """What stages exchange outside of loops; the last stage of `local` is the last of `ranks`."""
-    last, found = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange]()
+    last, found, at_phase = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange](), "forward"
     for node in exchanges(local).values():
+        if meta.is_backward(node) or at_phase == "backward":  # parameters may be sent before, and the loss behind it
+            at_phase = "update" if phase(node) == "update" else "backward"
         if node.target is transfer:
             source, target = (ranks - 1 if at == last else cast(int, at) for at in node.args[1:3])
             us = prices.sent_us(meta.size_bytes(node), local.stage_axis)
-            found.append(Exchange(source=source, target=target, us=us))
+            found.append(Exchange(source=source, target=target, us=us, phase=at_phase))
         else:
-            found.append(Exchange(is_loop=loop_of(node) is not None))
+            found.append(Exchange(is_loop=loop_of(node) is not None, phase=at_phase))
     return found
 
 
-def staged(local: LocalGraph, prices: BlockPrices, order: str, passes: Sequence[Pass] | None = None) -> StagedStep:
-    """The step of a program of all stages, as `partition` returns it.
+def staged(
+    local: LocalGraph, prices: BlockPrices, order: str | None = None, passes: Sequence[Pass] | None = None
+) -> StagedStep:
+    """The step of a program of all stages, as `partition` returns it, after the passes that `compile` applies to each
+    stage. `order`: by name, chosen at these prices; None: that of the program. With one micro-batch there is none.
 
     Raises:
-        PlanError: stages share no loop, or several.
+        PlanError: stages share several loops over micro-batches.
     """
-    loops = [node for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
-    if len(loops) != 1:
-        found = f"a pipeline in which stages share {len(loops) or 'no'} loops over micro-batches"
-        raise PlanError(found, "one loop", "give two or more micro-batches")
-    found = loop_of(loops[0])
-    assert found is not None, "a loop"
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
+    if len(loops) > 1:
+        found = f"a pipeline in which stages share {len(loops)} loops over micro-batches"
+        raise PlanError(found, "one loop", "give one micro-batch, or let the step have one forward and backward")
+    shared = loops[0].stages if loops else None
+    named = order or ("zero_bubble" if shared is not None and shared.has_fillers else "1f1b")
     short, priced = ShortStages(local), list[dict[str, BlockCost]]()
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
-    works = short.works(prices, order, passes)
-    for several, whole in zip(short.costs(prices, order), (True, False), strict=True):
+    works = short.works(prices, named, passes)
+    for several, whole in zip(short.costs(prices, named), (True, False), strict=True):
         blocks = [block for work in works for block in (work.whole if whole else work.apart)]
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
     return staged_step(
-        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)), found.pieces,
-        order,
+        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
+        loops[0].pieces if loops else 1, order or shared or named,
     )  # fmt: skip
 
 
@@ -291,14 +304,14 @@ class ShortPipelines:
         self, setup: StagedSetup, batch: int, passes: Sequence[Pass] | None = None, prices: BlockPrices | None = None
     ) -> StagedStep:
         """The step for `batch` sequences of a rank at a time, simulated at `prices`, by default those of the hardware.
-        All layers are captured where three stages do not stand for more of them.
+        All layers are captured where three stages do not stand for more of them, or have one micro-batch.
 
         Raises:
             PlanError: the pipeline cannot be planned.
         """
-        prices = self._prices(setup, prices)
+        prices = prices or BlockPrices(self.hardware, setup.mesh)
         passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
-        found = self._short(setup, batch, (_FEW, _MORE))
+        found = self._short(setup, batch, (_FEW, _MORE)) if setup.pieces >= _PIECES else None
         if found is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
@@ -318,17 +331,12 @@ class ShortPipelines:
         Raises:
             PlanError: as `step`.
         """
-        prices, found = self._prices(setup, prices), self._short(like, batch, (_FEW, _MORE), _SHORT)
+        found = self._short(like, batch, (_FEW, _MORE), _SHORT) if setup.pieces >= _PIECES else None
         if found is None:
             return None
         passes = stage_passes(setup.mesh, setup.pipeline.axis, prices)
         layers = self._layers(setup, batch, found, prices)
         return self._from(found, setup, batch, layers, prices, passes, None)
-
-    def _prices(self, setup: StagedSetup, prices: BlockPrices | None) -> BlockPrices:
-        if setup.pieces < 2:
-            raise PlanError("a pipeline of one micro-batch", "a loop over two or more", "raise micro_batches=")
-        return prices or BlockPrices(self.hardware, setup.mesh)
 
     def _layers(self, setup: StagedSetup, batch: int, found: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
         """The equal layers of each stage."""
@@ -356,8 +364,8 @@ class ShortPipelines:
 
     def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
-        planned = plan_strategies(graph, setup.mesh, setup.strategies, None, self.hardware)
-        return staged(lowered(graph, planned), prices, setup.pipeline.schedule, passes)
+        _, local = planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)
+        return staged(local, prices, setup.pipeline.schedule, passes)
 
     def _equal_layers(self, batch: int) -> tuple[int, int]:
         """How many equal layers the step has, each of so many modules."""
@@ -398,8 +406,7 @@ class ShortPipelines:
             key = mesh, repr(parts), batch, each
             if key not in self.short:
                 graph = folded.with_blocks(each * count)
-                planned = plan_strategies(graph, mesh, strategies, None, self.hardware)
-                self.short[key] = ShortStages(lowered(graph, planned))
+                self.short[key] = ShortStages(planned_program(graph, mesh, strategies, None, self.hardware)[1])
             made.append(self.short[key])
         few, more = made
         same = [type(node.target) for node in exchanges(few.local).values()] == [

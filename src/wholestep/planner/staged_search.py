@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..errors import WholestepError
-from ..graph.text import human, seconds
+from ..graph.gc_control import existing_objects_frozen
+from ..graph.text import seconds
 from ..hardware.hardware import Hardware
 from ..mesh import STAGES, Axis, Mesh
 from ..plan.data_parallel import DataParallel
@@ -16,14 +18,14 @@ from ..plan.pipelines import Pipeline
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
 from .candidates import Template, TemplateKey
-from .gpu_search import Setup
+from .gpu_search import Setup, holding
 from .recompute_kinds import RecomputeKind
 from .search_result import Watch, first_line, unwatched
 from .staged_plan import ShortPipelines, StagedSetup, costs_of_staged
 
 _STYLE = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
 _CHUNKS = (1, 2, 4, 8)
-_FAR = 1.15  # times the fastest estimate: stages are not as equal as a formula has them
+_FAR = 1.15  # times the fastest estimate: a formula is as far from those
 _SLOWER = 3  # of a group in a row, and the rest, with larger bubbles, is slower too
 
 
@@ -52,6 +54,7 @@ class StagedSearch:
     software: Software = OWN
     watch: Watch = unwatched
 
+    @existing_objects_frozen()
     def run(self, ranks: int, sequences: int) -> tuple[list[Setup], list[Setup]]:
         """Pipelines that fit and were simulated, and why others lost. The short stages of one setup estimate all setups
         with the same computation. The setups with the shortest estimates are then planned and simulated.
@@ -72,24 +75,31 @@ class StagedSearch:
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
         """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: of each group of
         equal computation, the one with the smallest bubble first. Groups that split a layer less come later, and
-        recompute at least as much. Where the formula of equal stages says that a setup is far slower, it is not
-        estimated, nor are others behind several of their group that are slower.
+        recompute at least as much. Where the formula of a bubble says that a setup is far slower, it is not estimated,
+        nor are others behind several of their group that are slower. A group without data parallelism has
+        the computation of the one with it, so that the formula bounds it before anything of it is planned.
         """
         groups, fastest, kinds = dict[tuple[int, bool, int], list[Setup]](), float("inf"), self.kinds
+        works = dict[tuple[int, int, RecomputeKind], float]()  # seconds of all stages for a piece
         for setup in setups:
             groups.setdefault((-self._split(setup), "dp" not in setup.mesh.names, setup.batch), []).append(setup)
-        for _, several in sorted(groups.items(), key=lambda item: item[0]):
-            like, work_s, slower = min(several, key=self._bubble), 0.0, 0
+        for (split, _, batch), several in sorted(groups.items(), key=lambda item: item[0]):
+            like, slower = min(several, key=self._bubble), 0
+            work_s = works.get((split, batch, kinds[0]), 0.0)
             for setup in sorted(several, key=self._bubble):
-                ranks = setup.mesh.axis_size(STAGES)
-                rough_s = setup.micro_batches * work_s / ranks / (1 - self._bubble(setup))
-                if setup.why or rough_s > fastest * _FAR or slower >= _SLOWER:
-                    why = setup.why or f"not simulated: about {seconds(rough_s)} with equal stages"
-                    yield replace(setup, estimate_s=rough_s, why=why)
+                rough_s = setup.micro_batches * work_s * self._longest(setup) / (1 - self._bubble(setup))
+                why = setup.why
+                if not why and rough_s > fastest * _FAR:
+                    why = f"not simulated: about {seconds(rough_s)} by formula"
+                elif not why and slower >= _SLOWER:
+                    why = f"not simulated: {_SLOWER} of the same computation, with smaller bubbles, lost"
+                if why:
+                    yield replace(setup, recompute=kinds[0], estimate_s=rough_s, why=why)
                     continue
                 found, busy_us = self._estimate(setup, like, kinds)
                 kinds = kinds[kinds.index(found.recompute) :]
                 work_s = work_s or busy_us / setup.micro_batches / 1e6
+                works.setdefault((split, batch, found.recompute), work_s)
                 late = bool(found.why) or found.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
                 slower = slower + 1 if late else 0
                 fastest = fastest if found.why else min(fastest, found.estimate_s)
@@ -111,13 +121,16 @@ class StagedSearch:
             busy_us, peak = sum(one.busy_us + one.waited_us for one in step.stages), step.fullest.peak_bytes
             if peak <= self.memory_bytes * TUNING.setup_memory_share:
                 return replace(found, estimate_s=step.step_us / 1e6), busy_us
-            over = f"{human(peak)} at its peak by a quick estimate, {human(peak - self.memory_bytes)} too much"
-            found = replace(found, why=f"holds about {over}")
+            found = holding(found, peak, self.memory_bytes, "holds about {} at its peak by a quick estimate")
         return found, busy_us
 
     def _split(self, setup: Setup) -> int:
         axis = self.tensor.axis if self.tensor else ""
         return setup.mesh.axis_size(axis) if axis in setup.mesh.names else 1
+
+    def _longest(self, setup: Setup) -> float:
+        """The share of all layers that the rank with most of them has at least."""
+        return ceil(self.layers / setup.mesh.axis_size(STAGES)) / self.layers
 
     def _bubble(self, setup: Setup) -> float:
         """The share of idle time of equal stages, by formula."""
@@ -150,9 +163,8 @@ class StagedSearch:
                 template = Template(order, (*around, pipe, *([tensor] if tensor else [])), key)
                 setup = Setup(mesh, template, batch, pieces, self.kinds[0], order=order, chunks=chunks)
                 if 2 * rest > self.memory_bytes:
-                    yield replace(setup, why=f"holds {human(2 * rest)} of parameters and gradients, too much")
-                else:
-                    yield setup
+                    setup = holding(setup, 2 * rest, self.memory_bytes, "holds {} of parameters and gradients")
+                yield setup
 
     def _simulated(self, setup: Setup) -> Setup:
         """With simulated costs and the first kind of recomputation that fits, from its own on."""
@@ -168,7 +180,6 @@ class StagedSearch:
                 return replace(found, why=f"no plan: {first_line(error)}")
             costs = costs_of_staged(step)
             if costs.peak_bytes <= self.memory_bytes:
-                return replace(found, costs=costs)
-            over = human(costs.peak_bytes - self.memory_bytes)
-            found = replace(found, why=f"holds about {human(costs.peak_bytes)} at its peak, {over} too much")
+                return replace(found, costs=costs, staged=step)
+            found = holding(found, costs.peak_bytes, self.memory_bytes, "holds about {} at its peak")
         return found

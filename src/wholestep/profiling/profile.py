@@ -10,23 +10,29 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..backend.protocol import RunBody
 from ..cost.kernel_times import KernelTimes
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
-from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
+from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, block_phase, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.stage_part import part_of
+from ..partition.stage_program import POINT_TO_POINT
 
 _SHOWN = 12
 
 
 @dataclass
 class SpanClock:
-    """Start and end of each call in seconds, by node. On a GPU each call is synchronized, so that nothing overlaps."""
+    """Start and end of each call in seconds, by node; `blocks`: of stages, by block and piece. On a GPU each call is
+    synchronized, so that nothing overlaps.
+    """
 
     on_gpu: bool
     spans: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    blocks: list[tuple[str, int, float, float]] = field(default_factory=list[tuple[str, int, float, float]])
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, timed."""
@@ -42,11 +48,27 @@ class SpanClock:
 
         return run
 
+    def timed_block(self, name: str, run: RunBody) -> RunBody:
+        """`run`, timed."""
+
+        def timed(inputs: list[Any], piece: int) -> list[Any]:
+            begin = time.perf_counter()
+            out = run(inputs, piece)
+            self.blocks.append((name, piece, begin, time.perf_counter()))
+            return out
+
+        return timed
+
+    def clear(self) -> None:
+        """Forget all spans."""
+        self.spans, self.blocks = [], []
+
 
 @dataclass(frozen=True)
 class Profile:
     """A step as it was measured, and as the cost model predicts it; `tried`: the same of schedules that took turns.
     `kernels` are the measured times of its ops, from which `simulate` and `timeline` (`profile=`) predict other steps.
+    Of a pipeline, both timelines have all stages, and `kernels` is empty.
     """
 
     measured: Timeline
@@ -104,6 +126,36 @@ def measured_timeline(
     return Timeline(ordered, SimulationResult(seconds * 1e6, waited), memory, peak_memory(local), "measured")
 
 
+def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]:
+    """What the stage of `local` computed in one call that began at `begin`. Between spans it waits for other stages."""
+    stream, nodes = f"{STAGE}{local.stage}", {node.name: node for node in local.graph.nodes}
+    found = list[Span]()
+
+    def note(name: str, op: str, start: float, end: float, phase: str, module: str = "") -> None:
+        found.append(Span(name, op, stream, (start - begin) * 1e6, (end - start) * 1e6, phase, module))
+
+    for block, piece, start, end in clock.blocks:
+        short = block.partition(", ")[2]
+        note(f"{short} of piece {piece}", short, start, end, block_phase(short))
+    for name, start, end in clock.spans:
+        node = nodes.get(name)
+        if node is None or is_wait(node) or part_of(node) or node.target in POINT_TO_POINT:
+            continue
+        if (block := meta.block(node)) is not None:  # a run of a block that is written out
+            short = block.partition(", ")[2]
+            note(f"{short} of piece {meta.piece(node)}", short, start, end, block_phase(short), meta.module_path(node))
+        else:
+            note(name, op_name(node), start, end, phase(node), meta.module_path(node))
+    return sorted(found, key=lambda span: span.start_us)
+
+
+def measured_stages(stages: Sequence[Sequence[Span]], seconds: float, local: LocalGraph) -> Timeline:
+    """The timeline of all stages in one call that took `seconds`; `local` is the program of one of them."""
+    busy = sum(span.us for spans in stages for span in spans) / len(stages)
+    spans = tuple(sorted((span for spans in stages for span in spans), key=lambda span: span.start_us))
+    return Timeline(spans, SimulationResult(seconds * 1e6, seconds * 1e6 - busy), (), peak_memory(local), "measured")
+
+
 def measured_kernels(local: LocalGraph, seen: Timeline) -> KernelTimes:
     """The ops of a measured timeline: what computes, without starts of collectives."""
     nodes = {node.name: node for node in local.graph.nodes if not is_collective(node)}
@@ -120,6 +172,9 @@ def _by_class(made: Timeline) -> dict[str, float]:
     for span in made.spans:
         if span.stream in (COMPUTE, WAIT):
             name = f"wait for {span.op}" if span.stream == WAIT else span.op
+            total[name] = total.get(name, 0.0) + span.us
+        elif span.stream.startswith(STAGE):
+            name = f"{span.stream}: {span.phase}"
             total[name] = total.get(name, 0.0) + span.us
     return total
 

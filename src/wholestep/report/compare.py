@@ -13,14 +13,13 @@ from ..graph.graph import TrainGraph
 from ..graph.text import human, seconds, table
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from ..partition.lower import lowered
 from ..passes.base import Pass
 from ..passes.fit_memory import FitMemory
 from ..plan.strategies import compose
 from ..planner.bounds import Costs, costs
 from ..planner.candidates import Template, batches, templates
 from ..planner.folded_step import FoldedStep, fold_step
-from ..planner.resolve import plan
+from ..planner.resolve import planned_program
 from ..planner.search_result import first_line
 
 __all__ = ["Costs", "PlanRow", "Template", "as_json", "compare", "costs", "show", "templates"]
@@ -85,8 +84,7 @@ def _row(
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        plans = [plan(one, mesh, strategies, hardware=hardware) for one in graphs]
-        made = [(planned, lowered(one, planned)) for one, planned in zip(graphs, plans, strict=True)]
+        made = [planned_program(one, mesh, strategies, hardware=hardware) for one in graphs]
         if short and layers:
             found = short.priced(layers, made, passes)
         else:

@@ -43,6 +43,7 @@ def report(
     compiled: bool = False,
     stack: Stack | None = None,
     profile: KernelTimes | None = None,
+    measured: Timeline | None = None,
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
@@ -58,6 +59,7 @@ def report(
         compiled: ops run as the kernels that `backend="inductor"` makes of them.
         stack: other software that runs the step.
         profile: measured kernels.
+        measured: what `step.profile` has measured, to be drawn below what is predicted.
 
     Raises:
         PlanError: the plan is not for this graph, or no alternative has the name `chosen`.
@@ -73,6 +75,7 @@ def report(
         hardware=(hardware, Hardware | None), model=(model, str), alternatives=(alternatives, Sequence[PlanRow]),
         chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]), compiled=(compiled, bool),
         stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
+        measured=(measured, Timeline | None),
     )  # fmt: skip
     if chosen and chosen not in [row.name for row in alternatives]:
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
@@ -90,7 +93,7 @@ def report(
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
     capacity = hardware.memory_bytes
     shown = _memory(made, capacity) | {"plan": plan, "local": local, "made": made, "tree": tree(plan), **raw}
-    shown |= {"sent": sent(local, made), "lanes": lanes(made), "ops": by_op(made), "rows": _ROWS}
+    shown |= {"sent": sent(local, made), "lanes": lanes(made, measured), "ops": by_op(made), "rows": _ROWS}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
                         for one in what_if]  # fmt: skip
@@ -104,8 +107,8 @@ def step_of(
     plan: Plan, local: LocalGraph, hardware: Hardware, software: Software = OWN
 ) -> tuple[Timeline, tuple[StageOfStep, ...]]:
     """The timeline of a program for `plan`; of a pipeline that of all stages, and what each spends and holds."""
-    if local.stage_axis and local.stage is None and plan.mesh.pieces > 1:
-        step = staged(local, BlockPrices(hardware, local.mesh, software), plan.options.order)
+    if local.stage_axis and local.stage is None:
+        step = staged(local, BlockPrices(hardware, local.mesh, software))
         return step.timeline, step.stages
     return software.timeline(local, hardware), ()
 

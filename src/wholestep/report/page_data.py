@@ -143,19 +143,23 @@ def outline(most: Sequence[int], top: int) -> str:
     return "".join([*parts, "V100Z"])
 
 
-def lanes(made: Timeline) -> dict[str, Any]:
-    """Spans for the page's script, in microseconds; strings are numbers into the list `words`."""
+def lanes(made: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
+    """Spans for the page's script, in microseconds; strings are numbers into the list `words`. What was measured is
+    drawn below what is predicted.
+    """
     words: dict[str, int] = {}
 
     def number(word: str) -> int:
         return words.setdefault(word, len(words))
 
-    drawn: dict[str, list[Span]] = {stream: [] for stream in made.streams}
-    for span in made.spans:
-        drawn[span.stream].append(span)
+    shown = [(made, "")] if measured is None else [(made, ""), (measured, ", measured")]
+    drawn: dict[tuple[str, str], list[Span]] = {(s, of): [] for one, of in shown for s in one.streams}
+    for one, of in shown:
+        for span in one.spans:
+            drawn[span.stream, of].append(span)
     found = [
         {
-            "title": title(stream),
+            "title": f"{title(stream)}{of}",
             "kind": stream if stream in (COMPUTE, WAIT) else COMPUTE if stream.startswith(STAGE) else "axis",
             "start": [round(s.start_us, 3) for s in spans],
             "us": [round(s.us, 3) for s in spans],
@@ -165,9 +169,9 @@ def lanes(made: Timeline) -> dict[str, Any]:
             "module": [number(s.module) for s in spans],
             "bytes": [s.size_bytes for s in spans],
         }
-        for stream, spans in drawn.items()
+        for (stream, of), spans in drawn.items()
     ]
-    return {"step": round(made.simulated.step_us, 3), "lanes": found, "words": list(words)}
+    return {"step": round(max(one.simulated.step_us for one, _ in shown), 3), "lanes": found, "words": list(words)}
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
 def find_rule(node: Node) -> BoundRule | None:
     """The rule of `node` on its global shapes, cached by its arguments; ops of other libraries may be discovered."""
-    known = meta.known_rule(node)
+    if is_known(node):
+        return meta.known_rule(node)[1]
     bound = registry.bound
     now = bound, node.args, node.kwargs
-    if known is not None and all(then is one for then, one in zip(known[0], now, strict=True)):
-        return known[1]
     call, built_in = Call.of(node), _torch.is_op(node.target) and node.target.namespace in _KNOWN
     fallback = None if built_in or _torch.is_getitem(node.target) else discover
     cache, key = registry.place_in(bound, call)
@@ -30,3 +29,12 @@ def find_rule(node: Node) -> BoundRule | None:
         found = registry.bind_rule(call, fallback)
     meta.set_known_rule(node, (now, found))
     return found
+
+
+def is_known(node: Node) -> bool:
+    """True if the rule of `node` was found before: it still has the same arguments, and the table the same rules."""
+    known = meta.known_rule(node)
+    if known is None:
+        return False
+    bound, args, kwargs = known[0]
+    return bound is registry.bound and args is node.args and kwargs is node.kwargs

@@ -56,6 +56,12 @@ class Group:
         """Factors of the operands, in order of appearance."""
         return tuple(dict.fromkeys(f for term in self.operands.values() for f in term if f))
 
+    @property
+    def made_factors(self) -> tuple[str, ...]:
+        """Factors that outputs alone have, as the rows of an embedding's gradient."""
+        made = dict.fromkeys(f for term in self.outputs.values() for f in term if f)
+        return tuple(f for f in made if f not in self.factors)
+
     def splits(self, factor: str, parts: Sequence[int], equal: bool = False, extended: bool = False) -> bool:
         """True if `factor` may be split into `parts`, those of the outermost axis first. `equal`: merged dims are not
         cut in units. `extended`: a rank with an empty piece computes on one place of zeros, where that is right.

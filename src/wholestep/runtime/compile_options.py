@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..backend.build import backend_of
 from ..backend.eager import Eager
+from ..backend.inductor.inductor_backend import Inductor
 from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
@@ -232,15 +233,19 @@ class StepOptions:
         else:
             auto = given.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
-        if strategies.pipeline is not None and backend.name == "inductor":
-            found, needed = "backend 'inductor' with Pipeline", "a backend that runs the blocks of a stage"
-            raise BackendError(found, needed, 'use backend="eager"')
+        whole = isinstance(backend, Inductor) and backend.scope == "whole"
+        if strategies.pipeline is not None and whole:
+            found, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
+            raise BackendError(found, needed, 'use backend="inductor"')
         if strategies.pipeline is not None and given.paddings:
             raise PlanError("pad_to with Pipeline is not built", "batches of one size, or of a few", "leave out pad_to")
         cut = auto.micro_batches if auto is not None else strategies.micro_batches
-        if cut is not None and cut.pieces != 1 and backend.name == "inductor":
-            found = f"backend 'inductor' with MicroBatches({cut.pieces!r})"
-            raise BackendError(found, "a backend that runs loops", 'use backend="eager"')
+        if cut is not None and cut.pieces != 1 and whole:
+            found = f"Inductor(scope='whole') with MicroBatches({cut.pieces!r})"
+            raise BackendError(found, "a backend that runs loops", 'use backend="inductor"')
+        if cut is not None and cut.pieces == "auto" and backend.name == "inductor":
+            found, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
+            raise BackendError(found, needed, 'give the number that backend="eager" finds')
         keeps = auto is None and strategies.options.reshard_after_forward is False
         if budget is not None:
             strategies = _with_kept_gathers(strategies, given)
@@ -308,14 +313,14 @@ def refuse_for_stages(options: StepOptions, device: str) -> None:
     """Raise PlanError for an option that pipelines do not have yet."""
     given = options.given
     refused = {
-        "backend='inductor'": options.backend.name == "inductor", "offload": given.offload is not None,
+        "offload": given.offload is not None,
         "memory_bytes": options.memory_bytes is not None,
         "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
         "tune='auto'": given.tune == "auto",
     }  # fmt: skip
     for name, asked in refused.items():
         if asked:
-            needed = "what pipelines run with: CPUs over gloo, the backend 'eager', no budget, no offload"
+            needed = "what pipelines run with: CPUs over gloo, no budget, no offload"
             raise PlanError(f"{name} with Pipeline is not built", needed, "leave out one of them")
 
 

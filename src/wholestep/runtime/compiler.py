@@ -32,6 +32,7 @@ from ..partition.lower import lowered
 from ..partition.stage_program import orders_in
 from ..passes.fold_repeats import said
 from ..passes.overlap import CallOrder
+from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
 from ..plan.strategies import Strategies
@@ -40,7 +41,7 @@ from .choose_strategy import choose_strategy, open_parts, same_numbers, with_har
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
-from .pad_batches import prove
+from .pad_batches import exact
 from .placement import placed
 from .progress import Stages
 from .size_check import Dims
@@ -187,18 +188,19 @@ class Compiler:
                 if not self.sizes.left(captured):
                     return None, []
                 self._refuse_other_graph(captured, inputs, held or (), like, dump)
+                if paddings := self.options.given.paddings:
+                    captured = exact(paddings, captured, other_sizes(captured, self.world.mesh.size))
+                    dump.write("1-train-graph", captured.graph)
             made = self._plan_and_partition(captured, dump, held is None)
             planned = self._planned_for_others(captured)
             for one in planned:
                 one.refuse_other(made.local, self.world)
-        except (RankFailedError, RankMismatchError):  # is about other ranks, whatever the sizes
+        except (RankFailedError, RankMismatchError, PaddingError):  # is about other ranks, or all sizes
             raise
         except Exception as error:
             if self.sizes.failed(dims, error):
                 return self._with_symbols(self.sizes.chosen(inputs), inputs, held, like, dump)
             return None, []
-        if self.options.given.paddings:
-            prove(self.options.given.paddings, captured, planned[0].sizes)
         self.sizes.captures += 1
         return made, planned
 
@@ -254,7 +256,7 @@ class Compiler:
         """Raise SizesFixedError unless a capture with symbols is, at known sizes, what a capture for these is."""
         for other in like:
             if (sizes := sizes_at(captured, other)) is not None:
-                return refuse_other_graph(captured.graph, sizes, other.graph)
+                return refuse_other_graph(captured.graph, sizes, other.traced)
         fixed = self._capture_call(with_row_major(inputs, captured), held, dump)
         return refuse_other_graph(captured.graph, hints_of(captured), fixed.graph)
 
@@ -331,7 +333,7 @@ class Compiler:
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
         if open_to_solve:
             choices.note(solved=planned.strategies)
-        if planned.owners:
+        if planned.owners or planned.update_owners:
             self._strategies = planned.strategies  # a call with another batch keeps the stages
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)

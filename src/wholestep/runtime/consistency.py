@@ -354,7 +354,7 @@ def _name(value: object) -> str:
 
 def graph_sections(capture: Capture, device: str) -> dict[str, Section]:
     """The captured graph and its constants as sections."""
-    graph = Section.of(graph_lines(capture, device), partial(_source_of, capture.graph))
+    graph = Section.of(graph_lines(capture, device), partial(_source_of, capture.traced))
     return {CONSTANTS: Section.of(constant_lines(capture)), GRAPH: graph}
 
 
@@ -371,7 +371,7 @@ def _source_of(train: TrainGraph, line: str) -> str:
 
 def graph_lines(capture: Capture, device: str) -> list[str]:
     """The captured graph, with the same name for each rank's own device."""
-    text = str(capture.graph)
+    text = str(capture.traced)
     kind = torch.device(device).type
     if kind != "cpu":
         text = re.sub(rf"{kind}:\d+|(?<=type='{kind}'), index=\d+", kind, text)

@@ -73,7 +73,9 @@ class Installer:
         elif inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
         rng = self._shared_rng(made.before, world, strategies)  # the program of all stages, alike on all ranks
-        return Program(made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared)
+        return Program(
+            made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared, made.before
+        )  # fmt: skip
 
     def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies, ranks: Rendezvous) -> Program:
         """Compile what the program runs; `leaves` are those of the call."""

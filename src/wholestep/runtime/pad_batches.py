@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..capture.call_structure import StepCall, put_together
+from ..capture.call_structure import LENGTHS, StepCall, put_together, take_apart
 from ..capture.capture import Capture
 from ..errors import PlanError
 from ..plan.pad_to import PadTo
-from ..plan.padding_proof import PaddingError, prove_padding
+from ..plan.padding_proof import PaddedDims, PaddingError, filled_where_padded
 
 
 @dataclass(frozen=True)
-class Padding:
-    """A padded call. `lengths` are those of the batch before, by name and dim."""
+class PaddedCall:
+    """A call whose batch was padded. `lengths` are those before, by name and dim."""
 
     call: StepCall
     args: tuple[Any, ...]
@@ -25,29 +25,45 @@ class Padding:
     lengths: dict[tuple[str, int], int]
 
 
-def padded(
-    given: Sequence[PadTo], call: StepCall, names: Sequence[str], longest: Callable[[int], int] = int
-) -> Padding | None:
-    """A call with its batch padded; None if a length of it is longer than all that it could be padded to. `longest`:
-    the greatest of the lengths that ranks give which share a batch.
+def with_lengths(
+    given: Sequence[PadTo], call: StepCall, names: Sequence[str]
+) -> tuple[StepCall, tuple[Any, ...], dict[str, Any]]:
+    """A call with the lengths of its batch as one more argument, which programs read: its leaves, and its arguments.
 
     Raises PlanError: a tensor that is named is not there, or tensors of one length have several.
     """
+    at, leaves = {name: i for i, name in enumerate(names)}, call.leaves
+    args, kwargs = put_together(call.structure, leaves)
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    kwargs[LENGTHS] = [torch.full((), _length(one, leaves, at), device=device) for one in given]
+    return take_apart((args, kwargs)), args, kwargs
+
+
+def padded(
+    given: Sequence[PadTo], call: StepCall, names: Sequence[str], longest: Callable[[int], int] = int
+) -> PaddedCall | None:
+    """A call that has its lengths, with its batch padded; None if a length of it is longer than all that it could be
+    padded to. `longest`: the greatest of the lengths that ranks give which share a batch.
+    """
     at, leaves = {name: i for i, name in enumerate(names)}, list(call.leaves)
     lengths: dict[tuple[str, int], int] = {}
-    for one in given:
-        found = {name: _length(name, dim, leaves, at) for name, dim in one.dims.items()}
-        if len(set(found.values())) > 1:
-            sizes = ", ".join(f"{n} of {name}" for name, n in found.items())
-            raise PlanError(f"pad_to: lengths {sizes}", "one length", "give each length a PadTo of its own")
-        length = longest(next(iter(found.values())))
+    for one, kept in zip(given, length_names(given), strict=True):
+        own = _length(one, leaves, at)
+        length = longest(own)
         if length > max(one.lengths):
             return None
+        if length != own:
+            leaves[at[kept]] = torch.full_like(leaves[at[kept]], length)
         for name, dim in one.dims.items():
             lengths[name, dim] = length
             leaves[at[name]] = _longer(leaves[at[name]], dim, one.length(length), one.fill.get(name, 0))
     args, kwargs = put_together(call.structure, leaves)
-    return Padding(StepCall(call.structure, tuple(leaves)), args, kwargs, lengths)
+    return PaddedCall(StepCall(call.structure, tuple(leaves)), args, kwargs, lengths)
+
+
+def length_names(given: Sequence[PadTo]) -> list[str]:
+    """The inputs of a step that have the lengths before padding."""
+    return [f"{LENGTHS}[{i}]" for i in range(len(given))]
 
 
 def refuse_cut(given: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> None:
@@ -59,7 +75,15 @@ def refuse_cut(given: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> None
         )
 
 
-def _length(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> int:
+def _length(one: PadTo, leaves: Sequence[Any], at: dict[str, int]) -> int:
+    found = {name: _size(name, dim, leaves, at) for name, dim in one.dims.items()}
+    if len(set(found.values())) > 1:
+        sizes = ", ".join(f"{n} of {name}" for name, n in found.items())
+        raise PlanError(f"pad_to: lengths {sizes}", "one length", "give each length a PadTo of its own")
+    return next(iter(found.values()))
+
+
+def _size(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> int:
     value = leaves[at[name]] if name in at else None
     if not isinstance(value, torch.Tensor) or value.dim() <= dim:
         known = ", ".join(n for n, i in at.items() if isinstance(leaves[i], torch.Tensor)) or "none"
@@ -78,10 +102,25 @@ def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Te
     return made
 
 
-def prove(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) -> None:
-    """Raise PaddingError unless a captured step computes on a padded batch what it computes on the batch. `others` are
-    sizes beside those of the capture for which it holds.
+def exact(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) -> Capture:
+    """A captured step that computes on a padded batch what it computes on the batch; PaddingError if there is none.
+    `others` are sizes beside those of the capture for which it holds.
     """
+    refuse_fixed(given, captured)
+    symbols = captured.symbols
+    assert symbols is not None, "not refused"
+    places, batches = {place: symbol for symbol, place in symbols.record.dims.items()}, [symbols.record.hints, others]
+    dims = [
+        PaddedDims(one.lengths, one.dims, one.fill, [places[place] for place in one.dims.items()], name, batches)
+        for one, name in zip(given, length_names(given), strict=True)
+    ]
+    graph = filled_where_padded(captured.graph, dims, symbols)
+    symbols.end_of_trace()
+    return replace(captured, graph=graph, unfilled=captured.graph)
+
+
+def refuse_fixed(given: Sequence[PadTo], captured: Capture) -> None:
+    """Raise PaddingError unless all lengths are symbols of a capture."""
     symbols = captured.symbols
     places = {} if symbols is None else {place: symbol for symbol, place in symbols.record.dims.items()}
     fixed = {} if symbols is None else symbols.fixed()
@@ -98,6 +137,3 @@ def prove(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) 
             )
     if captured.values is not None or symbols is None:
         raise PaddingError("pad_to: the step reads values of the batch", "a step that computes with tensors alone")
-    for one in given:
-        own = [places[place] for place in one.dims.items()]
-        prove_padding(captured.graph, one.dims, one.fill, own, [symbols.record.hints, others])

@@ -8,13 +8,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from .. import _torch, dtensor
 from ..capture import state as held_state
 from ..capture.call_structure import walk
 from ..capture.state import StepState, StepTensor
+from ..distributed import full_tensors
 from ..distributed.launch import World
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
@@ -134,13 +135,23 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             return
-        for param, entry in cast(dict[Any, Any], optimizer.state).items():
-            for key, value in entry.items() if isinstance(param, DTensor) else ():
-                alike = isinstance(value, DTensor) and value.shape == param.shape
-                if alike and value.placements != param.placements:
-                    entry[key] = value.redistribute(placements=param.placements)
+        held = [(p, entry) for p, entry in cast(dict[Any, Any], optimizer.state).items() if isinstance(p, DTensor)]
+        away = [value for p, entry in held for value in entry.values() if _has_owner(value) and not _has_owner(p)]
+        whole = full_tensors.gather(away)
+        for param, entry in held:
+            for key, value in entry.items():
+                if id(value) in whole:
+                    everywhere = [Replicate()] * value.device_mesh.ndim
+                    value = DTensor.from_local(whole[id(value)], value.device_mesh, everywhere, run_check=False)
+                if isinstance(value, DTensor) and value.shape == param.shape and value.placements != param.placements:
+                    value = value.redistribute(placements=param.placements)
+                entry[key] = value
 
     optimizer.register_step_pre_hook(gather)
+
+
+def _has_owner(tensor: object) -> bool:
+    return isinstance(tensor, DTensor) and any(isinstance(one, dtensor.Owned) for one in tensor.placements)
 
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:

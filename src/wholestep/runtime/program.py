@@ -18,6 +18,7 @@ from ..capture.locations import MISSING
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
+from ..graph import meta
 from ..graph.graph import NONFINITE, Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
@@ -32,8 +33,8 @@ class Program:
 
     `Installer.finish` sets `run`, which maps the flat list from `gather_inputs` to results, followed by state that the
     step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called after
-    each call. Ranks remember to have compared it as `compared`. `nonfinite` is whether the last call was skipped, and
-    which of `capture.checked` were not finite.
+    each call. Ranks remember to have compared it as `compared`. `before`: the program before passes, of all stages.
+    `nonfinite` is whether the last call was skipped, and which of `capture.checked` were not finite.
     """
 
     capture: Capture
@@ -45,6 +46,7 @@ class Program:
     shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: SharedRng | None = None
     compared: str = ""
+    before: LocalGraph | None = None
     run: Run = field(init=False)
     check: Callable[[Program], None] | None = None
     nonfinite: Sequence[torch.Tensor] = ()
@@ -65,6 +67,8 @@ class Program:
         self._count = self._all_results - effects.extra
         self._first_created = len(results)
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
+        ends = [(out, node) for out, node in self.capture.graph.results() if out.target in self._created]
+        self._created_shapes = {out.target: meta.one_tensor(node).shape for out, node in ends}
         self._single = (
             list(self.capture.result_leaves) == [TensorLeaf]
             and not self.capture.results.opened
@@ -260,7 +264,7 @@ class Program:
             layout = self.plan.created_storage[name]
             as_param = isinstance(like, DTensor) and tensor.dim()
             if self.world.devices is not None and (is_apart(layout) or as_param):
-                shape = like.shape if is_apart(layout) else tensor.shape  # state may have a shape of its own
+                shape = torch.Size(self._created_shapes[name])
                 value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, shape)
             if key == "grad":
                 like.grad = value

@@ -38,10 +38,11 @@ from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
-from .pad_batches import padded, prove, refuse_cut
+from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
+from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
 
@@ -93,12 +94,16 @@ class CompiledStep:
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
-            padding = self._padding(call, args, kwargs) if self._pads else None
-            if padding is None:
+            padding: tuple[PaddedCall, Program] | None = None
+            if self._pads:
+                call, args, kwargs = with_lengths(self.options.given.paddings, call, leaf_names(self.fn, args, kwargs))
+                padding = self._padding(call, args, kwargs)
+            if padding is not None:
+                made, program = padding
+                call, args, kwargs = made.call, made.args, made.kwargs
+            else:
                 sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
                 program = self._program(call, args, kwargs, sizes)
-            else:
-                (call, args, kwargs), program = padding
             flush_pending(but=program.run)
             if self._clock is not None:
                 self._clock.reset(program.world.device)
@@ -165,9 +170,6 @@ class CompiledStep:
         """
         self(*args, **kwargs)
         program = self.programs[-1]
-        if program.local.stage_axis:
-            text = "the profile of a step with a Pipeline is not built"
-            raise PlanError(text, "a step without stages", "see what is predicted: wholestep.timeline(local, hardware)")
         if isinstance(program.run, CrossStepRunner):
             text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
             raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')
@@ -179,14 +181,23 @@ class CompiledStep:
         inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
         program.run = self._installer.compiled(program.local, world, inputs, clock)
         found: list[Timeline] = []
+        stages = StageProfile(program, world) if program.local.stage_axis else None
         try:
             for _ in range(repeat + 1):  # the first one checks strides, and does not count
-                clock.spans = []
+                clock.clear()
+                if stages is not None:
+                    stages.meet()
                 begin = time.perf_counter()
                 self(*args, **kwargs)
-                found.append(measured_timeline(program.local, clock.spans, begin, time.perf_counter() - begin))
+                took = time.perf_counter() - begin
+                if stages is not None:
+                    stages.note(clock, begin, took)
+                else:
+                    found.append(measured_timeline(program.local, clock.spans, begin, took))
         finally:
             program.run = usual
+        if stages is not None:
+            return Profile(stages.measured(), stages.predicted(hardware))
         middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
         tried = str(self.tuning) if self.tuning.tried else ""
         kernels = measured_kernels(program.local, middle)
@@ -292,7 +303,7 @@ class CompiledStep:
 
     def _padding(
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[StepCall, tuple[Any, ...], dict[str, Any]], Program] | None:
+    ) -> tuple[PaddedCall, Program] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
         given = self.options.given.paddings
         sharder = self._sharder_of(call, args, kwargs) if self._shares_batches else None
@@ -306,11 +317,11 @@ class CompiledStep:
         program = self._program(made.call, made.args, made.kwargs, sizes)
         check = program.guards.sizes
         if check is None or not set(made.lengths) <= set(check.record.dims.values()):
-            prove(given, program.capture, {})  # raises: a length is no symbol of this program
+            refuse_fixed(given, program.capture)  # raises: a length is no symbol of this program
         assert check is not None, "a program with symbols"
         broken = check.broken_at(made.lengths)
         if not greatest(int(broken is not None)):
-            return (made.call, made.args, made.kwargs), program
+            return made, program
         text = check.record.shown(broken.text) if broken is not None else "that another rank has"
         why = f"not padded: without padding, sizes break the guard {text}"
         if why not in self.misses:

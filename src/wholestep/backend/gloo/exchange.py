@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from ...graph import meta
 from ...graph.nodes import is_wait, node_at
 from ...graph.op_kinds import collective
+from ...partition.owned_rows import add_parts
 from ...passes.bucket import (
     join_rows,
     part_of_coalesced_shared_sum,
@@ -78,14 +79,3 @@ def swap(value: Tensor, parts: int, group: str) -> Tensor:
     """Part number i of `value` goes to rank i of the group."""
     rows = [value.shape[0] // parts] * parts
     return funcol.all_to_all_single.default(value, rows, rows, group)
-
-
-def add_parts(value: Tensor, parts: int, op: str, out: Tensor | None = None) -> Tensor:
-    """The sum, average or extreme of the parts that came from all ranks, in the order of the ranks."""
-    rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
-    if op in ("max", "min"):
-        return rows.amax(0) if op == "max" else rows.amin(0)
-    total = torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        total += row
-    return total.div_(parts) if op == "avg" else total

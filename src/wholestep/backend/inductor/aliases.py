@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ... import _torch
+from ...graph.loop import ByPiece
 from ...graph.nodes import is_mutating, is_wait, operands
 from ...graph.storage import UNMARKED_VIEWS, always_shares
 
@@ -17,7 +18,11 @@ _COPIES_AT_NEED = (aten.reshape.default, aten.contiguous.default)
 
 
 def viewed(node: Node) -> Node | None:
-    """The operand that `node` is a view of; None for everything that computes or writes."""
+    """The operand that `node` is a view of; None for everything that computes or writes, and for views that differ
+    between pieces, which are made by themselves.
+    """
+    if has_numbers_of_pieces(node):
+        return None
     if node.op != "call_function" or is_mutating(node) or is_wait(node) or node.target in _COPIES_AT_NEED:
         return None
     if _torch.is_getitem(node.target):
@@ -60,3 +65,14 @@ def _functional_form(target: Any) -> Any:
 
 def _names(target: Any) -> list[str]:
     return [argument.name for argument in _torch.schema_of(target).arguments]
+
+
+def has_numbers_of_pieces(node: Node) -> bool:
+    """True if an argument has a value for each piece."""
+    todo: list[Any] = [*node.args, *node.kwargs.values()]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, ByPiece):
+            return True
+        todo += cast("list[Any]", value) if isinstance(value, (list, tuple)) else ()
+    return False

@@ -15,23 +15,29 @@ from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph import meta
 from ...graph.graph import Input
+from ...graph.loop import ByPiece, loop_of
 from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
 from ...graph.sizes_in_graph import record_of, sizes_among
+from ...graph.stage_part import part_of
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
+from ...partition.stage_program import POINT_TO_POINT, receive, send
 from ...passes.bucket import outline
 from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
 from ...sizes import SizeFloat, SizeGuards, SizeInt
-from ..eager import eager
-from ..protocol import NodeClock, Run
+from ..eager import RunLoop, RunStage, eager, op_by_op
+from ..protocol import NodeClock, Run, RunBody
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
+from .bodies import ACCUMULATORS, Bodies, keep_own_memory
 from .regions import CompiledRegions, in_regions
 from .sized_regions import symbolic_fake
 
 Scope = Literal["region", "whole"]
-_IN_PYTHON = (drawn, *FUSED, *HOST_COPIES, torch.ops.aten._local_scalar_dense.default)
+_IN_PYTHON = (
+    drawn, *FUSED, *HOST_COPIES, *ACCUMULATORS, *POINT_TO_POINT, torch.ops.aten._local_scalar_dense.default,
+)  # fmt: skip
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
 
@@ -73,16 +79,19 @@ class Inductor:
         `eager`, and with the scope `region` what communicates does too; all of it in the order of the graph.
         """
         _find_compilers(example_inputs)
+        keep_own_memory(graph)
         as_tensors(graph, written_out=True)
         without_aliases(graph, self._apart)
         try:
             record = record_of(graph)
-            values = _fakes(graph, example_inputs, record)
+            fakes = _Fakes(record, self._apart, self.scope == "region")
+            values = fakes.of(graph, example_inputs)
             _insert_shapes(graph, values)
             with _torch.kernels_built_together():
                 regions = CompiledRegions(_compile, record)
                 compiled = in_regions(graph, self._apart, values, regions, self.scope == "region")
-            return eager(compiled, clock)
+                fakes.bodies.compile(regions)
+            return eager(compiled, clock, fakes.body)
         except BackendError:
             raise
         except Exception as error:
@@ -90,7 +99,7 @@ class Inductor:
             raise BackendError(found, next_step='use backend="eager"') from error
 
     def _apart(self, node: Node) -> bool:
-        if node.target in _IN_PYTHON or _torch.runs_fused_optimizer(node.target):
+        if node.target in _IN_PYTHON or loop_of(node) or part_of(node) or _torch.runs_fused_optimizer(node.target):
             return True
         if any(given.target is _IN_PYTHON[-1] for given in operands(node)):
             return True  # a number that is in the graph of Inductor is a constant
@@ -116,32 +125,91 @@ def _compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return _torch.inductor_compile(module, inputs, {**_OPTIONS, "reorder_for_peak_memory": random < 2})
 
 
-def _fakes(graph: Graph, inputs: Sequence[Any], record: SizeGuards | None) -> dict[Node, Any]:
-    """What each node makes, without its values; with symbols for sizes, in an environment of their own."""
-    values: dict[Node, Any] = {}
-    given = iter(inputs)
-    symbols = None if record is None else record.symbols.apart(dict(zip(record.dims, record.now, strict=True)))
+class _Fakes:
+    """What nodes make, without values; with symbols for sizes, in an environment of their own. The bodies of loops and
+    of blocks of stages run on fakes, too, which shows the inputs that they are called with.
+    """
 
-    def value_of(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            return values[leaf]
-        return symbols.symbolic(leaf) if symbols is not None and isinstance(leaf, SizeInt) else leaf
+    def __init__(self, record: SizeGuards | None, apart: Callable[[Node], bool], by_layer: bool) -> None:
+        self._record, sizes = record, {} if record is None else dict(zip(record.dims, record.now, strict=True))
+        self._symbols = None if record is None else record.symbols.apart(sizes)
+        self.bodies = Bodies(apart, self._run, by_layer)
 
-    with _torch.fake_mode() if symbols is None else symbols.mode as mode:
+    def of(self, graph: Graph, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Of the nodes of a program with inputs like these."""
+        symbols = self._symbols
+        with _torch.fake_mode() if symbols is None else symbols.mode as mode:
+
+            def fake(node: Node, value: Any) -> Any:
+                made = meta.tensor(node)
+                if symbols is not None and made is not None and sizes_among([made.shape, made.stride]):
+                    return symbolic_fake(made, symbols)
+                return mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
+
+            nodes = [node for node in graph.nodes if node.op == "placeholder"]
+            return self._run(graph, [fake(node, value) for node, value in zip(nodes, inputs, strict=True)])
+
+    def body(self, graph: Graph) -> RunBody:
+        """What runs the body of a loop or a block. What follows from symbols runs op by op there."""
+        return self.bodies.of(graph) if self._record is None else op_by_op(graph)
+
+    def _run(self, graph: Graph, inputs: Sequence[Any], piece: int = 0) -> dict[Node, Any]:
+        values: dict[Node, Any] = {}
+        given = iter(inputs)
+
+        def value_of(leaf: Any) -> Any:
+            if isinstance(leaf, Node):
+                return values[leaf]
+            if isinstance(leaf, ByPiece):
+                return leaf.values[piece]
+            symbols = self._symbols
+            return symbols.symbolic(leaf) if symbols is not None and isinstance(leaf, SizeInt) else leaf
+
         for node in graph.nodes:
             if node.op == "placeholder":
-                value, made = next(given), meta.tensor(node)
-                if symbols is not None and made is not None and sizes_among([made.shape, made.stride]):
-                    values[node] = symbolic_fake(made, symbols)
-                else:
-                    values[node] = mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
+                values[node] = next(given)
             elif node.op == "call_function":
                 args, kwargs = map_aggregate((node.args, node.kwargs), value_of)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
-                function = function_of(node)
+                function = self._function(node)
                 if function is drawn:
                     _, function, *args = cast(Sequence[Any], args)
                 values[node] = function(*args, **cast(dict[str, Any], kwargs))
-    return values
+        return values
+
+    def _function(self, node: Node) -> Callable[..., Any]:
+        if loop := loop_of(node):
+            return RunLoop(loop, self._on_fakes)
+        if part := part_of(node):
+            return RunStage(part, _nothing_begun, _nothing_begun, self._on_fakes)
+        return _ON_FAKES.get(node.target) or function_of(node)
+
+    def _on_fakes(self, graph: Graph) -> RunBody:
+        if self._record is None:
+            return self.bodies.of(graph).on_fakes
+
+        def run(inputs: list[Any], piece: int) -> list[Any]:
+            values = self._run(graph, list(inputs), piece)
+            return [values[node] for node in operands(next(iter(reversed(graph.nodes))))]
+
+        return run
+
+
+class _Nothing:
+    """A message between stages that nobody has to wait for."""
+
+    def wait(self) -> None:
+        """It is there."""
+
+
+def _nothing_begun(value: torch.Tensor, other: int, tag: int, group: str) -> _Nothing:
+    return _Nothing()
+
+
+def _received(shape: Sequence[int], dtype: torch.dtype, device: str, *others: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+_ON_FAKES: dict[Any, Callable[..., Any]] = {send: lambda *args: None, receive: _received}
 
 
 def _insert_shapes(graph: Graph, values: dict[Node, Any]) -> None:

@@ -1,0 +1,165 @@
+"""Merges exchanges with owners: sums of gradients on the way to them, and what they send back, each in few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import meta
+from ..graph.graph import LocalGraph
+from ..graph.meta import TensorMeta, one_tensor
+from ..graph.nodes import add_call, is_wait, node_at
+from ..partition.owned_rows import (
+    add_parts,
+    add_sums,
+    join_by_owner,
+    own_row,
+    places,
+    start_in_spread,
+    start_spread,
+    start_sums,
+)
+from .base import InPlace
+
+funcol = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class BucketOwned(InPlace):
+    """Merges the `sums` that go to owners, or what owners `spread`, into buckets of the sizes of `SizeBuckets`.
+
+    A sum starts once the last gradient of its bucket exists; a bucket closes where the first result is needed. Bitwise
+    the same.
+    """
+
+    kind: Literal["sums", "spread"] = "sums"
+
+    must_follow: ClassVar[tuple[str, ...]] = ("SizeBuckets",)
+
+    def change(self, local: LocalGraph) -> LocalGraph:
+        """Merge the exchanges of `local`."""
+        if not local.owner_axis:
+            return local
+        sizes = local.sizes
+        assert sizes is not None, "SizeBuckets came before"
+        if self.kind == "spread":
+            _read_last(local.graph)
+        for group in self._groups(local.graph, sizes.bucket_bytes, min(sizes.first_bytes, sizes.bucket_bytes)):
+            if len(group) > 1:
+                _merge(local.graph, group)
+        return local
+
+    def _groups(self, graph: Graph, most: int, first: int) -> list[list[_Exchange]]:
+        """Exchanges to merge, in program order. The first bucket of sums is small, so that the link starts early."""
+        opened, closed, seen = dict[Any, list[_Exchange]](), list[list[_Exchange]](), set[Any]()
+        for node in graph.nodes:
+            if is_wait(node):
+                for key in [k for k, g in opened.items() if any(one.sent is node_at(node, 0) for one in g)]:
+                    closed.append(opened.pop(key))
+            found = exchange_at(node)
+            if found is None or found.is_sum != (self.kind == "sums"):
+                continue
+            group = opened.setdefault(found.key, [])
+            group.append(found)
+            limit = most if found.key in seen or not found.is_sum else first
+            if sum(one_tensor(n).size_bytes for one in group for n in one.pieces) >= limit:
+                closed.append(opened.pop(found.key))
+                seen.add(found.key)
+        return [*closed, *opened.values()]
+
+
+@dataclass
+class _Exchange:
+    """One exchange with owners: its row, the collective, the wait, the sum of what came (`ends` is what parts are cut
+    of), and for each piece the node that cuts it.
+    """
+
+    row: Node
+    sent: Node
+    wait: Node
+    end: Node
+    op: str
+    pieces: list[Node] = field(default_factory=list[Node])
+    owners: list[int] = field(default_factory=list[int])
+    parts: list[Node] = field(default_factory=list[Node])
+
+    @property
+    def is_sum(self) -> bool:
+        """True on the way to owners."""
+        return self.row.target is join_by_owner
+
+    @property
+    def axis(self) -> str:
+        """The axis of owners."""
+        return str(self.sent.args[-1])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on it."""
+        return len(cast(Sequence[Any], self.sent.args[1]))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for exchanges that can be merged."""
+        return self.is_sum, self.axis, self.op, one_tensor(self.row).dtype
+
+
+def exchange_at(node: Node) -> _Exchange | None:
+    """The exchange with owners that `node` starts."""
+    if node.target is not funcol.all_to_all_single.default:
+        return None
+    row = node_at(node, 0)
+    if row.target not in (join_by_owner, own_row):
+        return None
+    wait = next(user for user in node.users if is_wait(user))
+    pieces = list(cast("Sequence[Node]", row.args[0]))
+    if row.target is own_row:
+        owners = [cast(int, meta.owner(piece)) for piece in pieces]
+        return _Exchange(row, node, wait, wait, "", pieces, owners, list(wait.users))
+    end = next(user for user in wait.users if user.target is add_parts)
+    owners = list(cast("Sequence[int]", row.args[1]))
+    return _Exchange(row, node, wait, end, str(end.args[2]), pieces, owners, list(end.users))
+
+
+def _read_last(graph: Graph) -> None:
+    """Move what reads what owners spread behind all else, in its order: so that several owners may have sent before."""
+    late = set[Node]()
+    for node in graph.nodes:
+        sent = exchange_at(node_at(node, 0)) if is_wait(node) else None
+        if (sent is not None and not sent.is_sum) or any(given in late for given in node.all_input_nodes):
+            late.add(node)
+    end = next(iter(reversed(graph.nodes)))
+    for node in [node for node in graph.nodes if node in late and node is not end]:
+        end.prepend(node)
+
+
+def _merge(graph: Graph, group: Sequence[_Exchange]) -> None:
+    """One exchange in place of `group`: it starts where the last one did, and is waited for where the first one was."""
+    pieces = [n for one in group for n in one.pieces]
+    owners = [at for one in group for at in one.owners]
+    first, last, ranks = group[0], group[-1], group[0].ranks
+    before = {node: i for i, node in enumerate(graph.nodes)}
+
+    def call(target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
+        return add_call(graph, target, args, made, like)
+
+    with graph.inserting_before(last.sent):
+        start = start_sums if first.is_sum else start_spread
+        sent = start(call, pieces, owners, ranks, first.axis)
+    wait = min((one.wait for one in group), key=before.__getitem__)
+    with graph.inserting_before(wait):
+        received = add_call(graph, funcol.wait_tensor.default, (sent,), one_tensor(sent), sent)
+        row = add_sums(call, received, ranks, first.op) if first.is_sum else received
+    sizes, starts = places(pieces, owners, ranks)
+    at = iter(zip(owners, starts, strict=True))
+    for one in group:
+        for part in one.parts:
+            owner, start = next(at)
+            start = start if one.is_sum else start_in_spread(sizes, owner, start)
+            part.args = (row, start, part.args[2])
+        for old in dict.fromkeys((one.end, one.wait, one.sent, one.row)):
+            graph.erase_node(old)

@@ -1,0 +1,221 @@
+"""Updates that need a whole tensor, each by one rank: which parameters, who owns them, and what runs at the owner.
+
+An op of an update that no rule can shard (an iteration on a matrix, a preconditioner) takes whole operands: each rank
+would gather them and compute the same. With an owner, one rank has the gradient's sum and the state, computes the
+update, and sends the new parameter to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from .. import _torch
+from ..cost.compute import node_us
+from ..graph import meta
+from ..graph.graph import Role, TrainGraph
+from ..graph.nodes import copy_graph, drop_dead, node_at, operands
+from ..graph.op_kinds import is_pointwise
+from ..graph.ops import COMPLETE, GRAD_READY, OVER_RANKS
+from ..graph.split_lists import lists_of, split_lists
+from ..hardware.hardware import Hardware
+from ..layout import REPLICATED, Layout
+from ..rules.find_rule import find_rule
+from ..rules.registry import draws
+from .decision import Decision
+from .propagation_inputs import moving
+
+aten = torch.ops.aten
+
+
+def whole_updates(
+    graph: TrainGraph, decisions: Mapping[str, Decision], rest: Mapping[str, Layout], axis: str
+) -> tuple[str, ...]:
+    """The parameters of which an update gathers something as large as them, that `axis` shards."""
+    of_param, moves = _of_params(graph), moving(graph)
+    sizes = {i.name: i.meta.numel for i in graph.inputs if i.role is Role.PARAM}
+    layouts: dict[Node, Layout] = {node: rest[given.name] for given, node in graph.placeholders()}
+    found = dict[str, None]()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        decision = decisions[node.name]
+        if decision.given:
+            layouts[node] = decision.given[0]
+        if node in moves or node.target in COMPLETE or _torch.is_getitem(node.target):
+            continue
+        for given, want in zip(operands(node), decision.operands, strict=True):
+            have, made, names = layouts.get(given), meta.tensor(given), of_param.get(given, frozenset())
+            is_cut = have is not None and have.state(axis).kind in "SP" and want.state(axis) == REPLICATED
+            if is_cut and len(names) == 1 and made is not None and made.numel == sizes[(name := min(names))] > 1:
+                found[name] = None
+    return tuple(found)
+
+
+def assigned(graph: TrainGraph, names: tuple[str, ...], ranks: int, hardware: Hardware) -> dict[str, int]:
+    """An owner for each of these parameters: the longest update goes first, to the rank with the shortest so far."""
+    of_param, moves = _of_params(graph), moving(graph)
+    us, sizes = dict.fromkeys(names, 0.0), {i.name: i.meta.size_bytes for i in graph.inputs}
+    for node in graph.graph.nodes:
+        own = of_param.get(node, frozenset())
+        if node.op == "call_function" and node not in moves and len(own) == 1 and (name := min(own)) in us:
+            us[name] += node_us(node, hardware)
+    taken, owners = [(0.0, 0)] * ranks, dict[str, int]()
+    for name in sorted(names, key=lambda name: (-us[name], -sizes[name])):
+        at = min(range(ranks), key=taken.__getitem__)
+        taken[at] = taken[at][0] + us[name], taken[at][1] + sizes[name]
+        owners[name] = at
+    return {name: owners[name] for name in names}
+
+
+def owners_of_nodes(graph: TrainGraph, owners: Mapping[str, int]) -> dict[str, int]:
+    """The owner of every call that one runs, of updates of parameters with these owners."""
+    return _Updates(graph, owners).run()
+
+
+def with_updates_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> TrainGraph:
+    """`graph` in which ops over lists of tensors have those of one owner each, or of none."""
+    new = replace(graph, graph=copy_graph(graph.graph))
+    _Updates(new, owners, splits=True).run()
+    drop_dead(new.graph)
+    return new
+
+
+def _of_params(graph: TrainGraph) -> dict[Node, frozenset[str]]:
+    """The parameters of whose gradients and state a value is made."""
+    found = {
+        node: frozenset({given.owner})
+        for given, node in graph.placeholders()
+        if given.role in (Role.STATE, Role.GRAD) and given.meta.shape
+    }
+    for node in graph.graph.nodes:
+        if node.target is GRAD_READY:
+            found[node] = frozenset({str(node.args[1])})
+        elif node.op == "call_function":
+            known = [given for given in _made_of(node) if given in found]
+            tensors = [given for given in known if _is_tensor(given)]  # a factor of all gradients is of none
+            if known:
+                found[node] = frozenset[str]().union(*(found[given] for given in tensors or known))
+    return found
+
+
+def _made_of(node: Node) -> list[Node]:
+    """What a value is computed of: of an entry of a list, the entries at its place."""
+    if not _torch.is_getitem(node.target) or isinstance(meta.value(node), (list, tuple)):
+        return node.all_input_nodes
+    source = node_at(node, 0)
+    while _torch.is_getitem(source.target):
+        source = node_at(source, 0)
+    lists, at = lists_of(source), cast(int, node.args[1])
+    return [one[at] for one in lists] or node.all_input_nodes
+
+
+@dataclass
+class _Updates:
+    """`at`: the owner of a value. `shared`: values of several owners, and of parameters without one. `sums`: gradients
+    of several backwards that add up before ranks reduce them. `splits`: list ops are split by owner.
+    """
+
+    graph: TrainGraph
+    owners: Mapping[str, int]
+    splits: bool = False
+    at: dict[Node, int] = field(default_factory=dict[Node, int])
+    shared: set[Node] = field(default_factory=set[Node])
+    sums: set[Node] = field(default_factory=set[Node])
+
+    def run(self) -> dict[str, int]:
+        moves = moving(self.graph)
+        for given, node in self.graph.placeholders():
+            if given.role in (Role.STATE, Role.GRAD) and given.meta.shape:
+                self._note(node, given.owner)
+        calls = [n for n in self.graph.graph.nodes if n.op == "call_function" and n not in moves]
+        calls = [n for n in calls if not draws(n) and any(meta.tensors(n))]  # numbers of Python have no owner
+        for node in calls:
+            self._visit(node)
+        self._end_early()
+        for node in reversed(calls):
+            self._with_readers(node)
+        run_there = (n for n in self.at if n.op == "call_function" and n not in self.sums)
+        return {node.name: self.at[node] for node in run_there}
+
+    def _note(self, node: Node, param: str) -> None:
+        if param in self.owners:
+            self.at[node] = self.owners[param]
+        else:
+            self.shared.add(node)
+
+    def _visit(self, node: Node) -> None:
+        if node.target is GRAD_READY:
+            self._note(node, str(node.args[1]))
+            self.sums.add(node)
+        elif _torch.is_getitem(node.target):
+            source = node_at(node, 0)
+            if source in self.at:
+                self.at[node] = self.at[source]
+            elif source in self.shared:
+                self.shared.add(node)
+        elif node.target is OVER_RANKS:
+            self.shared.add(node)
+        elif not self._is_split(node):
+            self._place(node)
+
+    def _place(self, node: Node) -> None:
+        """Where the tensors are that it reads; numbers count where it reads no tensors of owners."""
+        rule = find_rule(node)
+        given = operands(node)
+        read = [n for i, n in enumerate(given) if rule is None or i not in rule.by_shape]
+        known = [n for n in read if n in self.at or n in self.shared]
+        found = [n for n in known if _is_tensor(n)] or known
+        owners = {self.at[n] for n in found if n in self.at}
+        if len(owners) > 1 or (found and any(n in self.shared for n in found)):
+            self.shared.add(node)
+        elif owners:
+            self.at[node] = owners.pop()
+            if node.target is aten.add.Tensor and all(n in self.sums for n in given):
+                self.sums.add(node)
+
+    def _is_split(self, node: Node) -> bool:
+        """Split a list op whose entries have several owners, if that is asked for."""
+        groups: dict[int | None, list[int]] = {}
+        for position, entry in enumerate(zip(*(lists_of(node) if self.splits else []), strict=True)):
+            at = next((self.at[n] for n in entry if n in self.at and _is_tensor(n)), None)
+            groups.setdefault(at, []).append(position)
+        if len(groups) < 2:
+            return False
+        made, picked = split_lists(node, list(groups.values()))
+        for new in made:
+            self._place(new)
+        for pick in picked:
+            self._visit(pick)
+        return True
+
+    def _end_early(self) -> None:
+        """Where owners send less than the new parameter, all ranks compute the rest: the update in 16 bits, say, is
+        added to the parameter everywhere.
+        """
+        todo = [node for out, node in self.graph.results() if out.kind == "update" and out.target in self.owners]
+        while todo:
+            node = todo.pop()
+            if node not in self.at or not is_pointwise(node.target):
+                continue
+            sent = [n for n in dict.fromkeys(operands(node)) if n in self.at]
+            is_last = all(user.op == "output" or user in self.shared for user in node.users)
+            is_made = all(n.op == "call_function" for n in sent)  # not the state, which stays
+            if is_last and is_made and sum(map(meta.size_bytes, sent)) < meta.size_bytes(node):
+                del self.at[node]
+                self.shared.add(node)
+                todo += sent
+
+    def _with_readers(self, node: Node) -> None:
+        """A value that only one owner reads, as the decayed parameter, is made there."""
+        at = {None if user in self.sums else self.at.get(user) for user in node.users}
+        if node not in self.at and node not in self.shared and len(at) == 1 and (owner := at.pop()) is not None:
+            self.at[node] = owner
+
+
+def _is_tensor(node: Node) -> bool:
+    return any(made is not None and made.numel > 1 for made in meta.tensors(node))

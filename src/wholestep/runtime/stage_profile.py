@@ -1,0 +1,60 @@
+"""The profile of a step with stages: ranks tell each other what their stages did, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from ..cost.stage_costs import BlockPrices
+from ..cost.timeline import Span, Timeline, timeline
+from ..distributed.launch import World
+from ..hardware.hardware import Hardware
+from ..planner.staged_plan import staged
+from ..profiling.profile import SpanClock, measured_stages, stage_spans
+from .program import Program
+
+_Run = tuple[float, list[Span]]  # seconds, and what was computed
+
+
+@dataclass
+class StageProfile:
+    """Calls of a program of a stage that were timed on this rank. Ranks start each together, so that times since the
+    start of a call can be compared, also where ranks have clocks of their own.
+    """
+
+    program: Program
+    world: World
+    runs: list[_Run] = field(default_factory=list[_Run])
+
+    def meet(self) -> None:
+        """Wait for all ranks: a call begins."""
+        dist.barrier()
+
+    def note(self, clock: SpanClock, begin: float, seconds: float) -> None:
+        """A call that began at `begin` has ended."""
+        self.runs.append((seconds, stage_spans(self.program.local, clock, begin)))
+
+    def measured(self) -> Timeline:
+        """The call of median length, but for the first one: of each stage what its first rank did. A call lasts until
+        the last rank ends it.
+        """
+        mesh, axis = self.world.mesh, self.program.local.stage_axis
+        of_ranks: list[list[_Run]] = [[] for _ in range(mesh.size)]
+        dist.all_gather_object(of_ranks, self.runs[1:])
+        lengths = [max(seconds for seconds, _ in call) for call in zip(*of_ranks, strict=True)]
+        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+        first = {mesh.coordinate(rank)[axis]: rank for rank in reversed(range(mesh.size))}
+        stages = [of_ranks[first[stage]][middle][1] for stage in range(mesh.axis_size(axis))]
+        return measured_stages(stages, lengths[middle], self.program.local)
+
+    def predicted(self, hardware: Hardware) -> Timeline:
+        """All stages as they are simulated: the program that runs, or where ranks of a stage exchange something, too,
+        what passes make of it.
+        """
+        whole, plan = self.program.before, self.program.plan
+        assert whole is not None, "the program of all stages"
+        alone = all(axis.size == 1 or axis.name == whole.stage_axis for axis in whole.mesh.axes)
+        if alone or plan.mesh.pieces == 1:
+            return timeline(whole, hardware)
+        return staged(whole, BlockPrices(hardware, whole.mesh), plan.options.order).timeline
