@@ -120,6 +120,7 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
         ({"n_layers": ""}, "no sizes of layers"),
         ({"ac": "of some kind"}, "recompute of an unknown kind"),
         ({"step_time_s": ""}, "neither a time nor bytes"),
+        ({"pp": "4", "dp_shard": ""}, "a pipeline of one micro-batch"),
     ],
 )
 def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: str) -> None:
