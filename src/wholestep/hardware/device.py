@@ -173,8 +173,9 @@ class Device:
         if work.matmul:
             return max(self.launch_us + self.matmul_us(*work.matmul, work.dtype), moved)
         if work.attention:
-            how = {"causal": work.causal, "backward": work.backward, "speed": work.speed}
-            us = self.attention_us(*work.attention, work.dtype, **how)
+            us = self.attention_us(
+                *work.attention, work.dtype, causal=work.causal, backward=work.backward, speed=work.speed
+            )
             return max(self.launch_us + us, moved)
         if work.flops:
             top = self.ceiling(work.dtype)
