@@ -145,7 +145,7 @@ def read(row: Row) -> Run | str:
 
 
 _INTERLEAVED = (("megatron_seqsel", r"-(175|530)b", 3),)
-"""By source and model, where a row does not say it: `pipeline_interleaving` of the configurations that `ref` names."""
+"""By source and model, where a row does not say it: `pipeline_interleaving` of the files that `ref` names."""
 _CHUNKS = r"(?:\bvpp?|virtual stages|chunks|interleav\w*)[ =:]*(\d+)|(\d+) (?:virtual|chunks)"
 
 

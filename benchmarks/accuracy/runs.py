@@ -193,10 +193,10 @@ def kind(run: config.Run) -> str:
 def label(run: config.Run) -> str:
     """Model, sizes, recompute, ranks, stack."""
     again = run.ac if run.checkpointed == 1 else f"{run.checkpointed:.0%} of layers"
-    stages = f"pp{run.stages}x{run.chunks} " if run.stages > 1 else ""
+    stages = f"pp{run.stages} " if run.chunks == 1 else f"pp{run.stages}x{run.chunks} "
     return (
         f"{run.model} L{run.layers} d{run.width} s{run.length} mb{run.micro}x{run.accumulate} ac={again} "
-        f"dp{run.replicate * run.shard} tp{run.tp} {stages}{run.stack.name}"
+        f"dp{run.replicate * run.shard} tp{run.tp} {stages if run.stages > 1 else ''}{run.stack.name}"
     )
 
 

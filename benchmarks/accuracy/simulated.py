@@ -255,8 +255,9 @@ def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICT
     """The step of a pipeline, by what `wholestep simulate` calls for one: short stages stand for all. Stages have equal
     numbers of layers where these divide, as Megatron has them, whose order is 1F1B, or of several chunks interleaved.
     """
-    shape = replace(_shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False)
-    alike = replace(shape, stages=1, chunks=1)
+    alike = replace(
+        _shape(run), layers=0, replicate=1, shard=1, tp=1, micro=1, style="", sequence=False, stages=1, chunks=1
+    )
     mesh, (each, rest) = ws.Mesh(model.mesh(run)), divmod(run.layers, run.stages * run.chunks)
     pipeline = ws.Pipeline(micro_batches=run.accumulate, schedule="1f1b")
     if run.chunks > 1:

@@ -229,3 +229,34 @@ def _on_the_whole_batch(rank: int, world: int) -> float:
 def test_owners_with_micro_batches_of_a_global_batch(world: int) -> None:
     """The sum over pieces is complete before it goes to the owner."""
     assert max(run_ranks(_on_the_whole_batch, world)) < 1e-12
+
+
+def _moved(rank: int, world: int, folder: str) -> list[float]:
+    """How far losses are from those of the saved run: on shards, at the same owners again, and at others."""
+
+    def trainer(style: ws.DataParallel) -> Any:
+        model = Two()
+        optimizers, step = pair(model), ws.compile(both, parallel=style)
+        return step, lambda data: step(model, optimizers, *data)
+
+    saved, run = trainer(ws.DataParallel("zero1", owners=True))
+    for call in range(3):
+        run(batch(rank, call))
+    ws.save(f"{folder}/0", saved)
+    expected = [run(batch(rank, call)) for call in (3, 4)]
+    others = ws.DataParallel("zero1", owners={"layers.0.weight": 1, "layers.2.weight": 0})
+    found: list[float] = []
+    for number, style in enumerate((ws.DataParallel("fully_shard"), ws.DataParallel("zero2", owners=True), others)):
+        step, run = trainer(style)
+        ws.load(f"{folder}/{number}", step)
+        run(batch(rank, 0))  # what was loaded before the first call is put into place by it
+        ws.load(f"{folder}/{number}", step)
+        ws.save(f"{folder}/{number + 1}", step)
+        found.append(max(difference(run(batch(rank, c)), e) for c, e in zip((3, 4), expected, strict=True)))
+    return found
+
+
+@pytest.mark.full
+def test_checkpoints_move_between_owners_and_shards(tmp_path: Any) -> None:
+    for found in run_ranks(_moved, 2, str(tmp_path)):
+        assert max(found) < 1e-12

@@ -211,7 +211,8 @@ def test_four_ranks(mesh: str, style: str, order: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"memory_bytes": "1GiB"}, "memory_bytes with Pipeline is not built"),
+    ({"tune": "auto"}, "tune='auto' with Pipeline is not built"),
+    ({"offload": "cpu"}, "offload with Pipeline is not built"),
     ({"schedule": "across_steps"}, "a schedule across steps with Pipeline is not built"),
     ({"backend": ws.Inductor(scope="whole")}, "Inductor(scope='whole') with Pipeline"),
     ({"pad_to": ws.PadTo((16,), {"tokens": 1})}, "pad_to with Pipeline is not built"),
@@ -229,3 +230,42 @@ def _refused(rank: int, world: int, options: dict[str, Any]) -> str:
     except ws.WholestepError as error:
         return error.found
     return "nothing"
+
+
+def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> tuple[float, list[int], list[str]]:
+    """How far a step under a budget is from one without; what stages hold, and what budgets below that say."""
+    torch.set_default_dtype(torch.float64)
+    data = batches(8, 2)
+
+    def run(**options: Any) -> tuple[ws.CompiledStep, list[Tensor]]:
+        torch.manual_seed(0)
+        model, optimizer = maker(3, False, 0.0)()
+        step = ws.compile(train, parallel=parallel, mesh=mesh, **options)
+        return step, [step(model, optimizer, *batch) for batch in data]
+
+    free, expected = run()
+    assert free.local_graph is not None
+    held: list[Any] = [None] * world
+    torch.distributed.all_gather_object(held, ws.peak_memory(free.local_graph).size_bytes)
+    _, found = run(memory_bytes=max(held))
+    said = []
+    for budget in (max(held) // 2, min(held) - 1):
+        try:
+            run(memory_bytes=budget)
+        except ws.WholestepError as error:
+            said.append(str(error))
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), held, said
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [
+    ("pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b")),
+    pytest.param("dp=2,pp=2", [GLOBAL, ws.Pipeline(micro_batches=2)], marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_budget_bounds_each_stage(mesh: str, parallel: Any) -> None:
+    """What fits runs as without a budget; else the rank that is over it says by how much, and stops the others."""
+    ranks = run_ranks(_bounded, 4 if "," in mesh else 2, mesh, parallel)
+    for worst, _, said in ranks:
+        assert worst == 0
+        assert len(said) == 2
+    first = [said[0] for _, _, said in ranks]
+    assert any(text.startswith("stage ") and "nothing is rematerialized in stages" in text for text in first)

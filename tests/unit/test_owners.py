@@ -1,5 +1,6 @@
 """Updates at owners, as plans and programs: who owns what, what is sent, and what is refused."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -154,3 +155,15 @@ def test_owners_of_unknown_parameters() -> None:
         ws.plan(graph, "dp=2", ws.DataParallel("zero1", owners={"9.weight": 0}))
     with pytest.raises(ws.WholestepError, match="coordinate 5 of axis 'dp'"):
         ws.plan(graph, "dp=2", ws.DataParallel("zero1", owners={"0.weight": 5}))
+
+
+def test_a_plan_whose_owners_were_changed() -> None:
+    """What a file could say, and no plan does."""
+    graph = muons()
+    plan = ws.plan(graph, "dp=2", owners())
+    for changed in ({"owner_axis": ""}, {"owner_axis": "tp"}, {"update_owners": {}}, {"update_owners": {"x": 0}}):
+        with pytest.raises(ws.WholestepError):
+            ws.partition(graph, replace(plan, **changed))  # type: ignore[arg-type]
+    without = replace(plan, owner_axis="", update_owners={})
+    with pytest.raises(ws.WholestepError):
+        ws.partition(graph, without)

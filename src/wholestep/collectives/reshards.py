@@ -186,6 +186,8 @@ def _route(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.
     """Return the cheapest path from `source` to `target`, without steps along axes of one rank."""
     for layout in (source, target):
         layout.check(shape, mesh)
+        if layout.owned:
+            raise LayoutError(f"a tensor laid out as {layout.show(shape)}", "no owners: ranks have shards, sums or all")
     start, end = _without_single(source, mesh), _without_single(target, mesh)
     averages = [axis for axis, op in start.partial if op == "avg" and not dtype.is_floating_point]
     if averages and not dtype.is_complex:

@@ -165,11 +165,6 @@ def phase(node: Node) -> str:
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
 
 
-def block_phase(name: str) -> str:
-    """Forward or backward, from the name of a block in its stage."""
-    return "forward" if name.startswith("forward") else "backward"
-
-
 def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: times in microseconds."""
     yield _named("process_name", process, 0, made.title)

@@ -31,14 +31,15 @@ aten = torch.ops.aten
 
 @dataclass
 class Emitter:
-    """Appends nodes of reshard steps to a graph, with the shapes of the first rank. `stage_axis`: along it one value is
-    sent at a time. `sent`: what left its owner, by the node and where it went: readers that want it in several layouts
-    make these of one message.
+    """Appends nodes of reshard steps to a graph, with the shapes of the first rank. Along `stage_axis` owners send one
+    value at a time, along `owner_axis` rows of several. `sent`: what left its owner, by the node and where it went:
+    readers that want it in several layouts make these of one message.
     """
 
     graph: Graph
     mesh: Mesh
     stage_axis: str = ""
+    owner_axis: str = ""
     sent: dict[object, Node] = field(default_factory=dict[object, Node])
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
@@ -150,7 +151,7 @@ class Emitter:
     def _from_owner(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
         step, before, _ = move
         local, sends = one_tensor(node), step.kind == "send"
-        if step.axis != self.stage_axis:
+        if step.axis == self.owner_axis:
             return start_spread(self.call, [node], [step.dim], self.mesh.axis_size(step.axis), step.axis)
         if sends:
             shape = [extent(n, axes, self.mesh) for n, axes in zip(whole.shape, before.dims, strict=True)]
@@ -172,7 +173,7 @@ class Emitter:
             return self.call(part_of_row, (received, 0, list(made.shape)), made, received)
         row = add_sums(self.call, received, self.mesh.axis_size(step.axis), step.op)
         new = self.call(part_of_row, (row, 0, list(made.shape)), made, row)
-        note_owner(new, after, self.stage_axis)
+        note_owner(new, after, self.stage_axis, self.owner_axis)
         return new
 
     def _on_first_rank(self, length: int | Extent) -> int:
@@ -258,7 +259,7 @@ class Emitter:
         if step.kind == "all_reduce" and step.op.startswith("norm"):
             return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), local, node)
         parts = self.mesh.axis_size(step.axis)
-        if step.kind == "reduce" or (step.kind == "broadcast" and step.axis != self.stage_axis):
+        if step.kind == "reduce" or (step.kind == "broadcast" and step.axis == self.owner_axis):
             return self._from_row(move, node, whole)
         if step.kind in ("all_reduce", "broadcast"):
             return node
@@ -283,11 +284,18 @@ class Emitter:
         return new
 
 
-def note_owner(node: Node, layout: Layout | None, stage_axis: str) -> None:
-    """Record which stage, and which owner along another axis, has what a node makes."""
+def note_owner(node: Node, layout: Layout | None, stage_axis: str, owner_axis: str) -> None:
+    """Record which stage, and which owner along another axis, has what a node makes. Raises LayoutError: it is owned
+    along a third one.
+    """
     owned = dict(layout.owned) if layout is not None else {}
     meta.set_stage(node, owned.pop(stage_axis, None))
-    meta.set_owner(node, next(iter(owned.values()), None))
+    meta.set_owner(node, owned.pop(owner_axis, None))
+    if owned:
+        found = f"%{node.name} is owned along {next(iter(owned))!r}"
+        raise LayoutError(
+            found, f"the axis of stages or of owners, {stage_axis or owner_axis or 'and the plan has none'}"
+        )
 
 
 def _moves(shape: Sequence[int], dim: int) -> bool:

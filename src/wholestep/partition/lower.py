@@ -124,7 +124,7 @@ class _Lowering:
     regathered: set[Node] = field(default_factory=set[Node])
 
     def __post_init__(self) -> None:
-        self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis)
+        self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis, self.plan.owner_axis)
         self.extended = ExtendedCalls(self.emit)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
@@ -148,7 +148,7 @@ class _Lowering:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
         meta.set_tensors(new, (self._local_meta(meta.tensor(node), layout),))
-        note_owner(new, layout, self.plan.stage_axis)
+        note_owner(new, layout, self.plan.stage_axis, self.plan.owner_axis)
         self.at[node, 0], self.layouts[node] = new, (layout,)
         whole = meta.tensor(node)
         if given.role is Role.BATCH and layout.is_sharded and whole is not None:
@@ -255,7 +255,7 @@ class _Lowering:
     def _with_outputs(self, new: Node, node: Node) -> Node:
         """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
-        note_owner(new, layouts[0] if layouts else None, self.plan.stage_axis)
+        note_owner(new, layouts[0] if layouts else None, self.plan.stage_axis, self.plan.owner_axis)
         meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
         return new
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import LayoutError, PlanError, shown
+from ..graph.graph import Role
 from ..typed_values import check_fields
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ def check_form(plan: Plan) -> None:
     for name, layout in plan.created_storage.items():
         check_fields(layout, error=LayoutError)
         layout.check((0,) * len(layout.dims), plan.mesh, name)
+    if plan.owner_axis:
+        plan.mesh.axis_size(plan.owner_axis)
+    params = {given.name for given in plan.inputs if given.role is Role.PARAM}
+    if set(plan.update_owners) - params or bool(plan.update_owners) != bool(plan.owner_axis):
+        owned = ", ".join(plan.update_owners) or "nothing"
+        found = f"the plan has owner_axis {plan.owner_axis!r} and owners of {owned}"
+        raise PlanError(found, "an axis of the mesh, and owners of parameters", "plan this graph again")
     check_fields(plan.options)
     dtype = plan.options.reduce_dtype
     found = getattr(torch, dtype, None) if dtype is not None else torch.float32

@@ -66,8 +66,8 @@ class _Propagation:
     targets: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
 
     def __post_init__(self) -> None:
-        self.batch_dependent = moving(self.situation.graph)
-        self.rounding = rounding(self.situation.graph, self.batch_dependent)
+        self.batch_dependent: frozenset[Node] = moving(self.situation.graph)
+        self.rounding: frozenset[Node] = rounding(self.situation.graph, self.batch_dependent)
         self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
         self.active = [axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1]
         for given, node in self.situation.graph.placeholders():
@@ -144,8 +144,7 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            is_whole = states.count(REPLICATED) == len(states)
-            if is_whole and not varies and axis not in pinned and not self.at_home(node, axis):
+            if states.count(REPLICATED) == len(states) and not (varies or axis in pinned or self.at_home(node, axis)):
                 continue
             if varies:
                 why = "varies"
@@ -170,7 +169,7 @@ class _Propagation:
                 why = "rounds coarsely"
                 because.append(f"{axis}: whole operands, so that sums in this dtype round as on one device")
                 continue
-            rule = find_rule(node) if rule is None else rule
+            rule = rule or find_rule(node)
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
             takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
             if rule is not None:

@@ -14,7 +14,7 @@ from ..backend.protocol import RunBody
 from ..cost.kernel_times import KernelTimes
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
-from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, block_phase, op_name, phase
+from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
@@ -136,17 +136,21 @@ def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]
 
     for block, piece, start, end in clock.blocks:
         short = block.partition(", ")[2]
-        note(f"{short} of piece {piece}", short, start, end, block_phase(short))
+        note(f"{short} of piece {piece}", short, start, end, _phase(short))
     for name, start, end in clock.spans:
         node = nodes.get(name)
         if node is None or is_wait(node) or part_of(node) or node.target in POINT_TO_POINT:
             continue
         if (block := meta.block(node)) is not None:  # a run of a block that is written out
             short = block.partition(", ")[2]
-            note(f"{short} of piece {meta.piece(node)}", short, start, end, block_phase(short), meta.module_path(node))
+            note(f"{short} of piece {meta.piece(node)}", short, start, end, _phase(short), meta.module_path(node))
         else:
             note(name, op_name(node), start, end, phase(node), meta.module_path(node))
     return sorted(found, key=lambda span: span.start_us)
+
+
+def _phase(block: str) -> str:
+    return "forward" if block.startswith("forward") else "backward"
 
 
 def measured_stages(stages: Sequence[Sequence[Span]], seconds: float, local: LocalGraph) -> Timeline:

@@ -247,7 +247,7 @@ class StepOptions:
             found, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
             raise BackendError(found, needed, 'give the number that backend="eager" finds')
         keeps = auto is None and strategies.options.reshard_after_forward is False
-        if budget is not None:
+        if budget is not None and strategies.pipeline is None:
             strategies = _with_kept_gathers(strategies, given)
         chooser = _piece_search(strategies, budget, not keeps, given) if strategies.has_open_pieces else auto
         if mesh is not None:
@@ -314,13 +314,12 @@ def refuse_for_stages(options: StepOptions, device: str) -> None:
     given = options.given
     refused = {
         "offload": given.offload is not None,
-        "memory_bytes": options.memory_bytes is not None,
         "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
         "tune='auto'": given.tune == "auto",
     }  # fmt: skip
     for name, asked in refused.items():
         if asked:
-            needed = "what pipelines run with: CPUs over gloo, no budget, no offload"
+            needed = "what pipelines run with: CPUs over gloo, no offload, a schedule within the step"
             raise PlanError(f"{name} with Pipeline is not built", needed, "leave out one of them")
 
 

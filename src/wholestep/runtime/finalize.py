@@ -21,6 +21,7 @@ from ..hardware.hardware import Hardware
 from ..partition.stage_program import stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
+from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import Fitting, fitted_with
 from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
@@ -83,12 +84,46 @@ class Finalizer:
     def _of_stage(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
         refuse_for_stages(self.options, self.world.device)
-        several = stage_pipeline(self.world.mesh, local.stage_axis, self._schedule, backend=self.options.backend)
-        passes = edited(several, self.options.given.passes)
-        passes = self._agreed(passes, f"{key}, stage {self.world.coordinate[local.stage_axis]}")
+        axis, budget = local.stage_axis, self.options.memory_bytes
+        several = stage_pipeline(self.world.mesh, axis, self._schedule, backend=self.options.backend)
+        plain = edited(several, self.options.given.passes)
+        own, name = stage_program(local, self.world.coordinate[axis]), f"{key}, stage {self.world.coordinate[axis]}"
+        if budget is not None:
+            with self.stages.stage("memory"):
+                return self._stage_within(own, plain, (key, name), budget, watch)
         with self.stages.stage("schedule"):
-            own = stage_program(local, self.world.coordinate[local.stage_axis])
-            return run_passes(own, passes, watch)
+            return run_passes(own, self._agreed(plain, name), watch)
+
+    def _stage_within(
+        self, own: LocalGraph, plain: Sequence[Pass], keys: tuple[str, str], budget_bytes: int, watch: Watch | None
+    ) -> LocalGraph:
+        """The program of a stage, with the largest buckets that let every rank stay within the budget. Raises PlanError
+        on a rank that is over it, which stops all others.
+        """
+        (key, name), ways, failure = keys, smaller_buckets(plain), ""
+        known, label = key in self.fits, f"{self.label}/memory"
+
+        def peak(made: LocalGraph) -> int:
+            return peak_memory(bound_to_rank(made, self.world)).size_bytes
+
+        if not known:
+            fits = (n for n, way in enumerate(ways) if peak(run_passes(own, way)) <= budget_bytes)
+            asked = self.rendezvous.gather(f"{label}/buckets", next(fits, len(ways) - 1), "how large buckets may be")
+            self.fits[key] = Fitting(max(asked), ())
+        made = run_passes(own, self._agreed(ways[self.fits[key].way], name), watch)
+        try:
+            if (size := peak(made)) > budget_bytes:
+                failure = f"stage {own.stage} holds {human(size)} on rank {self.world.rank}"
+                raise PlanError(
+                    failure,
+                    f"at most {human(budget_bytes)}: nothing is rematerialized in stages",
+                    f"give memory_bytes={human_at_least(size)!r} or more, more stages, more micro-batches with"
+                    ' schedule="1f1b", or put torch\'s activation checkpointing into the model',
+                )
+        finally:
+            if not known:
+                self.rendezvous.all_equal(f"{label}/fits", {}, failure)
+        return made
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""

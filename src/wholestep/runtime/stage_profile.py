@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ..cost.stage_costs import BlockPrices
-from ..cost.timeline import Span, Timeline, timeline
+from ..cost.timeline import Span, Timeline
 from ..distributed.launch import World
 from ..hardware.hardware import Hardware
-from ..planner.staged_plan import staged
+from ..planner.prediction import timeline
 from ..profiling.profile import SpanClock, measured_stages, stage_spans
 from .program import Program
 
@@ -49,12 +48,6 @@ class StageProfile:
         return measured_stages(stages, lengths[middle], self.program.local)
 
     def predicted(self, hardware: Hardware) -> Timeline:
-        """All stages as they are simulated: the program that runs, or where ranks of a stage exchange something, too,
-        what passes make of it.
-        """
-        whole, plan = self.program.before, self.program.plan
-        assert whole is not None, "the program of all stages"
-        alone = all(axis.size == 1 or axis.name == whole.stage_axis for axis in whole.mesh.axes)
-        if alone or plan.mesh.pieces == 1:
-            return timeline(whole, hardware)
-        return staged(whole, BlockPrices(hardware, whole.mesh), plan.options.order).timeline
+        """All stages as they are simulated."""
+        assert self.program.before is not None, "the program of all stages"
+        return timeline(self.program.before, hardware)
