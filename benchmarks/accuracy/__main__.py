@@ -12,7 +12,7 @@ from rich.table import Table as Shown
 
 from benchmarks.accuracy import assumed, collectives, config, gemms, runs
 from benchmarks.accuracy.read import Case, Left, Row, rows
-from benchmarks.accuracy.report import Table, errors, far, left_out, markdown, worst
+from benchmarks.accuracy.report import Table, errors, far, in_short, left_out, markdown, worst
 from benchmarks.accuracy.validation import validations
 from wholestep.hardware import validation
 
@@ -153,6 +153,10 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
         ("held out by model", "one factor for a source and a hardware, from its runs of other models",
          runs.by_other_models(found)),
     )  # fmt: skip
+    if columns[0][2]:
+        three = {title: cases for title, _, cases in (columns[0], columns[2], columns[3])}
+        said = "mean error, bias; what each column is given is said below"
+        yield in_short("Step times in short", said, three, _source, ("source", "hardware"))
     for title, said, cases in columns:
         if cases:
             yield errors(f"Step times, {title}", said, cases, _source, ("source", "hardware"))

@@ -116,6 +116,8 @@ def read(row: Row) -> Run | str:
     replicate = replicate or 1
     micro = whole(row, "micro_batch")
     accumulate = whole(row, "grad_accum") or max(1, whole(row, "global_batch", micro * data) // (micro * data))
+    if stages > 1 and accumulate == 1:  # has no loop, for which a few layers would stand
+        return "a pipeline of one micro-batch"
     length = whole(row, "seq_len") or _by_family(model, _LENGTH)
     hidden = whole(row, "d_ff") or 4 * width
     step = number(row, "step_time_s")

@@ -1,7 +1,7 @@
 """Errors as tables: on the screen, and as a page of the documentation."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -28,6 +28,30 @@ def errors(title: str, said: str, cases: Sequence[Case], by: Callable[[Case], tu
     if len(groups) > 1:
         rows.append(("all", *("" for _ in names[1:]), *_figures(cases)))
     return Table(title, said, (*names, "rows", "median", "mean", "bias", "above 20 %", "worst"), tuple(rows))
+
+
+def in_short(title: str, said: str, columns: Mapping[str, Sequence[Case]], by: Callable[[Case], tuple[str, ...]],
+             names: tuple[str, ...]) -> Table:  # fmt: skip
+    """Mean errors and biases of each group, and of all, after several kinds of prediction. `rows` are the first's."""
+    first = next(iter(columns.values()))
+    groups = sorted({by(case) for case in first})
+    rows = [
+        (*group, *_means([[case for case in cases if by(case) == group] for cases in columns.values()]))
+        for group in groups
+    ]
+    if len(groups) > 1:
+        rows.append(("all", *("" for _ in names[1:]), *_means(list(columns.values()))))
+    return Table(title, said, (*names, "rows", *columns), tuple(rows))
+
+
+def _means(columns: Sequence[Sequence[Case]]) -> tuple[str, ...]:
+    made = [
+        f"{_percent(mean(abs(case.error) for case in cases))}, {mean(case.error for case in cases):+.1%}"
+        if cases
+        else ""
+        for cases in columns
+    ]
+    return str(len(columns[0])), *made
 
 
 def _figures(cases: Sequence[Case]) -> tuple[str, ...]:

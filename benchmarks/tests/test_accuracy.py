@@ -15,7 +15,7 @@ import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, model, runs, simulated
 from benchmarks.accuracy.__main__ import thinned, with_part
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
-from benchmarks.accuracy.report import errors, left_out, worst
+from benchmarks.accuracy.report import errors, in_short, left_out, worst
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
 
@@ -120,6 +120,7 @@ def test_a_fold_does_not_see_what_it_is_tested_on() -> None:
         ({"n_layers": ""}, "no sizes of layers"),
         ({"ac": "of some kind"}, "recompute of an unknown kind"),
         ({"step_time_s": ""}, "neither a time nor bytes"),
+        ({"pp": "4", "dp_shard": ""}, "a pipeline of one micro-batch"),
     ],
 )
 def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: str) -> None:
@@ -367,6 +368,11 @@ def test_tables() -> None:
     cases = [Case("a", "x", f"row {i}", "g", 10.0, 10.0 + i, "") for i in range(4)]
     table = errors("title", "said", cases, lambda c: (c.source,), ("source",))
     assert table.rows == (("a", "4", "15.0%", "15.0%", "+15.0%", "1", "30.0%"),)
+    short = in_short("s", "said", {"first": cases, "then": cases[1:]}, lambda c: (c.source,), ("source",))
+    assert short.columns == ("source", "rows", "first", "then")
+    assert short.rows == (("a", "4", "15.0%, +15.0%", "20.0%, +20.0%"),)
+    two = in_short("s", "said", {"first": cases, "then": []}, lambda c: (c.label,), ("row",))
+    assert two.rows[-1] == ("all", "4", "15.0%, +15.0%", "")
     assert [row[2] for row in worst("w", cases, 2).rows] == ["row 3", "row 2"]
 
 
