@@ -225,11 +225,13 @@ def _follows(rule: BoundRule, takes: Sequence[AxisState], gives: Mapping[int, Ax
         return False
     if any(state != REPLICATED for o, state in gives.items() if o not in grouped[1]):
         return False
-    return all(any(_matches(option, read, gives) for option in _options(group, takes)) for group in rule.groups)
+    return all(any(_matches(option, read, gives) for option in _options(rule, group, takes)) for group in rule.groups)
 
 
-def _options(group: Group, takes: Sequence[AxisState]) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
-    for made in (whole(group), *(cut(group, factor) for factor in (*group.factors, *group.made_factors))):
+def _options(
+    rule: BoundRule, group: Group, takes: Sequence[AxisState]
+) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
+    for made in (whole(group), *(cut(group, factor) for factor in (*group.factors, *rule.made_factors(group)))):
         yield made.takes, made.gives
     for number, passing in enumerate(group.partial):
         for op in {state.op for state in takes if state.kind == "P"} & passing.ops:

@@ -69,7 +69,7 @@ def named(group: Group, name: str) -> OpStrategy | None:
         number, _, op = rest.partition(" ")
         return through(group, int(number), op) if int(number) < len(group.partial) else None
     if kind == "cut":
-        return cut(group, rest) if rest in (*group.factors, *group.made_factors) else None
+        return cut(group, rest) if rest in group.factors else None
     return whole(group) if name == WHOLE else None
 
 

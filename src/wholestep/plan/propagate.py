@@ -192,8 +192,10 @@ class _Propagation:
         home = self.homes.get(node)
         state = REPLICATED if home is None or axis in self.situation.storage else home.state(axis)
         rule = find_rule(node) if state.kind == "S" else None
-        terms = [(group, group.outputs[0]) for group in (rule.groups if rule else ()) if 0 in group.outputs]
-        return next((f for group, term in terms if (f := term[state.dim]) in group.made_factors), None) or ""
+        if rule is None:
+            return ""
+        terms = [(group.outputs[0], rule.made_factors(group)) for group in rule.groups if 0 in group.outputs]
+        return next((f for term, made in terms if (f := term[state.dim]) in made), None) or ""
 
     def _at_owner(
         self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
@@ -420,7 +422,7 @@ class _CallOnAxis:
             if factor:
                 found[factor] = None
         own = self.run.at_home(self.node, self.axis)
-        return [*found, own] if own in group.made_factors else list(found)
+        return [*found, own] if own in self.rule.made_factors(group) else list(found)
 
     def _allowed(self, operand: int, want: AxisState) -> bool:
         """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""

@@ -56,12 +56,6 @@ class Group:
         """Factors of the operands, in order of appearance."""
         return tuple(dict.fromkeys(f for term in self.operands.values() for f in term if f))
 
-    @property
-    def made_factors(self) -> tuple[str, ...]:
-        """Factors that outputs alone have, as the rows of an embedding's gradient."""
-        made = dict.fromkeys(f for term in self.outputs.values() for f in term if f)
-        return tuple(f for f in made if f not in self.factors)
-
     def splits(self, factor: str, parts: Sequence[int], equal: bool = False, extended: bool = False) -> bool:
         """True if `factor` may be split into `parts`, those of the outermost axis first. `equal`: merged dims are not
         cut in units. `extended`: a rank with an empty piece computes on one place of zeros, where that is right.
@@ -114,3 +108,10 @@ class BoundRule:
     def extends(self) -> bool:
         """True if calls may be given more places: no argument says how many, and no other function runs instead."""
         return not self.sizes and not self.local and self.instead is None
+
+    def made_factors(self, group: Group) -> tuple[str, ...]:
+        """Factors that outputs of a group alone have, and whose pieces a function of the rule makes: the rows of an
+        embedding's gradient.
+        """
+        made = dict.fromkeys(f for term in group.outputs.values() for f in term if f and f in self.local)
+        return tuple(f for f in made if f not in group.factors)
