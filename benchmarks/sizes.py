@@ -15,10 +15,9 @@ All in milliseconds of processor time, so that other processes of a busy machine
 than the same batch again, median and worst; all of the calling thread of the first rank. `own`: the longest of these
 without the time in the kernel of the operating system; `kernel` and `MB`: of the worst, the time in that kernel, and
 memory that nothing had touched, by page faults. What a peer has there, too, is of memory that a larger batch needs for
-the first time. `known`: the whole process of the first rank for a batch that it has met, median.
-`error`: the largest difference of a loss or a parameter from the
-peer, on any rank. Exit status 1 if that is more than rounding, if a step is captured more than twice, or if a new size
-takes more than 5 % of the first call or 50 ms of its own.
+the first time. `known`: the whole process of the first rank for a batch that it has met, median. `error`: the largest
+difference of a loss or a parameter from the peer, on any rank. Exit status 1 if that is more than rounding, if a step
+is captured more than twice, or if `own` is more than 5 % of the first call or 50 ms.
 """
 
 import argparse

@@ -188,9 +188,9 @@ class StageCut:
         return node.op == "call_function" and node.target is not transfer and meta.stage(node) in (None, stage)
 
     def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
-        """Levels of the nodes of a stage. What can run later without more being kept for it does: a view of a value
-        that is kept anyway, and what is made of values that all stages have. What the backward computes again of the
-        forward waits for the backward. Results of one op stay together.
+        """Levels of the nodes of a stage. A node runs as late as it can where no more memory is held for it: a view of
+        a value that is held anyway, and a value computed from what all stages have. Recomputed nodes wait for the
+        backward. Results of one op stay together.
         """
         level, inside = dict(self.level), set(own)
         turn = max((level[node] for node in own if not meta.is_backward(node)), default=-1)

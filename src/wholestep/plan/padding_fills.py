@@ -74,7 +74,7 @@ def with_fills(train: TrainGraph, fills: Sequence[Fill | Draw], length: str, sym
 
 @dataclass(frozen=True)
 class _Writer:
-    """Inserts nodes; `masks` are those that were made, by size, number of dims behind, and device."""
+    """Inserts nodes. `masks` of padded positions, by size, number of dims behind, and device: each is made once."""
 
     graph: Graph
     length: Node

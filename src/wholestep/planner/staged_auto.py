@@ -35,7 +35,7 @@ class StagedAuto:
     """The search for pipelines of one step.
 
     Args:
-        pipeline: modules of stages, an order, chunks and a number of micro-batches; those that are given are kept.
+        pipeline: what the user fixed of stages, order, chunks and micro-batches. Options that are None are searched.
         beside: the templates of a mesh without the axis of stages.
         budget_bytes: that the tensors of a rank may take; None for no bound.
         placed, watch, software: as in `Auto.search`.
