@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -235,6 +236,19 @@ class Symbols:
         if len(text) > _MOST_TEXT:
             raise ValueError("an expression of sizes is too long to be computed in each call")
         return text
+
+
+@functools.cache
+def matmul_fixes_sizes() -> bool:
+    """Return whether a product of rows with a matrix asks in C++ how many rows there are (2.11)."""
+    symbols = Symbols(str)
+    with symbols.mode:
+        rows = torch.empty(cast(int, symbols.new("rows", 0, 3)), 4, 5)
+        try:
+            rows.matmul(torch.empty(5, 2))
+        except RuntimeError:  # it "cannot call sizes()"; in a trace it is answered, which fixes them
+            return True
+    return False
 
 
 def truncated(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -62,8 +63,28 @@ def _take_along_dim(original: Any, input: Tensor, indices: Tensor, dim: int | No
     return wide(input).gather(dim, wide(indices))
 
 
-def sized_forms() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Functions, by owner and name, and the forms that a trace runs in their place."""
+def _matmul(original: Any, input: Tensor, other: Tensor) -> Tensor:
+    """A product as what it is: of all rows with a matrix or a vector, or of as many matrices with as many."""
+    together = torch.ops.aten._unsafe_view
+    *outer, inner = input.shape
+    if input.dim() > 2 and other.dim() in (1, 2):
+        rows = input.reshape(prod(outer), inner)
+        return together(rows.mv(other) if other.dim() == 1 else rows.mm(other), (*outer, *other.shape[1:]))
+    if input.dim() > 2 and input.shape[:-2] == other.shape[:-2]:
+        left, right = (one.expand(one.shape).reshape(prod(one.shape[:-2]), *one.shape[-2:]) for one in (input, other))
+        return together(left.bmm(right), (*outer, other.shape[-1]))
+    return original(input, other)
+
+
+def _linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return original(input, weight, bias) if bias is not None else _matmul(original, input, weight.t())
+
+
+def sized_forms(symbolic: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Functions, by owner and name, and the forms that a trace, with symbols or without, runs in their place."""
     own = [(torch, "max_pool1d", _max_pool1d), (torch, "max_pool1d_with_indices", _max_pool1d_with_indices)]
     own += [(owner, "take_along_dim", _take_along_dim) for owner in (torch, Tensor)]
+    if symbolic and _torch.matmul_fixes_sizes():
+        own += [(torch, "matmul", _matmul), (Tensor, "matmul", _matmul), (Tensor, "__matmul__", _matmul)]
+        own += [(torch.nn.functional, "linear", _linear)]
     return [*own, *((_torch.RESIZES_OWNER, name, partial(_interpolated, name)) for name in _torch.RESIZES)]

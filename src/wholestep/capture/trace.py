@@ -133,7 +133,8 @@ class Traced:
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
-            forms = _torch.replaced([*methods(), *sized_forms(), *zero_grads, *rng, *float8, *attention])
+            sized = sized_forms(self.stand_ins.symbols is not None)
+            forms = _torch.replaced([*methods(), *sized, *zero_grads, *rng, *float8, *attention])
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
