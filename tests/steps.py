@@ -49,3 +49,24 @@ def mse(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def model_file(layers: str, batch: str, optimizer: str = "AdamW(model.parameters())") -> str:
+    """A file with the step `mean_square` and its `build`, for `wholestep` commands: texts of Python, on "meta"."""
+    return f"""
+import torch
+from torch import nn
+
+def train_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+def build():
+    with torch.device("meta"):
+        model = nn.Sequential({layers})
+        batch = torch.empty({batch})
+    return train_step, model, torch.optim.{optimizer}, batch
+"""

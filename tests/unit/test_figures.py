@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import model_file
 from wholestep.cli import app
 from wholestep.cli.shared_options import SharedOptions
 from wholestep.hardware import validation
@@ -162,23 +163,7 @@ def test_all_of_them_price_other_software(mode: str, tmp_path: Path) -> None:
     assert took[0] < took[1] < 5e4 < took[2]
 
 
-SMALL = """
-import torch
-from torch import nn
-
-def train_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-def build():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
-        batch = torch.empty(64, 256)
-    return train_step, model, torch.optim.AdamW(model.parameters()), batch
-"""
+SMALL = model_file("nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)", "64, 256")
 
 
 def test_options_change_what_is_simulated(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import wholestep as ws
 from tests.steps import mean_square as train
+from tests.steps import model_file
 from wholestep.cli import app
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.timeline import Span, Timeline
@@ -334,22 +335,7 @@ class HTMLAttributes(HTMLParser):
         self.found = dict(attrs).get("data-found") or self.found
 
 
-STEP = """
-import torch
-from torch import nn
-
-def train_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-def build():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        return train_step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.empty(8, 16)
-"""
+STEP = model_file("nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)", "8, 16", "SGD(model.parameters(), lr=0.1)")
 
 
 def run(*args: str) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import model_file
 from wholestep.cli import app
 from wholestep.cli.device_memory import within_device
 from wholestep.cli.screen import Screen
@@ -144,23 +145,11 @@ def test_what_a_stack_holds_is_reserved(local: ws.LocalGraph) -> None:
     assert more == params
 
 
-WIDE = """
-import torch
-from torch import nn
-
-def train_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-def build():
-    with torch.device("meta"):
-        layers = (nn.Sequential(nn.Linear(1000, 3000), nn.GELU(), nn.Linear(3000, 1000)) for _ in range(5))
-        model, batch = nn.Sequential(*layers), torch.empty(3000, 1000)
-    return train_step, model, torch.optim.AdamW(model.parameters(), fused=True), batch
-"""
+WIDE = model_file(
+    "*(nn.Sequential(nn.Linear(1000, 3000), nn.GELU(), nn.Linear(3000, 1000)) for _ in range(5))",
+    "3000, 1000",
+    "AdamW(model.parameters(), fused=True)",
+)
 
 
 @pytest.mark.parametrize("args", [

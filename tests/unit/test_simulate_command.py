@@ -7,25 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.steps import model_file
 from wholestep.cli import app, planning
 
-STEP = """
-import torch
-from torch import nn
-
-def train_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-def build():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
-        batch = torch.empty(64, 256)
-    return train_step, model, torch.optim.AdamW(model.parameters()), batch
-"""
+STEP = model_file("nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)", "64, 256")
 
 
 @pytest.fixture
@@ -193,10 +178,7 @@ def test_a_plan_is_for_one_length(flat: str) -> None:
     assert "--seq 16,32: a plan is for one length; `wholestep simulate` takes several" in done.output
 
 
-DEEP = STEP.replace(
-    "nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))",
-    "nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))",
-)
+DEEP = model_file("*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))", "64, 256")
 
 
 def test_a_pipeline_of_a_function(tmp_path: Path) -> None:
