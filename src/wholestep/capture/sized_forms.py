@@ -77,7 +77,10 @@ def _matmul(original: Any, input: Tensor, other: Tensor) -> Tensor:
 
 
 def _linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return original(input, weight, bias) if bias is not None else _matmul(original, input, weight.t())
+    if bias is not None and (input.dim() <= 2 or input.is_contiguous()):
+        return original(input, weight, bias)
+    made = _matmul(torch.matmul, input, weight.t())
+    return made if bias is None else made + bias
 
 
 def sized_forms(symbolic: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
