@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -14,6 +15,7 @@ import wholestep as ws
 from tests.dist.launch import RankError, run_ranks
 from tests.steps import mean_square
 from wholestep.distributed import host_exchange
+from wholestep.runtime.guards import Guards
 
 ROWS = (8, 8, 7, 9, 5, 8)
 PARTS = {
@@ -97,9 +99,9 @@ def _exchanges(rank: int, world: int, several_nodes: bool) -> list[int]:
         host_exchange.lockstep = lambda ranks, label, words: None  # pyright: ignore[reportPrivateUsage]
     usual, found = host_exchange.HostExchange.rows, [0]
 
-    def counted(self: Any, row: Any) -> Any:
+    def counted(self: Any) -> Any:
         found[-1] += 1
-        return usual(self, row)
+        return usual(self)
 
     host_exchange.HostExchange.rows = counted
     torch.manual_seed(0)
@@ -119,6 +121,56 @@ def _exchanges(rank: int, world: int, several_nodes: bool) -> list[int]:
 @pytest.mark.parametrize("several_nodes", [False, True])
 def test_sizes_that_ranks_know_are_not_exchanged_again(several_nodes: bool) -> None:
     assert run_ranks(_exchanges, 2, several_nodes) == [[1, 0, 1, 0, 1, 1, 1, 0]] * 2
+
+
+def _begun(rank: int, world: int, several_nodes: bool) -> tuple[list[str], list[str]]:
+    """What a call does until it has sizes that are known, and sizes that are new; the call between failed after it had
+    given its own.
+    """
+    if several_nodes:
+        host_exchange.lockstep = lambda ranks, label, words: None  # pyright: ignore[reportPrivateUsage]
+    model = nn.Linear(12, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ws.compile(mean_square, parallel=ws.DataParallel("replicate", semantics="global"), dynamic={"x": (0,)})
+    for _ in range(2):
+        step(model, optimizer, torch.ones(4, 12))
+    found: list[str] = []
+    _noted(host_exchange.HostExchange, "give", found)
+    _noted(host_exchange.HostExchange, "extremes", found)
+    _noted(Guards, "check", found)
+    _noted(dist, "all_gather", found)
+    step(model, optimizer, torch.ones(4, 12))
+    known = found.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guards, "check", _fails)
+        with pytest.raises(KeyError):
+            step(model, optimizer, torch.ones(6, 12))
+    found.clear()
+    step(model, optimizer, torch.ones(6 - rank, 12))
+    return known, found
+
+
+def _noted(owner: Any, name: str, found: list[str]) -> None:
+    usual = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.append(name)
+        return usual(*args, **kwargs)
+
+    setattr(owner, name, noted)
+
+
+def _fails(*args: Any) -> Any:
+    raise KeyError("a program that cannot be looked at")
+
+
+@pytest.mark.parametrize("several_nodes", [False, True])
+def test_a_rank_takes_sizes_of_others_last(several_nodes: bool) -> None:
+    """It has compared all else by then. Between nodes, new sizes travel with the first exchange."""
+    sent = ["all_gather"] if several_nodes else []
+    for known, new in run_ranks(_begun, 2, several_nodes):
+        assert known == ["give", *sent, "check", "extremes"]
+        assert new == ["give", "extremes", *sent, "check", "extremes"]
 
 
 def _drops(rank: int, world: int) -> tuple[list[float], list[float], list[Tensor]]:

@@ -1,5 +1,6 @@
 """Ops that models are made of, captured with symbols: at other sizes, what is captured for these."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+import wholestep as ws
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.graph import meta
@@ -118,6 +120,7 @@ PLACES: dict[str, Op] = {
     "where": lambda x, w, v: torch.where(mask(x)[..., None], x, v),
     "masked scatter": lambda x, w, v: x.masked_scatter(mask(x)[..., None], x * 2),
     "einsum": lambda x, w, v: torch.einsum("btd,bsd->bts", x, x),
+    "dim of one": lambda x, w, v: heads(x)[:, :, None].expand(*heads(x).shape[:2], 1, -1, -1).flatten(1, 2).sum(1),
     "rolled": lambda x, w, v: x.roll(x.shape[1] // 2, 1),
     "chunks": lambda x, w, v: torch.cat(x.chunk(2, 1)[::-1], 1),
     "split": lambda x, w, v: torch.cat(x.split([1, x.shape[1] - 1], 1)[::-1], 1),
@@ -147,6 +150,29 @@ MIXED: dict[str, Op] = {
     "quantile": lambda x, w, v: x.quantile(0.5, dim=1),
     "root of a length": lambda x, w, v: x * x.shape[1] ** -0.5,
 }
+OF_PYTHON: dict[str, Op] = {
+    "root": lambda x, w, v: x / math.sqrt(x.shape[1]),
+    "logarithms": lambda x, w, v: x * math.log(x.shape[1]) + math.log2(x.shape[0] * x.shape[1]),
+    "logarithm of a base": lambda x, w, v: x * math.log(x.shape[1], 2.5),
+    "exponential": lambda x, w, v: x * math.exp(-x.shape[1] / 8),
+    "half": lambda x, w, v: x[:, : math.ceil(x.shape[1] / 2)],
+    "branch": lambda x, w, v: x * 2 if math.sqrt(x.shape[1]) > 1.5 else x,
+}
+FORMS: dict[str, Op] = {
+    "products": lambda x, w, v: x.cumprod(1),
+    "products of zeros": lambda x, w, v: torch.cumprod(x * mask(x)[..., None], dim=-2),
+    "products of a dtype": lambda x, w, v: torch.cumprod(x.float(), 1, dtype=torch.float64),
+    "steps": lambda x, w, v: x + torch.linspace(0, 1, x.shape[1])[:, None],
+    "steps of a dtype": lambda x, w, v: x + torch.linspace(-3, end=2.5, steps=x.shape[1], dtype=torch.float)[:, None],
+    "pairs": lambda x, w, v: torch.kron(x[0], w),
+    "pairs of other dims": lambda x, w, v: x.kron(w) if x.shape[0] > 1 else x,
+    "places of an image": lambda x, w, v: F.affine_grid(
+        x[:, 0].unflatten(1, (2, 3)), [x.shape[0], 1, x.shape[1], 3], align_corners=False
+    ),
+    "places of a volume": lambda x, w, v: F.affine_grid(
+        w[None, :3, :4].expand(x.shape[0], 3, 4), [x.shape[0], 1, x.shape[1], 1, 2], align_corners=True
+    ),
+}
 LOSSES: dict[str, Op] = {
     "classes": lambda x, w, v: F.cross_entropy(turned(x), numbers(x, 6), label_smoothing=0.1),
     "classes, weighed": lambda x, w, v: F.cross_entropy(x.flatten(0, 1), numbers(x, 6).flatten(), v.detach()),
@@ -161,14 +187,20 @@ LOSSES: dict[str, Op] = {
     ),
     "margins": lambda x, w, v: F.multi_margin_loss(x.flatten(0, 1), numbers(x, 6).flatten()),
 }  # fmt: skip
-OPS = {f"{family} {name}": op for family, ops in (("pool", POOLS), ("resize", RESIZES), ("window", WINDOWS),
-       ("place", PLACES), ("mixed", MIXED), ("loss", LOSSES)) for name, op in ops.items()}  # fmt: skip
+FAMILIES = {
+    "pool": POOLS, "resize": RESIZES, "window": WINDOWS, "place": PLACES, "mixed": MIXED, "python": OF_PYTHON,
+    "form": FORMS, "loss": LOSSES,
+}  # fmt: skip
+OPS = {f"{family} {name}": op for family, ops in FAMILIES.items() for name, op in ops.items()}
 FIXED: dict[str, Op] = {  # each names the line
-    "products": lambda x, w, v: x.cumprod(1),
-    "a number of Python": lambda x, w, v: x / math.sqrt(x.shape[1]),
-    "steps between": lambda x, w, v: x + torch.linspace(0, 1, x.shape[1])[:, None],
+    "a number of Python": lambda x, w, v: x / float(x.shape[1]),
+    "a tensor of a length": lambda x, w, v: x / torch.tensor(x.shape[1]),
+    "steps of powers": lambda x, w, v: x + torch.logspace(0, 1, x.shape[1])[:, None],
 }
-QUICK = ("pool adaptive average of all", "pool maximum", "resize bilinear", "mixed addcmul", "loss ctc")
+QUICK = (
+    "pool adaptive average of all", "pool maximum", "resize bilinear", "mixed addcmul", "python root", "form products",
+    "form steps", "loss ctc", "place dim of one",
+)  # fmt: skip
 
 
 class Model(nn.Module):
@@ -213,3 +245,41 @@ def test_an_op_that_fixes_a_size_names_its_line(name: str) -> None:
     assert made.symbols is not None
     assert list(made.symbols.fixed()) == [("x", 1)]
     assert ".py:" in made.symbols.fixed()["x", 1]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_computes_what_its_op_does(name: str) -> None:
+    """And its gradients."""
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 7, D, dtype=torch.float64), Model(FORMS[name]).double()
+    other = copy.deepcopy(model)
+    loss = ws.compile(mean_square)(model, SGD(model.parameters(), lr=0.1), x)
+    tolerance = 1e-5 if "of a dtype" in name else 1e-12
+    torch.testing.assert_close(loss, mean_square(other, SGD(other.parameters(), lr=0.1), x), rtol=0, atol=tolerance)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
+
+
+class Recurrent(nn.Module):
+    """A layer that goes from place to place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(D, 5, batch_first=True, num_layers=2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", pytest.param("RNN", marks=pytest.mark.full)])
+def test_a_recurrent_layer_takes_all_rows(kind: str) -> None:
+    """It is a loop over the length."""
+    torch.manual_seed(0)
+    model = Recurrent(kind).double()
+    other = copy.deepcopy(model)
+    optimizer, plain = (SGD(m.parameters(), lr=0.1) for m in (model, other))
+    step = ws.compile(mean_square)
+    for rows in (4, 3, 9, 2):
+        x = torch.randn(rows, 5, D, dtype=torch.float64)
+        torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), rtol=1e-12, atol=0)
+    assert (step.captures, len(step.programs)) == (2, 2), step.misses

@@ -6,24 +6,47 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch._decomp import decomposition_table  # pyright: ignore[reportUnknownVariableType]  # torch leaves it untyped
+from torch._decomp import decompositions as torch_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-SYMBOLIC_FUNCTIONS: dict[str, Any] = {"min": torch.sym_min, "max": torch.sym_max}
+MATH: dict[str, Any] = {
+    name: getattr(sympy_functions, f"OpaqueUnaryFn_{name}") for name in ("sqrt", "log", "log2", "exp")
+}
+"""Functions of Python's `math` that torch has an expression for (2.11 to 2.13)."""
+
+
+def math_of(name: str, value: Any) -> Any:
+    """One of `MATH` of a number, symbolic if this is."""
+    apply = getattr(math, name)
+    if not isinstance(value, SYMBOLIC):
+        return apply(value)
+    node = cast(Any, torch).sym_float(value).node
+    return node.shape_env.create_symfloatnode(MATH[name](node.expr), hint=apply(node.hint))
+
+
+SYMBOLIC_FUNCTIONS: dict[str, Any] = {
+    "min": torch.sym_min, "max": torch.sym_max, "float": cast(Any, torch).sym_float,
+    "math": SimpleNamespace(**vars(math) | {name: partial(math_of, name) for name in MATH}),
+}  # fmt: skip
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
 _RESIZES = (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
@@ -33,6 +56,10 @@ _RESIZES = (
 RESIZES_OWNER: Any = cast(Any, torch._C)._nn
 RESIZES: dict[str, Any] = {name: getattr(torch.ops.aten, name).default for name in _RESIZES}
 """What torch.nn.functional.interpolate calls, and the ops that these call (2.11 to 2.13)."""
+RECURRENT: dict[str, Callable[..., Any]] = {
+    name: getattr(torch_decompositions, f"{name}_impl") for name in ("lstm", "gru")
+}
+"""Recurrent layers as torch's loops over places, of sequences that are not packed."""
 _PAD = torch.ops.aten.constant_pad_nd.default
 _LOSSES = (
     torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor,
@@ -49,6 +76,11 @@ class _Printer(PythonPrinter):
 
     def _helper_sqrt(self, expr: Any) -> str:
         return f"(float({self._print(expr)}) ** 0.5)"
+
+    def _print_OpaqueUnaryFn_sqrt(self, expr: Any) -> str:
+        return f"math.{expr.func.__name__.removeprefix('OpaqueUnaryFn_')}({self._listed(expr)})"
+
+    _print_OpaqueUnaryFn_log = _print_OpaqueUnaryFn_log2 = _print_OpaqueUnaryFn_exp = _print_OpaqueUnaryFn_sqrt
 
     def _print_Min(self, expr: Any) -> str:
         return f"min({self._listed(expr)})"

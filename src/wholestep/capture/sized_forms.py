@@ -1,10 +1,11 @@
-"""Traceable forms of functions of torch that compute sizes with plain ints in C++, and so fix those of a batch."""
+"""Traceable forms of functions that compute sizes with plain ints in C++, and so fix those of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -68,10 +69,12 @@ def _matmul(original: Any, input: Tensor, other: Tensor) -> Tensor:
     together = torch.ops.aten._unsafe_view
     *outer, inner = input.shape
     if input.dim() > 2 and other.dim() in (1, 2):
-        rows = input.reshape(prod(outer), inner)
+        rows = input.reshape(math.prod(outer), inner)
         return together(rows.mv(other) if other.dim() == 1 else rows.mm(other), (*outer, *other.shape[1:]))
     if input.dim() > 2 and input.shape[:-2] == other.shape[:-2]:
-        left, right = (one.expand(one.shape).reshape(prod(one.shape[:-2]), *one.shape[-2:]) for one in (input, other))
+        left, right = (
+            one.expand(one.shape).reshape(math.prod(one.shape[:-2]), *one.shape[-2:]) for one in (input, other)
+        )
         return together(left.bmm(right), (*outer, other.shape[-1]))
     return original(input, other)
 
@@ -83,10 +86,106 @@ def _linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = 
     return made if bias is None else made + bias
 
 
+def _of_math(name: str, original: Any, value: Any, *rest: Any) -> Any:
+    """A function of `math`, also of a size."""
+    if not _torch.is_size(value):
+        return original(value, *rest)
+    made = _torch.math_of(name, value)
+    return made / original(*rest) if rest else made
+
+
+def _linspace(original: Any, start: Any, end: Any, steps: Any, **named: Any) -> Tensor:
+    """`linspace` as its kernels compute it: from the start up to the middle, from there on from the end."""
+    dtype: Any = named.get("dtype") or torch.get_default_dtype()
+    numbers = not any(isinstance(one, (Tensor, complex)) for one in (start, end))
+    if not numbers or not dtype.is_floating_point or named.keys() - {"dtype", "device"} or steps < 2:
+        return original(start, end, steps, **named)
+    counted = torch.promote_types(dtype, torch.float32)  # 16 bits do not count far
+    places: Tensor = cast(Any, torch).arange(steps, **{**named, "dtype": counted})
+    step = (end - start) / (steps - 1)
+    return torch.where(places < steps // 2, start + step * places, end - step * (steps - 1 - places)).to(dtype)
+
+
+def _affine_grid(original: Any, theta: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
+    """`affine_grid_generator` as what it is: a matrix by the places of an image, the last dim first."""
+    rows, _, *dims = size
+    places: list[Tensor] = []
+    for dim, n in enumerate(dims):
+        end: Any = 1 if align_corners else (n - 1) / n
+        kind: Any = {"dtype": theta.dtype, "device": theta.device}
+        line: Any = torch.linspace(-end, end, n, **kind) if n > 1 else theta.new_zeros(1)
+        places.insert(0, line.view([n if i == dim else 1 for i in range(len(dims))]).expand(dims))
+    base = torch.stack([*places, torch.ones_like(places[0])], -1).view(1, -1, len(dims) + 1)
+    return (base @ theta.transpose(1, 2)).view(rows, *dims, len(dims))
+
+
+def _kron(original: Any, input: Tensor, other: Tensor, **named: Any) -> Tensor:
+    """`kron` as what it is: a product of all pairs of elements."""
+    if named:
+        return original(input, other, **named)
+    dims = max(input.dim(), other.dim())
+    one, two = (t.reshape([1] * (dims - t.dim()) + list(t.shape)) for t in (input, other))
+    apart = one.reshape([n for size in one.shape for n in (size, 1)])
+    pairs = apart * two.reshape([n for size in two.shape for n in (1, size)])
+    return pairs.reshape([a * b for a, b in zip(one.shape, two.shape, strict=True)])
+
+
+def _cumprod(original: Any, input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
+    value = input if dtype is None else input.to(dtype)
+    if named or not value.is_floating_point() or not value.dim() or _torch.inside_transform():
+        return original(input, dim, dtype=dtype, **named)
+    return cast(Any, _CumulativeProduct).apply(value, dim)
+
+
+class _CumulativeProduct(torch.autograd.Function):
+    """`cumprod`, whose backward in torch is a loop over places where one may be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The products."""
+        made = torch.ops.aten.cumprod.default(input, dim)
+        ctx.dim = dim
+        ctx.save_for_backward(input, made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Before the first zero, sums by products over the factor; at it, products without it; behind it, zero."""
+        (input, made), dim = ctx.saved_tensors, ctx.dim
+        if torch.is_grad_enabled():
+            return torch.ops.aten.cumprod_backward.default(grad, input, dim, made), None
+        zeros = (input == 0).cumsum(dim)
+        before, first = zeros == 0, (input == 0) & (zeros == 1)
+        terms = torch.where(before, made * grad, 0)
+        others = torch.where(zeros == 1, torch.ops.aten.cumprod.default(torch.where(first, 1, input), dim) * grad, 0)
+        sums = terms.flip(dim).cumsum(dim).flip(dim) / torch.where(before, input, 1)
+        return torch.where(before, sums, torch.where(first, others.sum(dim, keepdim=True), 0)), None
+
+
+def _recurrent(name: str, original: Any, input: Tensor, *rest: Any) -> Any:
+    """A recurrent layer, place by place: on a CPU, torch does that in C++, with plain numbers of rows."""
+    if not isinstance(rest[1], list) or input.device.type != "cpu":  # sequences are packed, or a kernel does it all
+        return original(input, *rest)
+    return _torch.RECURRENT[name](input, *rest)
+
+
+def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: Any) -> Any:
+    """The gradient of a slice `[:]`, which torch records of symbolic dims only; its copy would have other strides."""
+    return grad if type(end) is int and (start, end, step) == (0, sys.maxsize, 1) else NotImplemented
+
+
+SIZED_OPS: dict[Any, Callable[..., Any]] = {torch.ops.aten.slice_backward.default: _slice_backward}
+"""Ops, and what a trace records in their place, unless that is NotImplemented."""
+
+
 def sized_forms(symbolic: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions, by owner and name, and the forms that a trace, with symbols or without, runs in their place."""
     own = [(torch, "max_pool1d", _max_pool1d), (torch, "max_pool1d_with_indices", _max_pool1d_with_indices)]
-    own += [(owner, "take_along_dim", _take_along_dim) for owner in (torch, Tensor)]
+    both = (("take_along_dim", _take_along_dim), ("cumprod", _cumprod), ("kron", _kron))
+    own += [(owner, name, form) for name, form in both for owner in (torch, Tensor) if hasattr(owner, name)]
+    own += [(math, name, partial(_of_math, name)) for name in _torch.MATH]
+    own += [(cast(Any, torch)._VF, name, partial(_recurrent, name)) for name in _torch.RECURRENT]
+    own += [(torch, "linspace", _linspace), (torch, "affine_grid_generator", _affine_grid)]
     if symbolic and _torch.matmul_fixes_sizes():
         own += [(torch, "matmul", _matmul), (Tensor, "matmul", _matmul), (Tensor, "__matmul__", _matmul)]
         own += [(torch.nn.functional, "linear", _linear)]

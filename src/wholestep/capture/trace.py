@@ -32,7 +32,7 @@ from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
-from .sized_forms import sized_forms
+from .sized_forms import SIZED_OPS, sized_forms
 from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -141,7 +141,8 @@ class Traced:
                 _torch.patched_for_tracing(self._saw_backward, self.request.device),
                 forms,
             ):
-                self.module = _torch.trace(self._run, self.stand_ins.fakes, fixed_sizes(self.known))
+                ops = {**fixed_sizes(self.known), **SIZED_OPS}
+                self.module = _torch.trace(self._run, self.stand_ins.fakes, ops)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
             if linears:

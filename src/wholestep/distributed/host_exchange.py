@@ -1,4 +1,7 @@
-"""Numbers that ranks give each other before a call, by way of their hosts: no rank waits for its device."""
+"""Numbers that ranks give each other for a call, by way of their hosts: no rank waits for its device.
+
+A rank gives its own when the call begins, goes on, and takes those of the others where it needs them.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +12,57 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .lockstep import Lockstep, lockstep
+from .activity import ACTIVITY
+from .lockstep import CALL, Lockstep, lockstep
 from .rendezvous import Rendezvous
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostExchange:
-    """One rank's side. `memory` is what the ranks of one node share; `group` connects hosts, None for the default. Rows
-    have at most `width` numbers.
+    """One rank's side. `memory` is what the ranks of one node share. Without it, `group` connects hosts, which send
+    their `own` number, the length of their row, and the row, and get those of all.
     """
 
-    size: int
     memory: Lockstep | None
     group: Any
-    width: int
+    own: torch.Tensor
+    all: torch.Tensor
+    _row: Sequence[int] = ()
+    _open: bool = False
+    _sent: Any = None
 
     @staticmethod
-    def of(ranks: Rendezvous, kind: str, width: int) -> HostExchange:
-        """For ranks whose devices are of `kind` (collective)."""
+    def of(ranks: Rendezvous, width: int) -> HostExchange:
+        """Of rows of at most `width` numbers; none has begun yet (collective)."""
         memory = lockstep(ranks, ranks.next_label("host exchange"), width)
-        config = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
-        group = None if kind == "cpu" or "cpu" in config else dist.new_group(backend="gloo")
-        return HostExchange(ranks.size, memory, group, width)
+        group = None if memory is not None else dist.new_group(backend="gloo")
+        sent = torch.zeros(ranks.size + 1, width + 2, dtype=torch.int64, device="cpu")
+        return HostExchange(memory, group, sent[0], sent[1:])
 
-    def extremes(self, number: int) -> tuple[int, int]:
-        """The least and the greatest number, from 0 to 2^20, that ranks give (collective)."""
+    def give(self, number: int, row: Sequence[int] = ()) -> None:
+        """Begin an exchange: give a number, from 0 to 2^20, and a row of numbers, from 0 to 2^40 (collective)."""
+        if self._open:
+            self.extremes()  # of a call that failed before it took them
+        self._row, self._open = row, True
         if self.memory is not None:
-            return self.memory.extremes(number)
-        both = torch.tensor([-number, number])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        least, greatest = cast("list[int]", both.tolist())
-        return -least, greatest
+            self.memory.give(number)
+            return
+        self.own[: len(row) + 2] = torch.tensor([number, len(row), *row], device="cpu")
+        self._sent = dist.all_gather(list(self.all), self.own, group=self.group, async_op=True)
 
-    def rows(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, each of its own length (collective)."""
+    def extremes(self) -> tuple[int, int]:
+        """The least and the greatest number that ranks have given. Waits for ranks that have not."""
+        self._open = False
         if self.memory is not None:
-            return self.memory.rows(row)
-        own = torch.tensor([len(row), *row, *[0] * (self.width - len(row))], dtype=torch.int64)
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own, group=self.group)
-        found = cast("list[list[int]]", torch.stack(rows).tolist())
-        return [numbers[1 : 1 + numbers[0]] for numbers in found]
+            return self.memory.taken()
+        with ACTIVITY.waiting(CALL):
+            self._sent.wait()
+        numbers = cast("list[int]", self.all[:, 0].tolist())
+        return min(numbers), max(numbers)
+
+    def rows(self) -> list[list[int]]:
+        """The rows that ranks have given, each of its own length, once `extremes` are known (collective)."""
+        if self.memory is not None:
+            return self.memory.rows(self._row)
+        found = cast("list[list[int]]", self.all.tolist())
+        return [numbers[2 : 2 + numbers[1]] for numbers in found]

@@ -17,6 +17,8 @@ from .rendezvous import Rendezvous
 _WORD, _SECRET = 8, 16
 _NUMBER_BITS = 20
 _SPIN_S, _NAP_S = 1e-3, 1e-4  # a rank that is a little late is waited for without a pause
+CALL = "the same call of the step"
+"""What ranks are said to wait at."""
 
 
 @dataclass(eq=False)
@@ -39,9 +41,17 @@ class Lockstep:
 
         Raises RankFailedError: a rank failed.
         """
+        self.give(number)
+        return self.taken()
+
+    def give(self, number: int) -> None:
+        """Begin an exchange, of which `taken` is the end."""
         self.exchanges += 1
+        self.words[self.exchanges % 2 * self.size + self.rank] = self.exchanges << _NUMBER_BITS | number
+
+    def taken(self) -> tuple[int, int]:
+        """The extremes of the exchange that has begun. Raises RankFailedError: a rank failed."""
         row = self.exchanges % 2 * self.size
-        self.words[row + self.rank] = self.exchanges << _NUMBER_BITS | number
         found = [self._read(row + other, self.exchanges) for other in range(self.size)]
         return min(found), max(found)
 
@@ -79,7 +89,7 @@ def _wait(is_there: Callable[[], bool]) -> None:
     while time.perf_counter() - begun < _SPIN_S:
         if is_there():
             return
-    with ACTIVITY.waiting("the same call of the step"):
+    with ACTIVITY.waiting(CALL):
         while not is_there():
             ACTIVITY.raise_failure()
             time.sleep(_NAP_S)

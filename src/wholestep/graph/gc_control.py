@@ -6,6 +6,8 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
+_MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
+
 
 @contextmanager
 def collector_paused() -> Generator[None]:
@@ -20,15 +22,29 @@ def collector_paused() -> Generator[None]:
 
 
 @contextmanager
+def collected_after() -> Generator[None]:
+    """Pause the garbage collector inside this context, and run it at the end if there are so many new objects that it
+    would go through all objects in some later call of a step, which can take longer than the step.
+    """
+    with collector_paused():
+        yield
+    if gc.isenabled() and gc.get_count()[0] > _MANY * gc.get_threshold()[0]:
+        gc.collect()
+
+
+@contextmanager
 def existing_objects_frozen() -> Generator[None]:
     """Exclude existing objects from garbage collection inside this context or decorated function: the collector frees
     the discarded graphs of a search without a walk over the others. Nested uses have no effect.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    was_on, was_frozen = gc.isenabled(), gc.get_freeze_count()
+    if not was_frozen:
+        gc.freeze()
+    gc.enable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
+        if not was_on:
+            gc.disable()

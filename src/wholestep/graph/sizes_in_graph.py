@@ -22,7 +22,6 @@ from .nodes import copy_with, node_at
 from .stage_part import part_of
 
 aten = torch.ops.aten
-_SLICES: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # where their bounds begin
 
 
 def without_size_nodes(graph: Graph, symbols: _torch.Symbols) -> None:
@@ -40,15 +39,9 @@ def without_size_nodes(graph: Graph, symbols: _torch.Symbols) -> None:
 
 
 def _is_whole(node: Node) -> bool:
-    """Return whether a node is a slice `[:]`, or its backward: torch records those of symbolic dims only."""
-    if node.target not in _SLICES:
-        return False
-    bounds = node.args[_SLICES[node.target] :]
-    return (
-        bounds[:2] == (0, sys.maxsize)
-        and bounds[2:] in ((), (1,))
-        and meta.tensor(node) == meta.tensor(node_at(node, 0))
-    )
+    """Return whether a node is a slice `[:]`: torch records those of symbolic dims only."""
+    bounds = node.args[2:] if node.target is aten.slice.Tensor else ()
+    return bounds[:2] == (0, sys.maxsize) and bounds[2:] in ((), (1,))
 
 
 def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:

@@ -17,7 +17,7 @@ from ..capture.locations import MISSING, Slots, is_number
 from ..capture.state import baked_numbers, is_zero
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
-from .step_inputs import StepInputs, batch_shapes
+from .step_inputs import BatchSizes, StepInputs, batch_shapes
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class HookGuard:
         return [(key, hook) for key, hook in found if not _torch.only_looks(hook)]
 
 
-def ambient(device: str, sizes: object = None) -> tuple[Any, ...]:
-    """Settings of torch that a trace depends on, and the sizes of the batch on all ranks."""
+def ambient(device: str) -> tuple[Any, ...]:
+    """Settings of torch that a trace depends on."""
     kind = torch.device(device).type
     autocast = torch.is_autocast_enabled(kind)
     precision = autocast, torch.get_autocast_dtype(kind) if autocast else None, torch.get_default_dtype()
-    return (*precision, torch.is_grad_enabled(), torch.is_anomaly_enabled(), sizes)
+    return (*precision, torch.is_grad_enabled(), torch.is_anomaly_enabled())
 
 
 class Guards:
@@ -155,7 +155,8 @@ class Guards:
 
     def __init__(self, capture: Capture, inputs: StepInputs, device: str) -> None:
         state, self._effects, self._values = capture.state, capture.effects, capture.values
-        self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device, inputs.sizes)
+        self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device)
+        self._batch_sizes = inputs.sizes
         symbols = capture.symbols
         self.sizes = None if symbols is None else SizeCheck(symbols.record, symbols.guards, inputs)
         dims = self.sizes.dims if self.sizes is not None else {}
@@ -190,7 +191,7 @@ class Guards:
         self._assumptions_hold = _compiled(self._effects.expected)
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> Miss | None:
-        """The first difference; None when the program may run."""
+        """The first difference, but in sizes that a program may have other ones of; None without one."""
         if structure != self._structure:
             return Miss("the arguments have another structure")
         for leaf, guard, name in zip(leaves, self._leaves, self._names, strict=True):
@@ -199,15 +200,22 @@ class Guards:
                     return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
-        if now != self._ambient and (self.sizes is None or now[:-1] != self._ambient[:-1]):
-            return Miss("autocast, grad mode, anomaly mode, default dtype or the size of the whole batch changed")
-        why = self.sizes.check(leaves, now[-1]) if self.sizes is not None else ""
-        why = why or self._check_held()
+        if now != self._ambient:
+            return Miss("autocast, grad mode, anomaly mode or default dtype changed")
+        why = self._check_held()
         return Miss(why) if why else self._check_host() or self._check_read(leaves)
+
+    def check_sizes(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Miss | None:
+        """The first difference in sizes, of a call without another one; `sizes` are those on all ranks."""
+        if self.sizes is not None:
+            why = self.sizes.check(leaves, sizes)
+        else:
+            why = "" if sizes == self._batch_sizes else "the size of the whole batch changed"
+        return Miss(why) if why else None
 
     def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:
         """True if a call, that missed, differs in nothing but sizes of the batch."""
-        if structure != self._structure or now[:-1] != self._ambient[:-1]:
+        if structure != self._structure or now != self._ambient:
             return False
         pairs = zip(leaves, self._leaves, strict=True)
         if not all(g.fits_but_sizes(v) if isinstance(g, TensorGuard) else _same_value(v, g) for v, g in pairs):

@@ -23,6 +23,7 @@ from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError
+from ..graph.gc_control import collected_after
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
@@ -43,7 +44,7 @@ from .program import Program
 from .progress import Stages
 from .size_check import other_dims
 from .stage_profile import StageProfile
-from .step_inputs import BatchSharder, BatchSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
+from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
 
 MOST_VALUES = TUNING.most_captures
@@ -102,8 +103,8 @@ class CompiledStep:
                 made, program = padding
                 call, args, kwargs = made.call, made.args, made.kwargs
             else:
-                sizes = self._batch_sizes(call, args, kwargs) if self._shares_batches else None
-                program = self._program(call, args, kwargs, sizes)
+                given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
+                program = self._program(call, args, kwargs, given)
             flush_pending(but=program.run)
             if self._clock is not None:
                 self._clock.reset(program.world.device)
@@ -285,10 +286,10 @@ class CompiledStep:
         """
         return list(self._cache.log) if self._cache else []
 
-    def _batch_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSizes | None:
-        """Sizes of the parts of a batch that ranks share; None where each rank runs on what it is given."""
+    def _given_sizes(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GivenSizes | None:
+        """Tell the other ranks the sizes of a batch that they share; None where each rank runs on what it is given."""
         sharder = self._sharder_of(call, args, kwargs)
-        return None if sharder is None else sharder.sizes(call.leaves)
+        return None if sharder is None else sharder.give(call.leaves)
 
     def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
         """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
@@ -313,7 +314,7 @@ class CompiledStep:
         made = padded(given, call, leaf_names(self.fn, args, kwargs), greatest)
         if made is None:
             return None
-        sizes = None if sharder is None else sharder.sizes(made.call.leaves)
+        sizes = None if sharder is None else sharder.give(made.call.leaves)
         program = self._program(made.call, made.args, made.kwargs, sizes)
         check = program.guards.sizes
         if check is None or not set(made.lengths) <= set(check.record.dims.values()):
@@ -330,7 +331,7 @@ class CompiledStep:
 
     def _sizes_known_to_ranks(self) -> KnownSizes:
         assert self._compiler is not None, "joined"
-        self._known_sizes = self._known_sizes or KnownSizes.of(self._compiler.rendezvous, self._compiler.world)
+        self._known_sizes = self._known_sizes or KnownSizes.of(self._compiler.rendezvous)
         return self._known_sizes
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
@@ -355,16 +356,19 @@ class CompiledStep:
         return self._compiler
 
     def _program(
-        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: GivenSizes | None
     ) -> Program:
-        """The program that fits a call, compiled where there is none."""
+        """The program that fits a call, compiled where there is none. What others have given is taken once the rest
+        fits.
+        """
         if self.programs:
-            now = ambient(self.programs[-1].world.device, sizes)
+            now = ambient(self.programs[-1].world.device)
             newest: Miss | None = None
             last = len(self.programs) - 1
             for i in range(last, -1, -1) if self._installer.recordings is None else self._in_order():
                 program = self.programs[i]
                 miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
+                miss = miss or program.guards.check_sizes(call.leaves, given and given.of_all)
                 if miss is None:
                     if i != last:
                         self.programs.append(self.programs.pop(i))
@@ -374,9 +378,9 @@ class CompiledStep:
             self._note_miss(newest)
             self._note_change(newest)
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
-        with self._stages.reporting(), busy:
+        with self._stages.reporting(), busy, collected_after():
             flush_pending()
-            inputs = self._inputs(args, kwargs, sizes)
+            inputs = self._inputs(args, kwargs, given and given.of_all)
             return self._compile(inputs, self._other_sizes(inputs))
 
     def _in_order(self) -> Sequence[int]:
@@ -390,7 +394,7 @@ class CompiledStep:
         """Captures of calls that differ in sizes alone, the latest first: these sizes are symbols from now on."""
         found: list[Program] = []
         if self.programs and self._compiler is not None:
-            now = ambient(self.programs[-1].world.device, inputs.sizes)
+            now = ambient(self.programs[-1].world.device)
             fits = (p for p in reversed(self.programs) if p.refresh() is None)
             found = [p for p in fits if p.guards.differ_in_sizes(inputs.structure, inputs.leaves, now)]
             for program in found[:1]:
@@ -441,7 +445,7 @@ class CompiledStep:
         for call_back in self.on_placed:
             call_back(self)
         self.on_placed.clear()
-        now = ambient(program.world.device, inputs.sizes)
+        now = ambient(program.world.device)
         miss = program.guards.check(inputs.structure, inputs.leaves, now) or program.refresh()
         if miss is None and set(scheduled(optimizers)) != before:
             miss = Miss("other options change between calls")

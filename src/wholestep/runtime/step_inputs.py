@@ -1,7 +1,8 @@
 """The inputs of a call, and batches that ranks share: each computes on its part of the batch that one device would get.
 
 Ranks tell each other the sizes of their parts: a rank with fewer samples would otherwise run another program. Sizes
-that they have exchanged have a number, and a call exchanges that alone. Parts that are not sharded as layouts are (as
+that they have exchanged have a number, and a call exchanges that alone. A rank gives its own as the call begins, and
+takes those of the others once it has done what does not depend on them. Parts that are not sharded as layouts are (as
 `torch.chunk` does) are gathered and sharded again.
 """
 
@@ -54,13 +55,17 @@ class KnownSizes:
     sizes: dict[int, tuple[Hashable, BatchSizes]] = field(default_factory=dict[int, tuple[Hashable, BatchSizes]])
 
     @staticmethod
-    def of(ranks: Rendezvous, world: World) -> KnownSizes:
+    def of(ranks: Rendezvous) -> KnownSizes:
         """None are known yet (collective)."""
-        return KnownSizes(HostExchange.of(ranks, torch.device(world.device).type, MOST_TENSORS + 1))
+        return KnownSizes(HostExchange.of(ranks, MOST_TENSORS + 1))
 
-    def agreed(self, given: Hashable) -> BatchSizes | None:
-        """The sizes on all ranks where this one is `given` its own; None where ranks have to exchange (collective)."""
-        least, greatest = self.exchange.extremes(self.newest.get(given, 0))
+    def give(self, given: Hashable, row: Sequence[int]) -> None:
+        """Tell the others what this rank is `given`: `row` are its sizes (collective)."""
+        self.exchange.give(self.newest.get(given, 0), row)
+
+    def agreed(self) -> BatchSizes | None:
+        """The sizes on all ranks, which have given theirs; None where these are new."""
+        least, greatest = self.exchange.extremes()
         return self.sizes[least][1] if 0 < least == greatest else None
 
     def next_number(self) -> int:
@@ -92,27 +97,36 @@ class BatchSharder:
     known: KnownSizes | None
     tensors: tuple[int, ...] = ()
 
-    def sizes(self, leaves: Sequence[Any]) -> BatchSizes:
-        """Sizes of all parts. Raises RankMismatchError: ranks with the same part were given different sizes, or ranks
-        that share a batch parts that differ in other dims.
-        """
+    def give(self, leaves: Sequence[Any]) -> GivenSizes:
+        """Tell the others the sizes of this rank's part (collective where parts may differ)."""
         own = tuple(int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared)
         if self.known is None:
-            return tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
+            equal = tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
+            return GivenSizes(self, leaves, own, (), equal)
         rest = self._rest(leaves)
-        given = self.shared, own, rest
-        sizes = self.known.agreed(given)
+        self.known.give((self.shared, own, rest), (*own, hash(rest) & _SIZES))
+        return GivenSizes(self, leaves, own, rest)
+
+    def taken(self, leaves: Sequence[Any], own: tuple[int, ...], rest: Hashable) -> BatchSizes:
+        """Sizes of all parts, where ranks have given theirs. Raises RankMismatchError: ranks with the same part were
+        given different sizes, or ranks that share a batch parts that differ in other dims.
+        """
+        assert self.known is not None, "parts may differ"
+        sizes = self.known.agreed()
         if sizes is None:
             number = self.known.next_number()
-            rows = self.known.exchange.rows((*own, hash(rest) & _SIZES))
+            rows = self.known.exchange.rows()
             self._check_rest(rows, leaves)
             sizes = self._found([row[:-1] for row in rows], own)
-            self.known.note(number, given, sizes)
+            self.known.note(number, (self.shared, own, rest), sizes)
         return sizes
 
     def greatest(self, length: int) -> int:
         """The greatest of the lengths that ranks give (collective where parts may differ)."""
-        return length if self.known is None else self.known.exchange.extremes(min(length, MOST_LENGTH))[1]
+        if self.known is None:
+            return length
+        self.known.exchange.give(min(length, MOST_LENGTH))
+        return self.known.exchange.extremes()[1]
 
     def _rest(self, leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """The sizes of the dims that are not cut."""
@@ -198,6 +212,24 @@ class BatchSharder:
             padded = torch.cat(pieces)
         parts = torch.split(padded, max(lengths))
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
+
+
+@dataclass
+class GivenSizes:
+    """Sizes of the parts of a batch, of which this rank has given its `own` to the others."""
+
+    sharder: BatchSharder
+    leaves: Sequence[Any]
+    own: tuple[int, ...]
+    rest: Hashable
+    _found: BatchSizes | None = None
+
+    @property
+    def of_all(self) -> BatchSizes:
+        """On all ranks; waits for those that have not given theirs. Raises RankMismatchError: see `taken`."""
+        if self._found is None:
+            self._found = self.sharder.taken(self.leaves, self.own, self.rest)
+        return self._found
 
 
 def batch_sharder(

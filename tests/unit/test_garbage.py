@@ -1,0 +1,64 @@
+"""When the garbage collector runs: not while a step is compiled, but in searches, and once behind a large compile."""
+
+import gc
+import weakref
+from collections.abc import Generator
+
+import pytest
+
+from wholestep.graph.gc_control import collected_after, existing_objects_frozen
+
+
+class Cycle:
+    """Garbage that nothing but the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Generator[None]:
+    gc.collect()
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_a_large_compile_ends_with_a_collection() -> None:
+    """So that none of its objects is left for one in a later call."""
+    with collected_after():
+        held = [[i] for i in range(120 * gc.get_threshold()[0])]
+        lost = weakref.ref(Cycle())
+        assert not gc.isenabled()
+        assert lost() is not None
+    assert gc.isenabled()
+    assert lost() is None
+    assert gc.get_count()[0] < len(held)
+
+
+def test_a_small_compile_does_not() -> None:
+    collections = gc.get_stats()[2]["collections"]
+    with collected_after():
+        held = [[i] for i in range(gc.get_threshold()[0] // 2)]
+    assert held
+    assert gc.get_stats()[2]["collections"] == collections
+
+
+def test_a_collector_that_the_user_has_turned_off_stays_off() -> None:
+    gc.disable()
+    collections = gc.get_stats()[2]["collections"]
+    with collected_after(), existing_objects_frozen():
+        held = [[i] for i in range(120 * gc.get_threshold()[0])]
+    assert held
+    assert not gc.isenabled()
+    assert gc.get_stats()[2]["collections"] == collections
+
+
+def test_a_search_within_a_compile_frees_what_it_discards() -> None:
+    with collected_after():
+        with existing_objects_frozen():
+            lost = weakref.ref(Cycle())
+            held = [[i] for i in range(2 * gc.get_threshold()[0])]
+            assert lost() is None
+        assert held
+        assert not gc.isenabled()
