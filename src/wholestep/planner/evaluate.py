@@ -126,10 +126,10 @@ class Evaluator:
         return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
     def simulated(self, row: Candidate, made: Made) -> Candidate:
-        """With its costs: of the whole step, or extrapolated."""
+        """With its costs: of the whole step, or extrapolated. The programs that are `made` are not used again."""
         if self.folded and row.blocks:
             return _with_costs(row, self.folded.priced(row.blocks, made, self.passes))
-        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes))
+        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes, owned=True))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
