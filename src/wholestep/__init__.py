@@ -1,63 +1,66 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
-from . import collectives
-from .backend.inductor.inductor_backend import Inductor
-from .backend.pipeline import pipeline
-from .backend.protocol import Backend
-from .capture import CaptureOptions
-from .capture.effects import callback
-from .checkpoint.checkpoint import Checkpoint, load, save
-from .checkpoint.export import export
-from .checkpoint.memory_copies import MemoryCopies
-from .compile import capture, compile
-from .cost.kernel_times import KernelTimes
-from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
-from .cost.simulation import SimulationResult
-from .cost.stack import Stack
-from .cost.timeline import Span, Timeline
-from .ddp.backend import ddp_backend
-from .errors import (
-    BackendError,
-    BudgetError,
-    CacheError,
-    CaptureError,
-    CheckpointError,
-    ConstraintError,
-    GraphError,
-    LayoutError,
-    MeshError,
-    NonFiniteError,
-    PlanError,
-    RankFailedError,
-    RankMismatchError,
-    RuleError,
-    StateError,
-    WholestepError,
-)
-from .graph.graph import LocalGraph, TrainGraph
-from .hardware.hardware import Hardware
-from .layout import Layout
-from .mesh import Axis, Mesh
-from .partition.lower import partition
-from .partition.stage_program import stage_program
-from .passes.base import run_passes
-from .passes.recompute import Recompute
-from .passes.schedule import Schedule
-from .plan.data_parallel import DataParallel
-from .plan.micro_batches import MicroBatches
-from .plan.pad_to import PadTo
-from .plan.pipelines import Pipeline
-from .plan.plan import Plan
-from .plan.tensor_parallel import TensorParallel
-from .planner.auto import Auto
-from .planner.prediction import simulate, timeline
-from .planner.resolve import plan
-from .precision import Float8, MixedPrecision
-from .report.page import report
-from .rules.registry import rule
-from .rules.testing.check import CheckResult, check_rule
-from .runtime.step import CompiledStep
-from .runtime.whole_tensors import whole
+from .graph.gc_control import collector_paused
+
+with collector_paused():  # modules are no garbage, and torch has many
+    from . import collectives
+    from .backend.inductor.inductor_backend import Inductor
+    from .backend.pipeline import pipeline
+    from .backend.protocol import Backend
+    from .capture import CaptureOptions
+    from .capture.effects import callback
+    from .checkpoint.checkpoint import Checkpoint, load, save
+    from .checkpoint.export import export
+    from .checkpoint.memory_copies import MemoryCopies
+    from .compile import capture, compile
+    from .cost.kernel_times import KernelTimes
+    from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
+    from .cost.simulation import SimulationResult
+    from .cost.stack import Stack
+    from .cost.timeline import Span, Timeline
+    from .ddp.backend import ddp_backend
+    from .errors import (
+        BackendError,
+        BudgetError,
+        CacheError,
+        CaptureError,
+        CheckpointError,
+        ConstraintError,
+        GraphError,
+        LayoutError,
+        MeshError,
+        NonFiniteError,
+        PlanError,
+        RankFailedError,
+        RankMismatchError,
+        RuleError,
+        StateError,
+        WholestepError,
+    )
+    from .graph.graph import LocalGraph, TrainGraph
+    from .hardware.hardware import Hardware
+    from .layout import Layout
+    from .mesh import Axis, Mesh
+    from .partition.lower import partition
+    from .partition.stage_program import stage_program
+    from .passes.base import run_passes
+    from .passes.recompute import Recompute
+    from .passes.schedule import Schedule
+    from .plan.data_parallel import DataParallel
+    from .plan.micro_batches import MicroBatches
+    from .plan.pad_to import PadTo
+    from .plan.pipelines import Pipeline
+    from .plan.plan import Plan
+    from .plan.tensor_parallel import TensorParallel
+    from .planner.auto import Auto
+    from .planner.prediction import simulate, timeline
+    from .planner.resolve import plan
+    from .precision import Float8, MixedPrecision
+    from .report.page import report
+    from .rules.registry import rule
+    from .rules.testing.check import CheckResult, check_rule
+    from .runtime.step import CompiledStep
+    from .runtime.whole_tensors import whole
 
 __version__ = "0.1.0.dev0"
 

@@ -11,6 +11,7 @@ from tests.steps import mean_square
 from wholestep.backend.pipeline import edited
 from wholestep.graph.nodes import copy_graph
 from wholestep.passes.overlap import SameOrder
+from wholestep.passes.sink_waits import SinkWaits
 
 
 def make():
@@ -96,6 +97,44 @@ def test_a_transformation_that_breaks_the_graph_is_named():
             ws.compile(mean_square, passes=lambda passes, broken=broken: [broken, *passes])(
                 model, optimizer, torch.randn(6, 4)
             )
+
+
+def test_passes_of_wholestep_are_checked_together(monkeypatch):
+    """At the end, and before a pass of the user's, which is not blamed for what they did."""
+
+    def stray(self: SinkWaits, local: ws.LocalGraph) -> ws.LocalGraph:
+        with local.graph.inserting_after(next(iter(local.graph.nodes))):
+            local.graph.call_function(torch.ops.aten.zeros.default, ([2],))
+        return local
+
+    monkeypatch.setattr(SinkWaits, "change", stray)
+    model, optimizer = make()
+    graph = ws.capture(mean_square, model, optimizer, torch.randn(6, 4))
+    local, schedule = ws.partition(graph, ws.plan(graph, "dp=2")), ws.Schedule(ws.Hardware.default()).passes
+    for passes, names in (
+        (schedule, "passes PeelPieces, SinkWaits, Bucket, .* left a malformed graph: .* is dead"),
+        ((SinkWaits(), to_gelu), "pass SinkWaits left"),
+    ):
+        with pytest.raises(ws.GraphError, match=names):
+            ws.run_passes(local, passes)
+
+
+def test_a_graph_that_a_pass_of_the_user_keeps_is_not_edited():
+    kept = list[tuple[ws.LocalGraph, str]]()
+
+    def look(local: ws.LocalGraph) -> ws.LocalGraph:
+        kept.append((local, str(local)))
+        return local
+
+    model, optimizer = make()
+    graph = ws.capture(mean_square, model, optimizer, torch.randn(6, 4))
+    local, passes = ws.partition(graph, ws.plan(graph, "dp=2")), ws.Schedule(ws.Hardware.default()).passes
+    before = str(local)
+    made = ws.run_passes(local, [each for one in passes for each in (one, look)])
+    assert str(local) == before
+    assert len({text for _, text in kept}) > 2, "passes change the graph"
+    assert all(str(one) == text for one, text in kept)
+    assert str(made.graph) == str(ws.run_passes(local, passes).graph) == str(kept[-1][0].graph)
 
 
 def test_lists_of_passes_that_cannot_run_are_refused():

@@ -16,6 +16,7 @@ from wholestep.mesh import STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
+from wholestep.planner.ahead import usable_cores
 from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
 from wholestep.planner.recompute_kinds import passes_of
@@ -220,8 +221,8 @@ def chosen(
 
     def attempt(tensor_bytes: int | None) -> SearchResult:
         with shown.each(known) as watch:
-            within = replace(auto, memory_bytes=tensor_bytes)
-            return within.search(graph, asked.mesh, watch=watch, passes=passes, software=asked.options.software)
+            within, software = replace(auto, memory_bytes=tensor_bytes), asked.options.software
+            return within.search(graph, asked.mesh, watch=watch, passes=passes, software=software, cores=usable_cores())
 
     found = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
     return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec

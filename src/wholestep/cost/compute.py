@@ -40,7 +40,7 @@ def node_us(node: Node, hardware: Hardware) -> float:
 
 def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
-    if node.op != "call_function" or _torch.is_getitem(node.target) or is_free(node):
+    if node.op != "call_function" or is_free(node):
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
     dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
@@ -69,9 +69,11 @@ def _moved(node: Node) -> int:
 
 
 def is_free(node: Node) -> bool:
-    """True for a node that computes and moves nothing: a view by the schema of its op, or a copy at need of what lies
-    in memory as it should already, as `cost.memory` has it.
+    """True for a node that computes and moves nothing: an item of a list, a view by the schema of its op, or a copy at
+    need of what lies in memory as it should already, as `cost.memory` has it.
     """
+    if _torch.is_getitem(node.target):
+        return True
     shares = (_torch.is_op(node.target) or copies_at_need(node.target)) and not is_mutating(node)
     return node.target in FREE or (shares and shared_operand(node) is not None)
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch.fx import Node
 
+from .._torch import is_op
 from ..graph.meta import one_tensor
 from ..graph.nodes import node_at
 from ..graph.op_kinds import GATHER_AND_MULTIPLY, MULTIPLY_AND_SCATTER
@@ -14,7 +15,7 @@ from ..hardware.hardware import Hardware
 
 def is_fused(node: Node) -> bool:
     """True for a product that is fused with a collective."""
-    return node.target in GATHER_AND_MULTIPLY or node.target in MULTIPLY_AND_SCATTER
+    return not is_op(node.target) and (node.target in GATHER_AND_MULTIPLY or node.target in MULTIPLY_AND_SCATTER)
 
 
 def fused_flops(node: Node) -> float:

@@ -16,7 +16,7 @@ from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
-from .compute import node_us, peak_us, work
+from .compute import is_free, node_us, peak_us
 from .fused import fused_us, is_fused
 from .kernel_times import KernelTimes
 from .kernels import op_times, starts
@@ -233,7 +233,7 @@ def _started_by_host(local: LocalGraph, clock: Clock) -> int:
     ]
     if clock.times is not None:
         return sum(times for node, times in calls if is_collective(node) or clock.times[node] > 0)
-    return sum(times for node, times in calls if is_collective(node) or (not is_wait(node) and work(node) is not None))
+    return sum(times for node, times in calls if is_collective(node) or (not is_wait(node) and not is_free(node)))
 
 
 def start(local: LocalGraph, clock: Clock, arrivals: Mapping[str, float]) -> Clock:

@@ -76,7 +76,7 @@ def with_sizes(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
 
 def contiguous(shape: Sequence[int], like: TensorMeta) -> TensorMeta:
     """Return a row-major TensorMeta of `shape` with the dtype and device of `like`."""
-    return replace(like, shape=tuple(shape), stride=row_major(shape))
+    return TensorMeta(tuple(shape), row_major(shape), like.dtype, like.device)
 
 
 def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:

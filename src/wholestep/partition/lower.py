@@ -17,7 +17,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
-from ..graph.meta import TensorMeta, contiguous
+from ..graph.meta import TensorMeta, contiguous, row_major
 from ..graph.nodes import add_node, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
@@ -408,14 +408,15 @@ class _Lowering:
         found = self._local_meta(whole, layout)
         if found is None or whole is None or any(layout.dims[1:]) or not meta.rows_are_separate(whole):
             return found
-        return replace(found, stride=whole.stride)
+        return TensorMeta(found.shape, whole.stride, found.dtype, found.device)
 
     def _local_meta(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
             return whole
-        made = contiguous(layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0)), whole)
-        stride = tuple(0 if of_whole == 0 else step for of_whole, step in zip(whole.stride, made.stride, strict=True))
-        return replace(made, stride=stride)  # expanded dims stay expanded
+        shape = layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0))
+        pairs = zip(whole.stride, row_major(shape), strict=True)
+        stride = tuple(0 if of_whole == 0 else step for of_whole, step in pairs)  # expanded dims stay expanded
+        return TensorMeta(shape, stride, whole.dtype, whole.device)
 
 
 def _is_transposed(node: Node) -> bool:

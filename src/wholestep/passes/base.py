@@ -21,6 +21,7 @@ from ..typed_values import check_arguments
 
 Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
+_PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 class InPlace(ABC):
@@ -29,6 +30,7 @@ class InPlace(ABC):
     """
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    keeps_nothing: ClassVar[bool] = True
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A changed copy."""
@@ -43,10 +45,12 @@ class InPlace(ABC):
 def run_passes(
     local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False
 ) -> LocalGraph:
-    """Apply `passes` in order, checking the graph after each.
+    """Apply `passes` in order. The graph is checked after each pass of the user's and each that is watched, and at the
+    end.
 
     A pass with an attribute `passes` is replaced by these. After `CrossStep` each pass is applied to all three
-    programs; a pass with `orders = True` does that itself.
+    programs; a pass with `orders = True` does that itself. One with `keeps_nothing = True` keeps no reference to the
+    graphs that it is given and returns, so that they are edited without a copy.
 
     Args:
         local: the program.
@@ -58,13 +62,16 @@ def run_passes(
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.pipeline(hardware))
 
     Raises:
-        GraphError: a pass is out of order, or left a malformed graph; names the pass.
+        GraphError: a pass is out of order, or one left a malformed graph; names the passes since the last check.
     """
     check_arguments("run_passes", local=(local, LocalGraph), passes=(passes, Sequence[Pass]))
     if local.stage_axis and local.stage is None:
         found = "passes on the program of all stages, which does not run"
         raise GraphError(found, "the program of one stage", "give wholestep.stage_program(local, coordinate)")
+    unchecked = list[str]()
     for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
+        if not _is_own(one):
+            _check(unchecked, local)
         name = getattr(one, "__name__", type(one).__name__)
         check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
         given, ends, exchanged = local, local.across, _exchanged(local)
@@ -82,12 +89,21 @@ def run_passes(
         if ends is not None and not getattr(one, "orders", False):
             local = replace(local, across=(one(ends[0]), one(ends[1])))
         if isinstance(one, InPlace) or _program_of(local) != _program_of(given):
-            _check(name, local)
-        owned = isinstance(one, InPlace) and watch is None
+            unchecked.append(name)
+        if watch is not None or not _is_own(one):
+            _check(unchecked, local)
+        new = isinstance(one, InPlace) or local.graph is not given.graph
+        owned = watch is None and getattr(one, "keeps_nothing", False) and (owned or new)
         local = replace(local, passes=(*given.passes, name))
         if watch is not None:
             watch(name, local)
+    _check(unchecked, local)
     return local
+
+
+def _is_own(one: Pass) -> bool:
+    """True for a pass of wholestep, which its tests have checked."""
+    return getattr(one, "__module__", "").startswith(_PACKAGE)
 
 
 def meets_stages(local: LocalGraph, node: Node) -> bool:
@@ -114,16 +130,18 @@ def _program_of(local: LocalGraph) -> tuple[int, ...]:
     return id(local.graph), id(local.inputs), id(local.outputs), id(local.layouts), id(local.across)
 
 
-def _check(name: str, made: LocalGraph) -> None:
-    for local in (made, *(made.across or ())):
+def _check(unchecked: list[str], made: LocalGraph) -> None:
+    """Check what the passes `unchecked` have made, which is empty afterwards."""
+    for local in (made, *(made.across or ())) if unchecked else ():
         try:
             check_local_graph(local)
         except (WholestepError, RuntimeError) as error:
             raise GraphError(
-                f"pass {name} left a malformed graph: {error}",
+                f"pass{'es' * (len(unchecked) > 1)} {', '.join(unchecked)} left a malformed graph: {error}",
                 "a graph that keeps LocalGraph's invariants",
                 "fix the pass",
             ) from error
+    unchecked.clear()
 
 
 def batch_dependent(local: LocalGraph) -> set[Node]:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.meta import contiguous, one_tensor
-from ..graph.nodes import add_call, is_wait, node_at, operands
+from ..graph.nodes import add_call, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..tuning import TUNING
@@ -97,7 +97,9 @@ class Bucket(InPlace):
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
-            if node.target not in wanted or node in done or node_at(node, 0).target in (join_rows, coalesce):
+            if not is_collective(node) or node.target not in wanted or node in done:
+                continue
+            if node_at(node, 0).target in (join_rows, coalesce):
                 continue
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
@@ -135,6 +137,8 @@ class _Group:
 
 def union(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
     """The union; the largest set itself where that contains all others, so that many nodes share one object."""
+    if len(sets) == 1:
+        return sets[0]
     distinct = list({id(one): one for one in sets}.values())
     largest = max(distinct, key=len, default=frozenset[Node]())
     return largest if len(distinct) < 2 or all(one <= largest for one in distinct) else largest.union(*distinct)

@@ -38,6 +38,7 @@ class SizeBuckets:
     may_coalesce: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
+    keeps_nothing: ClassVar[bool] = True
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same graph with sizes."""

@@ -34,7 +34,7 @@ class ContiguousShards(InPlace):
         params = {node for given, node in local.placeholders() if given.role is Role.PARAM}
         claimed: dict[Node, tuple[Node, ...]] = {}
         place = {node: i for i, node in enumerate(graph.nodes)}
-        writes = _writes(graph, params)
+        writes: list[tuple[int, set[Node]]] | None = None
         for node in graph.nodes:
             if node.target is not join_rows or any(user.target is not GATHER for user in node.users):
                 continue
@@ -43,6 +43,7 @@ class ContiguousShards(InPlace):
                 continue
             unclaimed = all(claimed.get(piece, pieces) == pieces for piece in pieces)
             end = _last_read(node, place)
+            writes = _writes(graph, params) if writes is None else writes
             written = any(place[node] < at < end and stored & set(pieces) for at, stored in writes)
             if unclaimed and not written:
                 node.target = side_by_side

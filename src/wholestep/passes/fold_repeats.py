@@ -48,6 +48,7 @@ class FoldRepeats:
     """
 
     must_precede = ("SizeBuckets", "Reinplace", "FitMemory")
+    keeps_nothing = True
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """`local` with a loop; as it is where nothing repeats, or `why_not` says why."""

@@ -62,6 +62,7 @@ class SameOrder:
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
     orders: ClassVar[bool] = True
+    keeps_nothing: ClassVar[bool] = True
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The program with its collectives in that order."""

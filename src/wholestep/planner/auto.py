@@ -150,6 +150,7 @@ class Auto:
         passes: Sequence[Pass] | None = None,
         watch: Watch | None = None,
         software: Software = OWN,
+        cores: int = 1,
     ) -> SearchResult:
         """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
@@ -162,6 +163,7 @@ class Auto:
             passes: replace `pipeline(hardware)`.
             watch: called with the name of each candidate that is planned.
             software: runs the step, where that is not wholestep.
+            cores: with several, this process may be copied (`os.fork`) to use them: it must have no GPU and no job.
 
         Raises:
             PlanError: none fits, or none can be made.
@@ -172,7 +174,7 @@ class Auto:
         watch = watch or unwatched
         if self.pipeline is not None:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
-            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software))
+            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software, cores))
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         asked = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
@@ -204,7 +206,7 @@ class Auto:
         def more(rows: Sequence[Candidate]) -> Candidates:
             return auto._cut(solver(rows))
 
-        found = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
+        found = Search(evaluator, cores=cores).run(chosen, more if is_open(mesh) and self.solve else None)
         asked.check(found.plan, complete=True)
         return replace(found, solved=program or solver.program(found.best.mesh))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 from ..cost.memory import peak_memory
 from ..cost.software import OWN, Software
@@ -22,7 +23,7 @@ from ..plan.make_plan import stored_bytes
 from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.strategies import compose
-from .bounds import Costs, LowerBound, costs_of, lower_bound
+from .bounds import Costs, LowerBound, costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
 from .constraints import Constraints
 from .folded_memory import FoldedFit
@@ -119,6 +120,18 @@ class Evaluator:
         few = dict(zip(FEWEST, known, strict=False))
         return [few.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
 
+    def steps(self, row: Candidate) -> Iterator[tuple[Candidate, Any]]:
+        """`row` with its lower bound, and a mark that programs share which are equal; then with its costs, and its plan
+        or that of few layers.
+        """
+        folded = row.blocks if self.folded else None
+        made = self.made(row, FEWEST if folded else None)
+        row, itself = self.bounded(row, made), not folded or row.symmetric == row.strategies
+        yield row, hash((*(fingerprint(local) for _, local in made), "" if itself else row.name))
+        if folded not in (None, FEWEST):
+            made = self.made(row, folded, known=made)
+        yield self.simulated(row, made), made[-1][0]
+
     def bounded(self, row: Candidate, made: Made) -> Candidate:
         """With its lower bound."""
         parts = [lower_bound(local, self.hardware, self.software) for _, local in made]
@@ -126,10 +139,10 @@ class Evaluator:
         return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
     def simulated(self, row: Candidate, made: Made) -> Candidate:
-        """With its costs: of the whole step, or extrapolated."""
+        """With its costs: of the whole step, or extrapolated. The programs that are `made` are not used again."""
         if self.folded and row.blocks:
             return _with_costs(row, self.folded.priced(row.blocks, made, self.passes))
-        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes))
+        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes, owned=True))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""

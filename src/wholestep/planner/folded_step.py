@@ -95,16 +95,19 @@ class FoldedStep:
         return a + (b - a) * (self.count - few) / (more - few)
 
     def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
-        """Costs of the whole step from the plans and programs of a pair; `passes` size buckets for the whole step."""
-        scheduled = zip(made, self.scheduled(pair, made, passes), strict=True)
+        """Costs of the whole step from the plans and programs of a pair, which nobody uses again; `passes` size buckets
+        for the whole step.
+        """
+        scheduled = zip(made, self.scheduled(pair, made, passes, owned=True), strict=True)
         return self.costs_from(pair, [(planned, local) for (planned, _), local in scheduled])
 
     def scheduled(
-        self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]
-    ) -> list[LocalGraph]:
-        """The programs of a pair after `passes`, which size buckets for the whole step."""
+        self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass],
+        owned: bool = False,
+    ) -> list[LocalGraph]:  # fmt: skip
+        """The programs of a pair after `passes`, which size buckets for the whole step; edited if they are `owned`."""
         passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
-        return [run_passes(local, passes) for _, local in made]
+        return [run_passes(local, passes, owned=owned) for _, local in made]
 
     def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:
         """Costs of the whole step from programs that have been through all passes."""

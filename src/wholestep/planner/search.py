@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from ..cost.compute import peak_us
@@ -12,11 +14,11 @@ from ..graph.text import human, human_at_least
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..tuning import TUNING
-from .bounds import fingerprint, rough_estimate_us
+from .ahead import Ahead
+from .bounds import rough_estimate_us
 from .candidates import Template, TemplateKey
 from .evaluate import Evaluator
 from .folded_memory import FoldedFit, FoldedFitting
-from .folded_step import FEWEST
 from .search_result import INFINITE, Candidate, SearchResult, Status, first_line
 
 More = Callable[[Sequence[Candidate]], Sequence[tuple[Mesh, Template]]]
@@ -32,6 +34,8 @@ class Search:
 
     With `evaluator.folded` this is done on steps with few equal layers, and costs are extrapolated. Then candidates
     that may win are simulated with all layers, until the best of these leads by more than the tolerance.
+
+    With several `cores` the next candidate is begun in a copy of this process.
     """
 
     evaluator: Evaluator
@@ -39,6 +43,8 @@ class Search:
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
     bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
+    cores: int = 1
+    copies: dict[object, Ahead[list[tuple[Candidate, Any]]]] = field(default_factory=dict[object, Any])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
         """The best of `candidates`, and of the further ones that `more` makes from their outcomes. Raises PlanError if
@@ -60,11 +66,12 @@ class Search:
                 if faster and rows[i].status is Status.OVER_AT_PEAK and rows[i].blocks is None:
                     rows[i] = self._fit(rows[i])
         rows = self._confirm_near_budget(before, rows)
-        if self.best is None or self.plan is None:
+        if self.best is None:
             raise self._nothing(rows)
+        plan = self.plan or self.evaluator.planned(self.best, self.evaluator.graph)[0]
         best = replace(self.best, status=Status.CHOSEN)
         rows = sorted((best if row is self.best else row for row in rows), key=lambda row: row.rank)
-        return SearchResult(self.plan, best, tuple(rows), budget, folded)
+        return SearchResult(plan, best, tuple(rows), budget, folded)
 
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
         """Tries candidates, the most promising first."""
@@ -77,21 +84,29 @@ class Search:
                 return INFINITE
             return rough_estimate_us(graph, row.mesh, row.strategies, hardware, computing_us) / row.batches
 
-        for i in sorted(range(len(rows)), key=estimate_us):
-            if rows[i].status is Status.SLOWER:
-                rows[i] = self._try(rows[i])
+        order = [i for i in sorted(range(len(rows)), key=estimate_us) if rows[i].status is Status.SLOWER]
+        for i, after in zip_longest(order, order[1:]):
+            row = rows[i]
+            self._start(None if after is None else rows[after])
+            rows[i] = self._try(row)
+            self._unneeded(row)
         return rows
 
     def _confirm(self, rows: list[Candidate]) -> list[Candidate]:
         """Simulates with all layers the candidates that may be the best by extrapolation."""
         self.best = self.plan = None
         self.programs.clear()
+        slower = [rows[i] for i in _by_time(rows) if rows[i].status is Status.SLOWER and rows[i].blocks]
+        near = [row for row in slower[1:2] if row.batch_s < slower[0].batch_s * (1 + SURE)]
         for i in _by_time(rows):
             row, best_s = rows[i], self._best_s
             if row.status is Status.SLOWER and row.batch_s < best_s * (1 + SURE):
+                self._start(replace(near.pop(), blocks=None) if near and near[0] is not row else None)
                 rows[i] = self._simulate(replace(row, blocks=None), "all layers: ")
             elif row.status is Status.BOUNDED and row.bound_s < best_s < INFINITE:
                 rows[i] = self._try(replace(row, status=Status.SLOWER, blocks=None))
+        for row in slower[1:2]:
+            self._unneeded(replace(row, blocks=None))
         return rows
 
     def _confirm_near_budget(self, before: Sequence[Candidate], rows: list[Candidate]) -> list[Candidate]:
@@ -110,6 +125,23 @@ class Search:
                     rows[i] = found
         return rows
 
+    def _start(self, row: Candidate | None) -> None:
+        """Begin with a candidate on another core, if there is one."""
+        if row is not None and self.cores > 1 and not self.copies:
+            self.copies[_key(row)] = Ahead(partial(self._in_copy, row))
+
+    def _in_copy(self, row: Candidate) -> list[tuple[Candidate, Any]]:
+        steps = self.evaluator.steps(row)
+        bounded, mark = next(steps)
+        if self.best is not None and bounded.bound_s >= self.best.batch_s:
+            return [(bounded, mark)]
+        return [(bounded, mark), (next(steps)[0], None)]  # a plan is large: that of the best is made again
+
+    def _unneeded(self, row: Candidate) -> None:
+        """Nobody asks for a candidate any more."""
+        if copy := self.copies.pop(_key(row), None):
+            copy.drop()
+
     def _try(self, row: Candidate) -> Candidate:
         """Simulates a candidate, unless a template that sends less has a bound above the best."""
         less = self.bounds.get((row.mesh, row.key.sending_less if row.key else row.name), 0.0)
@@ -119,29 +151,27 @@ class Search:
 
     def _simulate(self, row: Candidate, doing: str = "") -> Candidate:
         """Simulates a candidate, unless its bound is above the best, or its program is that of another candidate."""
-        evaluator, folded = self.evaluator, row.blocks if self.evaluator.folded else None
+        evaluator = self.evaluator
         evaluator.watch(f"{doing}{row.name}")
+        copy = self.copies.pop(_key(row), None)
+        known = copy.result() if copy else None
+        steps = iter(known) if known else evaluator.steps(row)
         try:
-            made = evaluator.made(row, FEWEST if folded else None)
+            found, mark = next(steps)
         except WholestepError as error:
-            if folded and not isinstance(error, ConstraintError):  # a pattern that names a layer, perhaps
+            if evaluator.folded and row.blocks and not isinstance(error, ConstraintError):  # a pattern names a layer
                 return self._simulate(replace(row, blocks=None), "all layers: ")
             return replace(row, status=Status.NO_PLAN, why=first_line(error))
-        row = evaluator.bounded(row, made)
-        self.bounds[row.mesh, row.key or row.name] = row.bound_s
-        if self.best is not None and row.bound_s >= self.best.batch_s:
-            return replace(row, status=Status.BOUNDED)
-        itself = not folded or row.symmetric == row.strategies
-        mark = hash((*(fingerprint(local) for _, local in made), "" if itself else row.name))
+        self.bounds[row.mesh, row.key or row.name] = found.bound_s
+        if self.best is not None and found.bound_s >= self.best.batch_s:
+            return replace(found, status=Status.BOUNDED)
         if mark in self.programs:
-            return replace(row, status=Status.SAME, why=self.programs[mark])
+            return replace(found, status=Status.SAME, why=self.programs[mark])
         self.programs[mark] = row.name
-        if folded not in (None, FEWEST):
-            made = evaluator.made(row, folded, known=made)
-        row = evaluator.simulated(row, made)
-        if evaluator.is_over(row.needs_bytes):
-            return replace(row, status=Status.OVER_AT_PEAK)
-        return self._compared(row, made[-1][0])
+        found, plan = next(steps)
+        if evaluator.is_over(found.needs_bytes):
+            return replace(found, status=Status.OVER_AT_PEAK)
+        return self._compared(found, plan)
 
     # -- pieces of a batch -----------------------------------------------------------------------------
     def _in_pieces(self, rows: list[Candidate]) -> list[Candidate]:
@@ -225,7 +255,7 @@ class Search:
                 return self._compared(replace(made, rematerialized=names.names), planned)
         return self._fit(replace(row, status=Status.OVER_AT_PEAK))
 
-    def _compared(self, row: Candidate, planned: Plan) -> Candidate:
+    def _compared(self, row: Candidate, planned: Plan | None) -> Candidate:
         if self.best is None or row.rank < self.best.rank:
             self.best, self.plan = row, planned
         return row
@@ -270,6 +300,10 @@ class Search:
             if not nearest.blocks or nearest.status is not Status.OVER_AT_PEAK:
                 return nearest
             done = [replace(self.evaluator.least(row), blocks=None) if row is nearest else row for row in done]
+
+
+def _key(row: Candidate) -> object:
+    return row.name, row.mesh, row.blocks
 
 
 def _by_time(rows: Sequence[Candidate]) -> list[int]:
