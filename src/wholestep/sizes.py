@@ -95,7 +95,24 @@ def _comparison(symbol: str, apply: Callable[[float, float], bool]) -> Any:
     return run
 
 
-class SizeInt(int):
+class UnitInt(int):
+    """The size of a dim that merges an outer dim with others: it is cut between units of so many places alone, so that
+    its pieces are those of the outer dim. As a number it is any other int, and what is computed with it is plain.
+
+    A `SizeInt` is one, so that Python asks the `SizeInt` first where the two are computed with or compared.
+    """
+
+    unit: int | None = None
+
+    @staticmethod
+    def of(value: int, unit: int) -> UnitInt:
+        """A size, and the places of one unit."""
+        made = UnitInt(value)
+        made.unit = unit
+        return made
+
+
+class SizeInt(UnitInt):
     """An int that follows from sizes: its value for the sizes of the capture, and `text`, an expression of symbols.
 
     Quotients and what math functions return are plain numbers.
@@ -103,7 +120,6 @@ class SizeInt(int):
 
     text: str
     guards: SizeGuards
-    unit: int | None = None
 
     def __new__(cls, value: int, text: str, guards: SizeGuards) -> SizeInt:
         """A number and how it is computed."""
@@ -144,20 +160,6 @@ class SizeInt(int):
         return other // self, other % self
 
 
-class UnitInt(int):
-    """The size of a dim that merges an outer dim with others: it is cut between units of so many places alone, so that
-    its pieces are those of the outer dim. As a number it is any other int, and what is computed with it is plain.
-    """
-
-    unit: int
-
-    def __new__(cls, value: int, unit: int) -> UnitInt:
-        """A size, and the places of one unit."""
-        made = super().__new__(cls, value)
-        made.unit = unit
-        return made
-
-
 def unit_of(size: int) -> int | None:
     """The places between which a dim of this size is cut; None where it may be cut anywhere."""
     return None if type(size) is int else getattr(size, "unit", None)
@@ -171,7 +173,7 @@ def in_units(size: int, unit: int | None) -> int:
         made = SizeInt(int(size), size.text, size.guards)
         made.unit = unit
         return made
-    return UnitInt(size, unit)
+    return UnitInt.of(size, unit)
 
 
 def whole(size: int) -> int:

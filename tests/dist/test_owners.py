@@ -260,3 +260,54 @@ def _moved(rank: int, world: int, folder: str) -> list[float]:
 def test_checkpoints_move_between_owners_and_shards(tmp_path: Any) -> None:
     for found in run_ranks(_moved, 2, str(tmp_path)):
         assert max(found) < 1e-12
+
+
+def clipped(model: nn.Module, optimizers: Any, x: Tensor, y: Tensor) -> Tensor:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.detach()
+
+
+BESIDE: dict[str, tuple[str, Any]] = {
+    "stages": ("dp=2,pp=2", ws.Pipeline(micro_batches=2, schedule="1f1b")),
+    "tensor parallelism": (
+        "dp=2,tp=2", ws.TensorParallel({"layers.0": "colwise", "layers.2": "rowwise"}, axis="tp")
+    ),
+}  # fmt: skip
+
+
+def _beside(rank: int, world: int, kind: str, folder: str) -> tuple[float, list[str], bool]:
+    """Five steps beside one device on the batch of all ranks, with a checkpoint in between."""
+    mesh, other = BESIDE[kind]
+    ours, theirs = Two(), Two()
+    mine, expected = pair(ours), pair(theirs)
+    data = ws.DataParallel("zero1", axis="dp", owners=True, semantics="global", inputs="global")
+    step, worst = ws.compile(clipped, parallel=[data, other], mesh=mesh), 0.0
+    for call in range(5):
+        if call == 2:
+            ws.save(folder, step)
+            ws.load(folder, step)
+        worst = max(
+            worst, difference(step(ours, mine, *batch(0, call, 8)), clipped(theirs, expected, *batch(0, call, 8)))
+        )
+    with ws.whole(ours, writeback=False):
+        worst = max(worst, *(difference(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)))
+    assert step.plan is not None
+    state = [v for p in ours.parameters() for v in mine[0].state.get(p, {}).values() if isinstance(v, Tensor)]
+    held = sum(v.to_local().numel() for v in state)  # type: ignore[attr-defined]
+    return worst, sorted(step.plan.update_owners), held < sum(v.numel() for v in state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", list(BESIDE))
+def test_matrices_at_owners_beside_another_axis(kind: str, tmp_path: Any) -> None:
+    """Each stage shares out its matrices; those that tensor parallelism shards are gathered as without owners."""
+    for worst, owners, is_apart in run_ranks(_beside, 4, kind, str(tmp_path)):
+        assert worst < 1e-12
+        assert owners == [f"layers.{i}.weight" for i in ((0, 2, 4, 6) if kind == "stages" else (4, 6))]
+        assert is_apart

@@ -210,28 +210,6 @@ def test_four_ranks(mesh: str, style: str, order: str) -> None:
     assert max(run_ranks(_on_four, 4, mesh, style, order)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"tune": "auto"}, "tune='auto' with Pipeline is not built"),
-    ({"offload": "cpu"}, "offload with Pipeline is not built"),
-    ({"schedule": "across_steps"}, "a schedule across steps with Pipeline is not built"),
-    ({"backend": ws.Inductor(scope="whole")}, "Inductor(scope='whole') with Pipeline"),
-    ({"pad_to": ws.PadTo((16,), {"tokens": 1})}, "pad_to with Pipeline is not built"),
-])  # fmt: skip
-def test_what_is_not_built_is_refused(options: dict[str, Any], says: str) -> None:
-    for found in run_ranks(_refused, 2, options):
-        assert found.startswith(says)
-
-
-def _refused(rank: int, world: int, options: dict[str, Any]) -> str:
-    model, optimizer = maker(3, False, 0.0)()
-    try:
-        step = ws.compile(train, parallel=ws.Pipeline(micro_batches=2), mesh=f"pp={world}", **options)
-        step(model, optimizer, *batches(8, 1)[0])
-    except ws.WholestepError as error:
-        return error.found
-    return "nothing"
-
-
 def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> tuple[float, list[int], list[str]]:
     """How far a step under a budget is from one without; what stages hold, and what budgets below that say."""
     torch.set_default_dtype(torch.float64)

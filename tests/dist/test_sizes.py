@@ -185,7 +185,12 @@ PADDED: dict[str, tuple[str, Any]] = {
     "global": ("dp=2", ws.DataParallel("zero1", semantics="global")),
     "tensor parallel": ("tp=2", ws.TensorParallel(FFN)),
     "both": ("dp=2,tp=2", [ws.DataParallel("fully_shard", semantics="global"), ws.TensorParallel(FFN)]),
-}
+    "stages": ("pp=2", ws.Pipeline(micro_batches=2, schedule="1f1b")),
+    "stages per rank": ("dp=2,pp=2", [ws.DataParallel("zero1", axis="dp"), ws.Pipeline(micro_batches=2)]),
+    "stages global": (
+        "dp=2,pp=2", [ws.DataParallel("zero1", axis="dp", semantics="global"), ws.Pipeline(micro_batches=2)],
+    ),
+}  # fmt: skip
 
 
 def longest(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -204,14 +209,15 @@ def _pads(rank: int, world: int, kind: str) -> tuple[float, int, list[str]]:
     dynamic = {"tokens": (0,), "targets": (0,)}
     step = ws.compile(train, mesh=mesh, parallel=parallel, pad_to=pad_to, dynamic=dynamic)
     worst, parts = 0.0, dict(axis.split("=") for axis in mesh.split(",")).get("dp", 1)
-    own = rank * int(parts) // world
+    own, times = rank * int(parts) // world, 4 if "stages" in kind else 1  # pieces are equally large
     for call in range(6):
-        given = [sizes(r, 6, "per_rank")[call] for r in range(int(parts))]
+        given = [(times * rows, length) for rows, length in (sizes(r, 6, "per_rank")[call] for r in range(int(parts)))]
         batches = [bytes_of(r, call, *size) for r, size in enumerate(given)]
         loss = float(step(model, optimizer, *batches[own]))
-        whole = longest(batches) if kind in ("global", "both") else batches
-        expected = train_by(whole_loss if kind in ("global", "both") else mean_of, other, plain, whole)
-        worst = max(worst, abs(loss - expected)) if kind != "per_rank" else worst
+        together = kind in ("global", "both", "stages global")
+        whole = longest(batches) if together else batches
+        expected = train_by(whole_loss if together else mean_of, other, plain, whole)
+        worst = max(worst, abs(loss - expected)) if "per" not in kind else worst
     with ws.whole(model):
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
@@ -219,10 +225,10 @@ def _pads(rank: int, world: int, kind: str) -> tuple[float, int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=pytest.mark.full) if one == "both" else one for one in PADDED]
+    "kind", [pytest.param(one, marks=pytest.mark.full) if "," in PADDED[one][0] else one for one in PADDED]
 )
 def test_ranks_pad_their_batches(kind: str) -> None:
-    for worst, programs, misses in run_ranks(_pads, 4 if kind == "both" else 2, kind, timeout=290):
+    for worst, programs, misses in run_ranks(_pads, 4 if "," in PADDED[kind][0] else 2, kind, timeout=290):
         assert worst < 1e-12
         assert programs == 1, misses
 

@@ -15,7 +15,11 @@ import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.dist.scripts import start
+from tests.stage_models import LENGTH, maker
+from tests.stage_models import batches as batches_of_gpt
+from tests.stage_models import train as train_gpt
 from tests.steps import clipped, mean_square
+from wholestep.graph.stage_part import part_of
 from wholestep.passes.overlap import collectives_of
 from wholestep.runtime import tuner
 from wholestep.runtime.step import CompiledStep
@@ -224,6 +228,53 @@ def test_a_later_start_runs_what_was_found(tmp_path: Path) -> None:
         assert cold[1].startswith("tuned, ")
         assert warm[1] == "not tuned: an earlier start did (cache=)"
         assert warm[2] == cold[2]
+
+
+def train_stages(rank: int, world: int, mesh: str, tune: str, folder: str, starts: tuple[int, ...]) -> Any:
+    """Of starts with a pipeline, each of so many calls: losses, parameters, the actions of the stage in each call, what
+    tuning says, and the number of captures.
+    """
+    tuner.merged = second_is_fastest
+    data = ws.DataParallel("zero1", axis="dp", semantics="global", inputs="global")
+    pipeline = ws.Pipeline(micro_batches=4)
+    found: list[Any] = []
+    for calls in starts:
+        torch.manual_seed(0)
+        model, optimizer = maker(3, True, 0.0)()
+        parallel = [data, pipeline] if "dp" in mesh else pipeline
+        step = ws.compile(
+            train_gpt, parallel=parallel, mesh=mesh, tune=tune, cache=folder, hardware=ws.Hardware.measured(),
+            dynamic={"batch": (0, 1)},
+        )  # fmt: skip
+        losses, actions = list[float](), list[str]()
+        for number, (batch,) in enumerate(batches_of_gpt(16, calls)):
+            rows, length = 16 - 8 * (number % 2), LENGTH - (number % 3 == 0)
+            losses.append(step(model, optimizer, {key: x[:rows, :length] for key, x in batch.items()}).item())
+            assert step.local_graph is not None
+            parts = [part for node in step.local_graph.graph.nodes if (part := part_of(node))]
+            actions.append(" ".join(str(action) for part in parts for action in part.actions))
+        with ws.whole(model, writeback=False):
+            params = [p.tolist() for p in model.parameters()]
+        found.append((losses, params, actions, step.tuning, step.captures))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("dp=2,pp=2", marks=FULL)])
+def test_orders_of_blocks_take_turns(mesh: str, tmp_path: Path) -> None:
+    """Batches of several sizes: all stages run one order in each call, with the bits of every other, and keep one."""
+    world, calls = 4 if "dp" in mesh else 2, TUNING.calls_before_trial + 6 * TUNING.turn_calls + 3
+    plain = run_ranks(train_stages, world, mesh, "off", str(tmp_path / "off"), (calls,), timeout=290)
+    tuned = run_ranks(train_stages, world, mesh, "auto", str(tmp_path / "auto"), (calls, 3), timeout=290)
+    for (first,), (cold, warm) in zip(plain, tuned, strict=True):
+        assert cold[:2] == first[:2]
+        assert warm[0] == first[0][:3]
+        assert cold[4] == first[4] == 2
+        assert cold[3].chosen == 1, str(cold[3])
+        assert f"{cold[3].tried[1].blocks}, stays" in str(cold[3])
+        assert [one.blocks for one in cold[3].tried] == [one.blocks for one in tuned[0][0][3].tried]
+        assert str(warm[3]) == "not tuned: an earlier start did (cache=)"
+        assert warm[2][-1] == cold[2][-1]
+    assert any(cold[2][-1] != first[2][-1] for (first,), (cold, _) in zip(plain, tuned, strict=True))
 
 
 def picky(local: ws.LocalGraph) -> ws.LocalGraph:

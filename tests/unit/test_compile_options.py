@@ -31,3 +31,14 @@ def test_an_unknown_option_is_named_with_the_nearest_one(name: str, next_step: s
         ws.compile(train, **{name: None})
     expected = f"compile has no option {name!r}\n  needed: one of {known}\n  next: {next_step}"
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"schedule": "across_steps"}, "a schedule across steps with Pipeline"),
+    ({"backend": ws.Inductor(scope="whole")}, "Inductor(scope='whole') with Pipeline"),
+    ({"memory_bytes": "1GiB", "offload": "cpu"}, "memory_bytes with offload='cpu'"),
+])  # fmt: skip
+def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ws.WholestepError) as caught:
+        ws.compile(train, parallel=ws.Pipeline(micro_batches=2), mesh="pp=2", **options)
+    assert caught.value.found == says

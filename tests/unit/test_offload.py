@@ -12,14 +12,17 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests.catalogue import SimpleMlp
 from tests.simulate import Simulation, cut
-from tests.together import OneDevice
+from tests.together import OneDevice, compare
 from wholestep import _torch
 from wholestep.backend.rank_binding import bind
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.nodes import is_collective
+from wholestep.graph.stage_part import StagePart
 from wholestep.partition.host_copies import to_device, to_host
+from wholestep.partition.rank_ops import contiguous
+from wholestep.partition.stage_program import POINT_TO_POINT, stage_program
 from wholestep.passes.base import run_passes
 from wholestep.passes.offload import Offload
 from wholestep.passes.reinplace import Reinplace
@@ -69,6 +72,17 @@ def test_same_numbers_through_host_memory(style: str) -> None:
         torch.testing.assert_close(simulation.whole(name), expected, rtol=1e-11, atol=1e-14)
 
 
+def test_same_numbers_through_host_memory_in_stages() -> None:
+    one = OneDevice(make, train, [(torch.randn(8, 50), torch.randn(8, 8)) for _ in range(3)])
+    one.capture = replace(one.capture, graph=replace(one.capture.graph, offload="cpu"))
+    data = ws.DataParallel("zero1", axis="dp", semantics="global")
+    found = compare(one, "dp=2,pp=2", [data, ws.Pipeline(micro_batches=2)], passes=ws.pipeline())
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+    for stage in range(2):
+        made = run_passes(stage_program(found.local, stage), ws.pipeline())
+        assert {to_host, to_device} <= {node.target for node in made.graph.nodes}
+
+
 @pytest.mark.smoke
 def test_compiled() -> None:
     model, optimizer = make()
@@ -79,15 +93,37 @@ def test_compiled() -> None:
         ws.CaptureOptions(offload="disk")  # type: ignore[arg-type]
 
 
+class Tied(nn.Linear):
+    """A layer whose weight, of the shape of another one's, may be that one's."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.weight)
+
+
 class OnTwoDevices(torch.fx.Interpreter):
-    """Runs one rank's program on fake tensors, which refuse to be mixed across devices; notes where collectives ran."""
+    """Runs one rank's program on fake tensors, which refuse to be mixed across devices; notes where collectives and
+    stages ran.
+    """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
         self.collectives: set[str] = set()
 
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.running = n
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = str(target)
+        if isinstance(target, StagePart) or target in POINT_TO_POINT:
+            self.collectives |= {str(one.device) for one in args if isinstance(one, Tensor)}
+            made = [m and torch.empty(m.shape, dtype=m.dtype, device="cuda:0") for m in meta.tensors(self.running)]
+            return made if isinstance(target, StagePart) else made[0] if made else None
+        if target is contiguous:  # the method needs the device
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         if "_c10d_functional" not in name:
             return super().call_function(target, args, kwargs)
         self.collectives |= set() if "wait" in name else {str(args[0].device)}
@@ -97,9 +133,10 @@ class OnTwoDevices(torch.fx.Interpreter):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard", "stages", "stages and shards"])
 def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bool) -> None:
-    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), Tied(), nn.ReLU(), nn.Linear(32, 8))
+    model[2].weight = model[0].weight if "stages" in style else model[2].weight
     optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
 
     def decay(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -118,18 +155,33 @@ def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bo
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
     graph = replace(captured.graph, offload="cuda:0")
-    plan = ws.plan(graph, "dp=2", ws.DataParallel(style, semantics="global"))
-    local = run_passes(ws.partition(graph, plan), [Offload()])
+    if "stages" in style:
+        shards = [ws.DataParallel("fully_shard", axis="dp", semantics="global")] if "shards" in style else []
+        pipeline = ws.Pipeline(stages=[["0"], ["2", "4"]], micro_batches=2)
+        plan = ws.plan(graph, "dp=2,pp=2" if shards else "pp=2", [*shards, pipeline])
+        whole = ws.partition(graph, plan)
+        found = [run_passes(stage_program(whole, stage), [Offload()]) for stage in range(2)]
+    else:
+        plan = ws.plan(graph, "dp=2", ws.DataParallel(style, semantics="global"))
+        found = [run_passes(ws.partition(graph, plan), [Offload()])]
+    for local in found:
+        _runs_apart(local, plan)
+
+
+def _runs_apart(local: ws.LocalGraph, plan: ws.Plan) -> None:
+    """Updates run on the host, and collectives and stages on the device."""
+    here = {axis: local.stage or 0 if axis == "pp" else 0 for axis in plan.mesh.names}
     on_host = (Role.PARAM, Role.STATE, Role.GRAD)
-    program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, plan.mesh.coordinate(0), {"dp": "0"})))
+    program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, here, {"dp": "0", "pp": "0"})))
     with _torch.fake_mode():
         given: list[Tensor] = []
         for i in local.inputs:
-            shape = plan.storage[i.name].local_shape(i.meta.shape, plan.mesh, plan.mesh.coordinate(0))
+            rests = plan.storage[i.name]
+            shape = rests.local_shape(i.meta.shape, plan.mesh, here) if rests.is_held_at(here) else (0,)
             device = "cpu" if i.role in (*on_host, Role.HYPER) else "cuda:0"
             given.append(torch.empty(shape, dtype=i.meta.dtype, device=device))
         made = program.run(*given)
     assert program.collectives == {"cuda:0"}
     ends = {o.target: str(v.device) for o, v in zip(local.outputs, made, strict=True) if o.kind == "update"}
     assert set(ends.values()) == {"cpu"}, ends
-    assert len(ends) >= 3 * 4
+    assert len(ends) >= 3 * 4 or local.stage is not None

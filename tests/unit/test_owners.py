@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 import wholestep as ws
 from tests.steps import clipped, mean_square
 from wholestep.graph import meta
+from wholestep.graph.graph import Role
 from wholestep.graph.owned import check_owners, of_owner
+from wholestep.partition.stage_program import stage_program
 
 SIZES = (24, 40, 16, 32, 24, 8)
 
@@ -126,12 +128,12 @@ REFUSED = {
     ("dp=2", "fully_shard"): """owners= with style 'fully_shard'
   needed: a style in which ranks share out the state of parameters that rest whole
   next: give "zero1" or "zero2\"""",
-    ("dp=2,pp=2", "zero1"): """DataParallel(owners=True) on mesh dp=2,pp=2
-  needed: one axis of ranks, that of data parallelism
-  next: leave out owners, or the other axes""",
-    ("dp=2,tp=2", "zero1"): """DataParallel(owners=True) on mesh dp=2,tp=2
-  needed: one axis of ranks, that of data parallelism
-  next: leave out owners, or the other axes""",
+    ("dp=2,tp=2", "zero1"): """owners= names '0.weight', which is 40@tp 24
+  needed: a parameter that no other axis shards
+  next: leave it out""",
+    ("a=2,dp=2", "zero1"): """DataParallel(owners=True) over a and dp
+  needed: one axis of data parallelism
+  next: leave out owners, or give one axis""",
 }
 
 
@@ -140,11 +142,26 @@ def test_refusals(mesh: str, style: Any) -> None:
     """What owners do not go with is said before anything runs."""
     model = model_of(bias=False)
     graph = ws.capture(mean_square, model, torch.optim.AdamW(model.parameters()), torch.randn(4, 24))
-    others: list[Any] = [ws.Pipeline(micro_batches=2)] if "pp" in mesh else []
-    others += [ws.TensorParallel({"0": "colwise"}, axis="tp")] if "tp" in mesh else []
+    others = [ws.TensorParallel({"0": "colwise"}, axis="tp")] if "tp" in mesh else []
+    axis, named = ("a", "dp") if "a=2" in mesh else "dp", {"0.weight": 0} if others else True
     with pytest.raises(ws.PlanError) as error:
-        ws.plan(graph, mesh, [ws.DataParallel(style, axis="dp", owners=True), *others])
+        ws.plan(graph, mesh, [ws.DataParallel(style, axis=axis, owners=named), *others])
     assert str(error.value) == REFUSED[mesh, style]
+
+
+def test_matrices_that_another_axis_shards_have_no_owner() -> None:
+    """Beside tensor parallelism, the others have; beside stages, each stage shares out its own."""
+    beside = [owners(axis="dp"), ws.TensorParallel({"0": "colwise", "1": "rowwise"}, axis="tp")]
+    plan = ws.plan(muons(), "dp=2,tp=2", beside)
+    assert sorted(plan.update_owners) == [f"{i}.weight" for i in (2, 3, 4)]
+    stages = ws.Pipeline(stages=[["0", "1"], ["2", "3", "4"]])
+    plan = ws.plan(muons(), "dp=2,pp=2", [owners(axis="dp"), stages])
+    assert {plan.update_owners["0.weight"], plan.update_owners["1.weight"]} == {0, 1}
+    assert {plan.update_owners[f"{i}.weight"] for i in (2, 3, 4)} == {0, 1}
+    params, local = {i.name for i in plan.inputs if i.role is Role.PARAM}, ws.partition(muons(), plan)
+    for stage in range(2):
+        updated = {out.target for out in stage_program(local, stage).outputs if out.target in params}
+        assert updated == {name for name, at in plan.owners.items() if at == stage}
 
 
 def test_owners_of_unknown_parameters() -> None:

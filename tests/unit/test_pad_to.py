@@ -22,12 +22,14 @@ def words(rows: int, length: int, *, most: int = 64) -> Tensor:
     return torch.randint(most, (rows, length))
 
 
-def beside_unpadded(model: nn.Module, fn: Step, pad_to: Any, batches: list[tuple[Tensor, ...]]) -> ws.CompiledStep:
+def beside_unpadded(
+    model: nn.Module, fn: Step, pad_to: Any, batches: list[tuple[Tensor, ...]], **options: Any
+) -> ws.CompiledStep:
     """Train on batches as they are, op by op, and padded: the same losses and parameters."""
     torch.manual_seed(0)
     other = copy.deepcopy(model)
     optimizer, plain = (SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
-    step = ws.compile(fn, pad_to=pad_to)
+    step = ws.compile(fn, pad_to=pad_to, **options)
     for batch in batches:
         mine, theirs = step(model, optimizer, *batch), fn(other, plain, *batch)
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -185,6 +187,16 @@ def test_attention_without_a_mask_sees_real_positions_alone() -> None:
     model = T5().double()
     model.attend[0] = Unmasked(8, 2, "softmax").double()
     step = beside_unpadded(model, translate, BOTH, pairs((3, 5, 4), (3, 8, 9), (3, 13, 6)))
+    assert len(step.programs) == 1, step.misses
+
+
+def test_padded_batches_in_pieces() -> None:
+    """Rows are cut, and all pieces have one length, also where rows are no symbol."""
+    pieces = ws.MicroBatches(2)
+    step = beside_unpadded(gpt(), train, TOKENS, [(words(4, t), words(4, t)) for t in (5, 8, 13)], parallel=pieces)
+    assert len(step.programs) == 1, step.misses
+    batches = pairs((4, 5, 4), (4, 8, 9), (4, 13, 6))
+    step = beside_unpadded(T5("softmax").double(), translate, BOTH, batches, parallel=pieces)
     assert len(step.programs) == 1, step.misses
 
 

@@ -31,7 +31,7 @@ from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.resolve import plan
 from wholestep.runtime.symbolic_sizes import SymbolicSizes
-from wholestep.sizes import SizeFloat, SizeInt, evaluate
+from wholestep.sizes import SizeFloat, SizeGuards, SizeInt, UnitInt, evaluate, in_units, text_of
 
 D = 6  # features of the random steps
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -551,3 +551,15 @@ def test_a_budget_of_memory_is_met_at_each_size() -> None:
 
 
 ROWS = (40, 64, 33, 160, 50, 200, 41)
+
+
+def test_a_size_in_units_leaves_expressions_and_comparisons_to_symbols() -> None:
+    """A fixed number of rows, cut between units, times a length that varies."""
+    record = SizeGuards(hints={"s": 8})
+    rows, length = in_units(4, 1), SizeInt(8, "s", record)
+    assert isinstance(rows, UnitInt)
+    assert {text_of(rows * length), text_of(length * rows)} == {"(4 * s)", "(s * 4)"}
+    assert [text_of(n) for n in (rows + length, rows - length, rows // length)] == ["(4 + s)", "(4 - s)", "(4 // s)"]
+    assert rows != length
+    assert rows < length
+    assert list(record.noted) == ["s != 4", "s > 4"]

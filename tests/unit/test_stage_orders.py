@@ -11,17 +11,21 @@ from wholestep.cost.stage_orders import (
     NAMED,
     BlockCost,
     best_order,
+    fitting,
     gpipe,
     interleaved,
     one_forward_one_backward,
+    others_to_try,
     peaks,
     simulate_orders,
+    simulated_orders,
     zero_bubble,
 )
 from wholestep.errors import GraphError
 from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message
 from wholestep.partition.stage_actions import actions_of
+from wholestep.tuning import TUNING
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 4), (4, 8), (8, 32)])
@@ -65,6 +69,26 @@ def test_auto_is_never_slower_than_the_named_orders_within_the_memory_of_1f1b(ra
         assert found.us <= made.us or max(made.peak_bytes) > bound
         assert tried[other] == made.us
     assert tried[name] == found.us
+
+
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 8)])
+def test_orders_that_take_turns_add_up_pieces_alike(ranks: int, pieces: int) -> None:
+    """Other orders in little more memory than 1f1b, each once, the fastest first; none where a block runs a late piece
+    first.
+    """
+    found = simulated_orders(equal_stages(ranks), equal_stages(ranks, apart=True), pieces, ranks)
+    first = fitting(found)[0]
+    others = others_to_try(found, first)
+    made = [found[name] for name in (first, *others)]
+    assert len({one.orders for one in made}) == len(made) > 1
+    assert [one.us for one in made] == sorted(one.us for one in made)
+    for one in made:
+        assert max(one.peak_bytes) <= max(found["1f1b"].peak_bytes) * (1 + TUNING.tried_memory_share)
+        for name in {name for tasks in one.orders for name, _ in tasks}:
+            assert [p for tasks in one.orders for n, p in tasks if n == name] == list(range(pieces))
+    late = replace(found[first], orders=tuple(tasks[::-1] for tasks in found[first].orders))
+    assert others_to_try({**found, "late": late}, first) == others
+    assert others_to_try({**found, "late": late}, "late") == ()
 
 
 def test_memory_of_1f1b_is_that_of_as_many_pieces_as_stages_follow() -> None:

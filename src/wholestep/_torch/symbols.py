@@ -135,7 +135,8 @@ class _Mode(FakeTensorMode):
 
 
 class Symbols:
-    """The symbols of one capture. `line` returns the line of the user's code that runs.
+    """The symbols of one capture. `line` returns the line of the user's code that runs. `traced`: what the step itself
+    compares of sizes, which is the same on all ranks.
 
     A symbol is a size of 2 or more: torch treats 0 and 1 apart.
     """
@@ -150,24 +151,24 @@ class Symbols:
         self.record.symbols = self
         self._ints: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}
-        self._traced: list[SizeGuard] = []
+        self.traced: list[SizeGuard] = []
         self._asked = 0
 
     def end_of_trace(self) -> None:
         """What is compared from now on is compared for a plan and a program."""
-        self._traced, self._asked = self.guards(), len(self.env.guards)
+        self.traced, self._asked = self.guards(), len(self.env.guards)
 
     def at(self, hints: dict[str, int]) -> Symbols | None:
         """The same symbols for another plan, made for these sizes; None if the trace does not apply to them.
 
         Nor may torch have compared sizes since: it takes what it has found for given.
         """
-        if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self._traced):
+        if len(self.env.guards) > self._asked or not all(evaluate(guard.text, hints) for guard in self.traced):
             return None
         other = copy.copy(self)
         now, of = tuple(hints.values()), self.record
         other.record = SizeGuards(dict(of.dims), dict(hints), symbols=other, now=now, say=of.say, busy=of.busy)
-        other.record.noted.update({guard.text: None for guard in self._traced})
+        other.record.noted.update({guard.text: None for guard in self.traced})
         self.env.sizes = other
         return other
 

@@ -38,7 +38,7 @@ class Choices:
 
     `solved` has the layouts that were solved for in place of `TensorParallel("auto")`. `fitting` fits the step into its
     budget; `fitted` is a fingerprint of the program that it is for. `tuned` has the bucket sizes that were the fastest
-    of those that took turns, with the program `tuned_for`.
+    of those that took turns, and the order of blocks of stages by name, with the program `tuned_for`.
     """
 
     hardware: Hardware | None = None
@@ -47,6 +47,7 @@ class Choices:
     fitting: Fitting | None = None
     fitted: str = ""
     tuned: BucketSizes | None = None
+    tuned_blocks: str = ""
     tuned_for: str = ""
 
     def to_json(self) -> dict[str, Any]:

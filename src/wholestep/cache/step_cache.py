@@ -202,7 +202,8 @@ class CachedChoices:
             own, self.earlier, warning = self._find(self.cache)
         what = "what an earlier start chose (cache=)"
         found, self.earlier = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier), what)
-        self.note(tuned=self.earlier.tuned, tuned_for=self.earlier.tuned_for)  # until this start finds out more
+        tuned = self.earlier.tuned, self.earlier.tuned_blocks
+        self.note(tuned=tuned[0], tuned_blocks=tuned[1], tuned_for=self.earlier.tuned_for)  # until this start tunes
         self.cache.tell("from rank 0" if found == _HIT and self.rendezvous.rank != 0 else found)
         self.cache.warn(warning)
 
@@ -230,14 +231,15 @@ class CachedChoices:
         if self.cache is not None:
             self.note(fitting=fitting, fitted=digest([str(local)]))
 
-    def tuned_for(self, local: LocalGraph) -> BucketSizes | None:
-        """The bucket sizes that an earlier start found the fastest for this program."""
-        return self.earlier.tuned if self.earlier.tuned_for == digest([str(local)]) else None
+    def tuned_for(self, local: LocalGraph) -> tuple[BucketSizes | None, str] | None:
+        """The bucket sizes and the order of blocks that an earlier start found the fastest for this program."""
+        found = self.earlier.tuned, self.earlier.tuned_blocks
+        return found if self.earlier.tuned_for == digest([str(local)]) else None
 
-    def note_tuned(self, local: LocalGraph, sizes: BucketSizes) -> None:
-        """Remember the bucket sizes that are the fastest for `local`."""
+    def note_tuned(self, local: LocalGraph, sizes: BucketSizes | None, blocks: str) -> None:
+        """Remember the bucket sizes, and the order of blocks, that are the fastest for `local`."""
         if self.cache is not None:
-            self.note(tuned=sizes, tuned_for=digest([str(local)]))
+            self.note(tuned=sizes, tuned_blocks=blocks, tuned_for=digest([str(local)]))
 
     def store(self) -> None:
         """Write what was chosen, where an earlier start chose something else, or there was none."""

@@ -38,6 +38,14 @@ def node_us(node: Node, hardware: Hardware) -> float:
     return hardware.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
 
 
+def stage_us(node: Node, hardware: Hardware) -> float:
+    """Microseconds of one call node of a stage's program, where blocks have other sizes than when they were priced."""
+    if (part := part_of(node)) is None:
+        return node_us(node, hardware)
+    us = {block.name: sum(node_us(one, hardware) for one in block.body.nodes) for block in part.running}
+    return sum(us[action.name] for action in part.actions if action.kind == "run")
+
+
 def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
     if node.op != "call_function" or is_free(node):

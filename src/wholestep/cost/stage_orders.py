@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import GraphError, PlanError
+from ..tuning import TUNING
 
 Task = tuple[str, int]
 """A block by name, and a piece."""
@@ -372,34 +373,62 @@ APART = ("auto", "zero_bubble")
 """Orders in which gradients of weights may be blocks of their own."""
 
 
-def best_order(
+def simulated_orders(
     whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int
-) -> tuple[str, OrderResult, dict[str, float]]:
-    """The fastest order that holds no more than `1f1b` on the stage that then holds most: its name, its result, and the
-    microseconds of all that were tried. `cut`: the blocks with fillers apart.
-    """
-    base = one_forward_one_backward(whole, pieces, stages)
-    bound = max(base.peak_bytes, default=0)
-    tried: dict[str, tuple[OrderResult, bool]] = {"1f1b": (base, True)}
-
-    def attempt(name: str, make: Callable[[], OrderResult]) -> None:
-        found = make()
-        tried[name] = (found, max(found.peak_bytes, default=0) <= bound)
-
-    attempt("gpipe", lambda: gpipe(whole, pieces, stages))
-    attempt("interleaved", lambda: interleaved(whole, pieces, stages))
-    attempt("zero_bubble", lambda: zero_bubble(cut, pieces, stages))
+) -> dict[str, OrderResult]:
+    """All orders that are tried, by name. `cut`: the blocks with fillers apart."""
+    found = {
+        "1f1b": one_forward_one_backward(whole, pieces, stages), "gpipe": gpipe(whole, pieces, stages),
+        "interleaved": interleaved(whole, pieces, stages), "zero_bubble": zero_bubble(cut, pieces, stages),
+    }  # fmt: skip
     for wide in sorted({stages, 2 * stages - 1, pieces}):
         for name, blocks in (("whole", whole), ("fillers", cut)):
             for slope in (0, 1, 2):
                 limits = [max(1, min(wide, pieces) - slope * stage) for stage in range(stages)]
                 label = f"list of {name}, {wide} in flight, {slope} fewer a stage"
-                attempt(label, lambda b=blocks, n=limits: list_schedule(b, pieces, stages, n))
+                found[label] = list_schedule(blocks, pieces, stages, limits)
         limits = [max(1, min(wide, pieces) - stage) for stage in range(stages)]
-        attempt(
-            f"list of fillers, {wide} in flight or waiting",
-            lambda n=limits: list_schedule(cut, pieces, stages, n, waiting=range(stages)),
-        )
-    fits = {name: found for name, (found, fit) in tried.items() if fit}
-    name = min(fits, key=lambda one: (fits[one].us, max(fits[one].peak_bytes, default=0)))
-    return name, fits[name], {one: found.us for one, (found, _) in tried.items()}
+        label = f"list of fillers, {wide} in flight or waiting"
+        found[label] = list_schedule(cut, pieces, stages, limits, waiting=range(stages))
+    return found
+
+
+def fitting(found: Mapping[str, OrderResult], more_share: float = 0.0) -> list[str]:
+    """The names of orders that hold no more than `1f1b`, and this share of it, on the stage that then holds most; the
+    fastest first.
+    """
+    most = {name: max(one.peak_bytes, default=0) for name, one in found.items()}
+    fits = [name for name in found if most[name] <= most["1f1b"] * (1 + more_share)]
+    return sorted(fits, key=lambda name: (found[name].us, most[name]))
+
+
+def best_order(
+    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int
+) -> tuple[str, OrderResult, dict[str, float]]:
+    """The fastest order that holds no more than `1f1b`: its name, its result, and the microseconds of all that were
+    tried.
+    """
+    found = simulated_orders(whole, cut, pieces, stages)
+    name = fitting(found)[0]
+    return name, found[name], {name: one.us for name, one in found.items()}
+
+
+def others_to_try(found: Mapping[str, OrderResult], chosen: str) -> tuple[str, ...]:
+    """Orders beside the `chosen` one that compute the same bits: every block adds up the pieces one after the other.
+    Each once, the fastest first; what holds much more than `1f1b` is left out.
+    """
+    seen = {found[chosen].orders: chosen}
+    for name in fitting(found, TUNING.tried_memory_share) if _in_turn(found[chosen].orders) else ():
+        if _in_turn(found[name].orders):
+            seen.setdefault(found[name].orders, name)
+    return tuple(name for name in seen.values() if name != chosen)
+
+
+def _in_turn(orders: Orders) -> bool:
+    """True if every block runs for the pieces one after the other."""
+    last: dict[str, int] = {}
+    for name, piece in (task for tasks in orders for task in tasks):
+        if piece < last.get(name, 0):
+            return False
+        last[name] = piece
+    return True

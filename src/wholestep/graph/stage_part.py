@@ -126,12 +126,15 @@ class StagePart:
 
 @dataclass(frozen=True, eq=False)
 class StageParts:
-    """How stages share the body of a loop: the part of each, and the seconds of the loop by simulation, by order."""
+    """How stages share the body of a loop: the part of each, and the microseconds of the loop by simulation, by order.
+    `others`: names of orders that compute the same bits in about as much memory, the fastest first.
+    """
 
     parts: tuple[StagePart, ...]
     order: str
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
     spans: tuple[tuple[int, str, int, float, float], ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def has_fillers(self) -> bool:

@@ -99,7 +99,7 @@ def written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> L
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     if plan.owners:
-        local = with_stages(local, plan, like)
+        local = with_stages(local, plan.options.order, plan.hardware, like)
     check_local_graph(local)
     check_owners(local.graph)
     return local

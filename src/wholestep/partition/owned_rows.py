@@ -102,7 +102,6 @@ def start_in_spread(sizes: Sequence[int], at: int, start: int) -> int:
 
 def _everywhere(node: Node) -> Node:
     meta.set_owner(node, None)
-    meta.set_stage(node, None)
     meta.set_strided(node, False)
     return node
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import APART, NAMED, BlockCost, best_order
+from ..cost.stage_orders import APART, NAMED, BlockCost, fitting, others_to_try, simulated_orders
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
@@ -36,7 +36,8 @@ def is_staged(loop: Loop) -> bool:
 
 
 def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str) -> StageParts:
-    """The parts of the stages along `axis` in an order by name, or the fastest (`auto`). All orders are proven to end.
+    """The parts of the stages along `axis` in an order by name, or the fastest (`auto`, which also says which others
+    compute the same bits in about as much memory). All orders are proven to end.
 
     Raises:
         PlanError: ranks of all stages would exchange something for each piece.
@@ -45,13 +46,15 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     count, prices = mesh.axis_size(axis), BlockPrices(hardware, mesh)
     whole = StageCut(loop, count, False)
     costs = whole.costs(axis, prices)
-    apart = StageCut(loop, count, True) if order in APART else whole
-    cut_costs = apart.costs(axis, prices)
-    if order == "auto":
-        name, found, tried = best_order(costs, cut_costs, loop.pieces, count)
+    apart = StageCut(loop, count, True) if order in APART or order not in NAMED else whole
+    cut_costs, others = apart.costs(axis, prices), tuple[str, ...]()
+    if order in NAMED:
+        name, tried = order, {order: NAMED[order](cut_costs, loop.pieces, count)}
     else:
-        name, found = order, NAMED[order](cut_costs, loop.pieces, count)
-        tried = {name: found.us}
+        tried = simulated_orders(costs, cut_costs, loop.pieces, count)
+        name = fitting(tried)[0] if order == "auto" else order
+        others = others_to_try(tried, name)
+    found = tried[name]
     cut = apart if any(name in apart.only for tasks in found.orders for name, _ in tasks) else whole
     messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
     actions = actions_of(found.orders, blocks, messages)
@@ -65,7 +68,7 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
         )
         for stage in range(count)
     )  # fmt: skip
-    return StageParts(parts, name, tried, found.spans)
+    return StageParts(parts, name, {name: one.us for name, one in tried.items()}, found.spans, others)
 
 
 def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:

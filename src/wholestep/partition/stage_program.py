@@ -14,9 +14,9 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, copy_graph, copy_node, is_collective, is_wait, node_at, operands
 from ..graph.stage_part import StageParts, transfer
-from ..plan.plan import Plan
+from ..hardware.hardware import Hardware
 from ..rules.registry import draws
 from .rank_ops import drawn
 from .stage_blocks import in_order_of, is_staged, stages_of
@@ -40,18 +40,33 @@ POINT_TO_POINT = (send, receive)
 """Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
 
 
-def with_stages(local: LocalGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+def with_stages(local: LocalGraph, order: str, hardware: Hardware, like: Sequence[StageParts] = ()) -> LocalGraph:
     """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
-    `like` which has the same blocks, else as the plan says.
+    `like` which has the same blocks, else the one of this name. Loops that have that order keep it.
     """
     for node in local.graph.nodes:
         loop = loop_of(node)
-        if loop is not None and is_staged(loop):
+        if loop is not None and is_staged(loop) and (loop.stages is None or loop.stages.order != order):
             device = meta.one_tensor(next(iter(local.graph.nodes))).device
             made = in_order_of(loop, like)
-            made = made or stages_of(loop, local.mesh, local.stage_axis, plan.options.order, plan.hardware, device)
+            made = made or stages_of(loop, local.mesh, local.stage_axis, order, hardware, device)
             node.target = replace(loop, stages=made)
     return local
+
+
+def in_order(local: LocalGraph, order: str, hardware: Hardware, known: list[StageParts]) -> LocalGraph:
+    """A copy of the program of all stages, in the order of this name. Its loops are in the order of one of `known` that
+    has the same blocks, to which they are added where there is none.
+    """
+    made = with_stages(replace(local, graph=copy_graph(local.graph)), order, hardware, known)
+    note_orders(made, known)
+    return made
+
+
+def note_orders(local: LocalGraph, known: list[StageParts]) -> None:
+    """Add how stages share the loops of a program to `known`, where nothing there has the same actions."""
+    actions = [[part.actions for part in one.parts] for one in known]
+    known += [one for one in orders_in(local) if [part.actions for part in one.parts] not in actions]
 
 
 def orders_in(local: LocalGraph) -> list[StageParts]:

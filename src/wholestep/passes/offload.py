@@ -13,7 +13,7 @@ from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import add_call, is_collective, is_wait
 from ..graph.storage import always_shares, shared_operand
 from ..partition.host_copies import arrived, to_device, to_host
-from .base import InPlace, batch_dependent
+from .base import InPlace, batch_dependent, meets_stages
 
 _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 
@@ -69,7 +69,7 @@ class _Work:
 
     def _is_host(self, node: Node, varies: bool) -> bool:
         """Updates run on the host, functions of parameters alone where their operands are, all else on the device."""
-        if is_collective(node) or is_wait(node):
+        if is_collective(node) or is_wait(node) or meets_stages(self.local, node):
             return False
         if _torch.is_getitem(node.target):
             return self.host[node.all_input_nodes[0]]

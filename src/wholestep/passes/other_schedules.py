@@ -9,6 +9,7 @@ from ..cost.simulation import simulate
 from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.nodes import is_collective, node_at
 from ..hardware.hardware import Hardware
+from ..partition.stage_program import in_order, orders_in, stage_program
 from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket import REDUCE, join_rows
@@ -17,11 +18,19 @@ from .overlap import collectives_of, with_order_from
 
 @dataclass(frozen=True)
 class TriedSchedule:
-    """Sizes of buckets, the order of collectives that they lead to, and the simulated time of a step."""
+    """Sizes of buckets, the order of collectives that they lead to, and the simulated time of a step. Of a pipeline:
+    the order of blocks by name, and that of the collectives of each stage.
+    """
 
-    sizes: BucketSizes
-    order: tuple[str, ...]
+    sizes: BucketSizes | None
+    orders: tuple[tuple[str, ...], ...]
     predicted_us: float
+    blocks: str = ""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The order of collectives, of the first stage."""
+        return self.orders[0]
 
 
 @dataclass
@@ -37,8 +46,40 @@ class _Seen:
 
 
 def scheduled_with(local: LocalGraph, passes: Sequence[Pass], tried: TriedSchedule) -> LocalGraph:
-    """`local`, before passes, with these sizes and this order."""
-    return run_passes(replace(local, sizes=tried.sizes), with_order_from(passes, lambda _: tried.order))
+    """`local`, before passes, with these sizes and this order; that of a stage has the order of blocks already."""
+    order = tried.orders[local.stage or 0]
+    return run_passes(replace(local, sizes=tried.sizes or local.sizes), with_order_from(passes, lambda _: order))
+
+
+def orders_to_try(
+    local: LocalGraph, passes: Sequence[Pass], priced_on: Hardware, step_us: Callable[[LocalGraph], float]
+) -> list[TriedSchedule]:
+    """The order of blocks that the program of all stages has, then the fastest of the others by simulation that compute
+    the same bits in about as much memory. Left out is what adds more than two ranks in other sums. `priced_on`: what
+    the plan ordered blocks for.
+    """
+    found, count = list[TriedSchedule](), local.mesh.axis_size(local.stage_axis)
+    first: list[frozenset[tuple[str, ...]]] = []
+    for name in blocks_to_try(local):
+        if len(found) == TUNING.tried_schedules:
+            break
+        made, each = in_order(local, name, priced_on, []), [_Seen() for _ in range(count)]
+        for stage, seen in enumerate(each):
+            run_passes(stage_program(made, stage), with_order_from(passes, seen))
+        first = first or [seen.sums for seen in each]
+        if [seen.sums for seen in each] == first:
+            found.append(TriedSchedule(None, tuple(seen.order for seen in each), step_us(made), name))
+    return found
+
+
+def blocks_to_try(local: LocalGraph) -> list[str]:
+    """Names of orders of blocks in which all loops of the program of all stages compute the same bits, their own first;
+    none where they are not alike.
+    """
+    loops = orders_in(local)
+    if len({one.order for one in loops}) != 1:
+        return []
+    return [loops[0].order, *(name for name in loops[0].others if all(name in one.others for one in loops))]
 
 
 def schedules_to_try(
@@ -60,6 +101,7 @@ def schedules_to_try(
     if base is None:
         return []
     first, sums, made = base
+    assert first.sizes is not None, "there are buckets"
     most, known = peak_bytes(made) * (1 + TUNING.tried_memory_share), {first.order}
     fewer, more = list[TriedSchedule](), list[TriedSchedule]()
     for factor in TUNING.tried_factors:
@@ -83,7 +125,7 @@ def _made(
     made = run_passes(local, with_order_from(passes, seen))
     if made.sizes is None or not seen.order:
         return None
-    return TriedSchedule(made.sizes, seen.order, simulate(made, hardware).step_us), seen.sums, made
+    return TriedSchedule(made.sizes, (seen.order,), simulate(made, hardware).step_us), seen.sums, made
 
 
 def scaled(sizes: BucketSizes, factor: float) -> BucketSizes:

@@ -139,6 +139,9 @@ class DataParallel:
                 have = before[given.name].param
                 found[given.name] = stored(self.kind, given, have, mesh, axes)
                 if axis and given.name in owners:
+                    if have.is_sharded:
+                        text = f"owners= names {given.name!r}, which is {have.show(given.meta.shape)}"
+                        raise PlanError(text, "a parameter that no other axis shards", "leave it out")
                     found[given.name] = Resting(have, have.put(axis, owned_by(owners[given.name])))
         if axis and (unknown := [name for name in owners if name not in found]):
             names = ", ".join(map(repr, list(found)[:3]))
@@ -157,17 +160,13 @@ class DataParallel:
         return {} if isinstance(self.owners, bool) else self.owners
 
     def owner_axis(self, mesh: Mesh) -> str:
-        """The axis of owners; empty where no parameter may have one. Raises PlanError for other axes beside it."""
-        if self.owners is False or mesh.of_ranks.size == 1:
+        """The axis of owners; empty where no parameter may have one. Raises PlanError for two data-parallel axes."""
+        several = [axis for axis in self.axes(mesh) if mesh.axis_size(axis) > 1] if self.owners is not False else []
+        if not several:
             return ""
-        several = [axis.name for axis in mesh.of_ranks.axes if axis.size > 1]
-        if len(several) > 1 or several[0] not in self.axes(mesh):
-            needed = "one axis of ranks, that of data parallelism"
-            raise PlanError(
-                f"DataParallel(owners={self.owners!r}) on mesh {mesh.of_ranks}",
-                needed,
-                "leave out owners, or the other axes",
-            )
+        if len(several) > 1:
+            found = f"DataParallel(owners={self.owners!r}) over {' and '.join(several)}"
+            raise PlanError(found, "one axis of data parallelism", "leave out owners, or give one axis")
         if mesh.pieces > 1 and self.kind.shards_gradients:
             found, needed = f"owners= with style {self.kind.name!r} and MicroBatches", "gradients that are reduced once"
             raise PlanError(found, needed, 'give "zero1"')

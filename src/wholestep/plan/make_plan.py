@@ -80,7 +80,7 @@ def make_plan(
     decisions, expanded, planned = _propagate(start, strategies)
     if owner_axis and options.owners is True:
         names = whole_updates(planned, decisions, rest, owner_axis)
-        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware)
+        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware, owners)
         return make_plan(graph, mesh.of_ranks, strategies.owned(made), placed, hardware)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]

@@ -35,7 +35,9 @@ aten = torch.ops.aten
 def whole_updates(
     graph: TrainGraph, decisions: Mapping[str, Decision], rest: Mapping[str, Layout], axis: str
 ) -> tuple[str, ...]:
-    """The parameters of which an update gathers something as large as them, that `axis` shards."""
+    """The parameters of which an update gathers something as large as them, that `axis` alone shards: what another axis
+    shards, no rank could gather at an owner.
+    """
     of_param, moves = _of_params(graph), moving(graph)
     sizes = {i.name: i.meta.numel for i in graph.inputs if i.role is Role.PARAM}
     layouts: dict[Node, Layout] = {node: rest[given.name] for given, node in graph.placeholders()}
@@ -51,23 +53,29 @@ def whole_updates(
         for given, want in zip(operands(node), decision.operands, strict=True):
             have, made, names = layouts.get(given), meta.tensor(given), of_param.get(given, frozenset())
             is_cut = have is not None and have.state(axis).kind in "SP" and want.state(axis) == REPLICATED
-            if is_cut and len(names) == 1 and made is not None and made.numel == sizes[(name := min(names))] > 1:
+            name = min(names) if len(names) == 1 else ""
+            if is_cut and name and not rest[name].is_sharded and made is not None and made.numel == sizes[name] > 1:
                 found[name] = None
     return tuple(found)
 
 
-def assigned(graph: TrainGraph, names: tuple[str, ...], ranks: int, hardware: Hardware) -> dict[str, int]:
-    """An owner for each of these parameters: the longest update goes first, to the rank with the shortest so far."""
+def assigned(
+    graph: TrainGraph, names: tuple[str, ...], ranks: int, hardware: Hardware, stages: Mapping[str, int]
+) -> dict[str, int]:
+    """An owner for each of these parameters: the longest update goes first, to the rank of its stage with the shortest
+    so far.
+    """
     of_param, moves = _of_params(graph), moving(graph)
     us, sizes = dict.fromkeys(names, 0.0), {i.name: i.meta.size_bytes for i in graph.inputs}
     for node in graph.graph.nodes:
         own = of_param.get(node, frozenset())
         if node.op == "call_function" and node not in moves and len(own) == 1 and (name := min(own)) in us:
             us[name] += node_us(node, hardware)
-    taken, owners = [(0.0, 0)] * ranks, dict[str, int]()
+    taken, owners = dict[int, list[tuple[float, int]]](), dict[str, int]()
     for name in sorted(names, key=lambda name: (-us[name], -sizes[name])):
-        at = min(range(ranks), key=taken.__getitem__)
-        taken[at] = taken[at][0] + us[name], taken[at][1] + sizes[name]
+        of_stage = taken.setdefault(stages.get(name, 0), [(0.0, 0)] * ranks)
+        at = min(range(ranks), key=of_stage.__getitem__)
+        of_stage[at] = of_stage[at][0] + us[name], of_stage[at][1] + sizes[name]
         owners[name] = at
     return {name: owners[name] for name in names}
 

@@ -68,9 +68,9 @@ class CompileOptions:
             fraction of a second. `"across_steps"` also lets the last reductions of a step complete in the next call, or
             in `step.flush()`. `Schedule(...)` sets the hardware or the sizes. None keeps each collective where
             partitioning puts it.
-        tune: `"auto"` lets the best schedules by simulation take turns in the first calls, and keeps the fastest; the
-            numbers are the same bits. `step.tuning` says what was found, or why nothing is tuned. `"off"` keeps the
-            schedule of the measured hardware.
+        tune: `"auto"` lets the best schedules by simulation, or orders of the blocks of stages, take turns in the first
+            calls, and keeps the fastest; the numbers are the same bits. `step.tuning` says what was found, or why
+            nothing is tuned. `"off"` keeps the schedule of the measured hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
             recomputes activations and re-gathers parameters, the cheapest first; with `MicroBatches("auto")`, the first
             call also chooses a number of pieces. It replaces `keep_gathered_bytes`; an explicit `reshard_after_forward`
@@ -237,8 +237,9 @@ class StepOptions:
         if strategies.pipeline is not None and whole:
             found, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
             raise BackendError(found, needed, 'use backend="inductor"')
-        if strategies.pipeline is not None and given.paddings:
-            raise PlanError("pad_to with Pipeline is not built", "batches of one size, or of a few", "leave out pad_to")
+        if strategies.pipeline is not None and given.across_steps:
+            needed = "a schedule within the step: collectives of a stage run while it waits for others"
+            raise PlanError("a schedule across steps with Pipeline", needed, 'give schedule="auto"')
         cut = auto.micro_batches if auto is not None else strategies.micro_batches
         if cut is not None and cut.pieces != 1 and whole:
             found = f"Inductor(scope='whole') with MicroBatches({cut.pieces!r})"
@@ -247,8 +248,9 @@ class StepOptions:
             found, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
             raise BackendError(found, needed, 'give the number that backend="eager" finds')
         keeps = auto is None and strategies.options.reshard_after_forward is False
-        if budget is not None and strategies.pipeline is None:
-            strategies = _with_kept_gathers(strategies, given)
+        if budget is not None:
+            _refuse_beside_budget(given)
+            strategies = _with_kept_gathers(strategies)
         chooser = _piece_search(strategies, budget, not keeps, given) if strategies.has_open_pieces else auto
         if mesh is not None:
             strategies.axes(refuse_time(mesh))
@@ -309,30 +311,20 @@ def not_tuned(options: StepOptions, world: World) -> str:
     return "" if type(options.backend) is Eager else f"backend {options.backend.name!r} may round otherwise in each"
 
 
-def refuse_for_stages(options: StepOptions, device: str) -> None:
-    """Raise PlanError for an option that pipelines do not have yet."""
-    given = options.given
-    refused = {
-        "offload": given.offload is not None,
-        "a schedule across steps": given.across_steps, "a GPU": not device.startswith("cpu"),
-        "tune='auto'": given.tune == "auto",
-    }  # fmt: skip
-    for name, asked in refused.items():
-        if asked:
-            needed = "what pipelines run with: CPUs over gloo, no offload, a schedule within the step"
-            raise PlanError(f"{name} with Pipeline is not built", needed, "leave out one of them")
-
-
-def _with_kept_gathers(strategies: Strategies, given: CompileOptions) -> Strategies:
-    """The same with gathered parameters kept, unless `reshard_after_forward` is given: the budget decides. Raises
-    PlanError: offload, or a schedule across steps: their memory is not counted.
-    """
-    data = strategies.data
+def _refuse_beside_budget(given: CompileOptions) -> None:
+    """Raise PlanError for offload, or a schedule across steps: their memory is not counted."""
     if given.across_steps:
         raise PlanError("memory_bytes with a schedule across steps", "one of them", 'give schedule="auto"')
     if given.offload is not None:
         raise PlanError(f"memory_bytes with offload={given.offload!r}", "one of them", "drop memory_bytes")
-    if data is None or data.reshard_after_forward is not None:
+
+
+def _with_kept_gathers(strategies: Strategies) -> Strategies:
+    """The same with gathered parameters kept, unless `reshard_after_forward` is given: the budget decides. Nothing is
+    gathered again in stages.
+    """
+    data = strategies.data
+    if strategies.pipeline is not None or data is None or data.reshard_after_forward is not None:
         return strategies
     keeping = replace(data, reshard_after_forward=False)
     return Strategies(tuple(keeping if part is data else part for part in strategies.parts))

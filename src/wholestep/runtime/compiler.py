@@ -29,7 +29,7 @@ from ..graph.sizes_in_graph import instantiated
 from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..partition.lower import lowered
-from ..partition.stage_program import orders_in
+from ..partition.stage_program import note_orders
 from ..passes.fold_repeats import said
 from ..passes.overlap import CallOrder
 from ..plan.padding_proof import PaddingError
@@ -301,8 +301,7 @@ class Compiler:
         agree in each call, and a program is compiled by those ranks alone that need it.
         """
         local = lowered(graph, planned, self._orders)
-        known = [[part.actions for part in one.parts] for one in self._orders]
-        self._orders += [one for one in orders_in(local) if [part.actions for part in one.parts] not in known]
+        note_orders(local, self._orders)
         return local
 
     def _plan(self, captured: Capture) -> Plan:

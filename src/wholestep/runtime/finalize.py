@@ -16,20 +16,25 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
-from ..partition.stage_program import stage_program
+from ..partition.stage_program import in_order, stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import Fitting, fitted_with
+from ..passes.other_schedules import TriedSchedule
 from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
-from .compile_options import StepOptions, not_tuned, refuse_for_stages
+from .compile_options import StepOptions, not_tuned
 from .consistency import RankProgram
 from .progress import Stages
+
+Tuned = tuple[BucketSizes | None, str]
+"""Bucket sizes, and the order of blocks of stages by name."""
 
 
 @dataclass
@@ -38,8 +43,8 @@ class Finalizer:
 
     Its compiles share the measured hardware, the schedule for it, and what the first rank chose for programs that ranks
     have compared (fitting into memory, order of collectives). `choices` and `label`, under which ranks exchange
-    something, are those of the compile that runs. `tuned` has the bucket sizes that were the fastest of those that
-    took turns, in this job or an earlier start of it.
+    something, are those of the compile that runs. `tuned` has the bucket sizes, and the order of blocks of stages by
+    name, that were the fastest of those that took turns, in this job or an earlier start of it.
     """
 
     options: StepOptions
@@ -52,8 +57,11 @@ class Finalizer:
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     blocks: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    tuned: dict[str, BucketSizes] = field(default_factory=dict[str, BucketSizes])
+    tuned: dict[str, Tuned] = field(default_factory=dict[str, "Tuned"])
     _recalled: dict[str, None] = field(default_factory=dict[str, None])
+    _orders_of_blocks: dict[str, dict[str, list[StageParts]]] = field(
+        default_factory=dict[str, "dict[str, list[StageParts]]"]
+    )
     _calls: CallOrder = field(default_factory=CallOrder)
     choices: CachedChoices = field(init=False)
 
@@ -62,7 +70,8 @@ class Finalizer:
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
         self.blocks = {key: parts for key, parts in self.blocks.items() if knows(key)}
-        self.tuned = {key: sizes for key, sizes in self.tuned.items() if knows(key)}
+        self.tuned = {key: found for key, found in self.tuned.items() if knows(key)}
+        self._orders_of_blocks = {key: found for key, found in self._orders_of_blocks.items() if knows(key)}
         self._recalled = {key: None for key in self._recalled if knows(key)}
 
     def finish(
@@ -73,34 +82,45 @@ class Finalizer:
         """
         key, budget, self._calls = made.compared, self.options.memory_bytes, calls
         if made.local.stage_axis:
-            return replace(made, local=self._of_stage(made.local, key, watch))
-        if budget is None:
-            local = self._scheduled(made.local, key, watch)
+            made = self._of_stage(made, key, watch)
+        elif budget is None:
+            made = replace(made, local=self._scheduled(made.local, key, watch))
         else:
-            local = self._fitted(made.local, key, budget, may_regather, watch)
+            made = replace(made, local=self._fitted(made.local, key, budget, may_regather, watch))
         self.choices.store()
-        return replace(made, local=local)
+        return made
 
-    def _of_stage(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
+    def _of_stage(self, made: RankProgram, key: str, watch: Watch | None) -> RankProgram:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
-        refuse_for_stages(self.options, self.world.device)
-        axis, budget = local.stage_axis, self.options.memory_bytes
-        several = stage_pipeline(self.world.mesh, axis, self._schedule, backend=self.options.backend)
-        plain = edited(several, self.options.given.passes)
-        own, name = stage_program(local, self.world.coordinate[axis]), f"{key}, stage {self.world.coordinate[axis]}"
-        if budget is not None:
+        if not self.world.device.startswith("cpu"):
+            raise PlanError("a GPU with Pipeline is not built", "CPUs over gloo", "leave out Pipeline")
+        self._recall(made.local, key)
+        whole = self.ordered(made.local, key, self.tuned.get(key, (None, ""))[1], made.plan.hardware)
+        own, plain = self.own_stage(whole), self.passes(whole)
+        if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):
-                return self._stage_within(own, plain, (key, name), budget, watch)
+                return replace(made, local=self._stage_within(own, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            return run_passes(own, self._agreed(plain, name), watch)
+            return replace(made, local=run_passes(own, self._agreed(plain, key), watch), before=whole)
+
+    def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
+        """The program of all stages in the order of blocks of this name; `local` without one. Programs known as `key`
+        have the order of the first of them, as ranks compile some alone.
+        """
+        known = self._orders_of_blocks.setdefault(key, {}).setdefault(blocks, [])
+        return in_order(local, blocks, hardware, known) if blocks else local
+
+    def own_stage(self, local: LocalGraph) -> LocalGraph:
+        """The program of this rank's stage; other programs stay as they are."""
+        return stage_program(local, self.world.coordinate.get(local.stage_axis, 0))
 
     def _stage_within(
-        self, own: LocalGraph, plain: Sequence[Pass], keys: tuple[str, str], budget_bytes: int, watch: Watch | None
+        self, own: LocalGraph, plain: Sequence[Pass], key: str, budget_bytes: int, watch: Watch | None
     ) -> LocalGraph:
         """The program of a stage, with the largest buckets that let every rank stay within the budget. Raises PlanError
         on a rank that is over it, which stops all others.
         """
-        (key, name), ways, failure = keys, smaller_buckets(plain), ""
+        ways, failure = smaller_buckets(plain), ""
         known, label = key in self.fits, f"{self.label}/memory"
 
         def peak(made: LocalGraph) -> int:
@@ -110,7 +130,7 @@ class Finalizer:
             fits = (n for n, way in enumerate(ways) if peak(run_passes(own, way)) <= budget_bytes)
             asked = self.rendezvous.gather(f"{label}/buckets", next(fits, len(ways) - 1), "how large buckets may be")
             self.fits[key] = Fitting(max(asked), ())
-        made = run_passes(own, self._agreed(ways[self.fits[key].way], name), watch)
+        made = run_passes(own, self._agreed(ways[self.fits[key].way], key), watch)
         try:
             if (size := peak(made)) > budget_bytes:
                 failure = f"stage {own.stage} holds {human(size)} on rank {self.world.rank}"
@@ -151,23 +171,27 @@ class Finalizer:
         self.choices.note(hardware=self.hardware)
         return self.hardware
 
-    def passes(self) -> tuple[Pass, ...]:
-        """What schedules a program that has no budget."""
-        return edited(pipeline(schedule=self._schedule(), backend=self.options.backend), self.options.given.passes)
+    def passes(self, local: LocalGraph) -> tuple[Pass, ...]:
+        """What schedules `local`, or a stage of it, without a budget."""
+        backend, axis = self.options.backend, local.stage_axis
+        if axis:
+            made = stage_pipeline(self.world.mesh, axis, self._schedule, backend=backend)
+        else:
+            made = pipeline(schedule=self._schedule(), backend=backend)
+        return edited(made, self.options.given.passes)
 
-    def keep(
-        self, key: str, before: LocalGraph, sizes: BucketSizes, order: Sequence[str], choices: CachedChoices
-    ) -> None:
-        """Programs known as `key` have these sizes and this order from now on, in later starts too."""
-        self.tuned[key], self.orders[key] = sizes, list(order)
-        choices.note_tuned(before, sizes)
+    def keep(self, key: str, before: LocalGraph, stays: TriedSchedule, choices: CachedChoices) -> None:
+        """Programs known as `key` have this schedule from now on, in later starts too."""
+        self.tuned[key] = stays.sizes, stays.blocks
+        self.orders[key] = list(stays.orders[self.world.coordinate.get(before.stage_axis, 0)])
+        choices.note_tuned(before, *self.tuned[key])
         choices.store()
 
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
-        passes = self._agreed(self.passes(), key)
+        passes = self._agreed(self.passes(local), key)
         self._recall(local, key)
         if key in self.tuned:
-            local = replace(local, sizes=self.tuned[key])
+            local = replace(local, sizes=self.tuned[key][0])
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch)
 
@@ -177,8 +201,8 @@ class Finalizer:
             return
         self._recalled[key] = None
         self.choices.look_up()
-        if (sizes := self.choices.tuned_for(local)) is not None:
-            self.tuned[key] = sizes
+        if (found := self.choices.tuned_for(local)) is not None:
+            self.tuned[key] = found
 
     def _fitted(
         self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None

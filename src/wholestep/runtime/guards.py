@@ -158,7 +158,7 @@ class Guards:
         self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device)
         self._batch_sizes = inputs.sizes
         symbols = capture.symbols
-        self.sizes = None if symbols is None else SizeCheck(symbols.record, symbols.guards, inputs)
+        self.sizes = None if symbols is None else SizeCheck(symbols, inputs)
         dims = self.sizes.dims if self.sizes is not None else {}
         self._leaves = [
             TensorGuard.of(leaf, dims.get(i, ())) if isinstance(leaf, torch.Tensor) else leaf

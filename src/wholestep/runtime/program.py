@@ -117,9 +117,9 @@ class Program:
         self._packed = pack_buckets(self.local, self._held)
         self._states = [(o, o.state) for o in state.optimizers.values()]
 
-    def take(self, local: LocalGraph) -> None:
+    def take(self, local: LocalGraph, before: LocalGraph) -> None:
         """Become another schedule of the same program: the shards of its buckets lie side by side from now on."""
-        self.local = local
+        self.local, self.before = local, before
         self._packed = pack_buckets(local, self._held, self._packed)
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .. import _torch
 from ..sizes import SizeGuard, SizeGuards, evaluator
 from .step_inputs import BatchSharder, BatchSizes, StepInputs
 
@@ -20,8 +21,9 @@ class SizeCheck:
     `prove` reads the guards, once all stages have compared what they compare.
     """
 
-    def __init__(self, record: SizeGuards, guards: Callable[[], list[SizeGuard]], inputs: StepInputs) -> None:
-        self.record, self._guards = record, guards
+    def __init__(self, symbols: _torch.Symbols, inputs: StepInputs) -> None:
+        self._symbols, self.record = symbols, symbols.record
+        record = self.record
         at = {name: i for i, name in enumerate(inputs.names)}
         self.dims: dict[int, tuple[int, ...]] = {}
         for name, dim in record.dims.values():
@@ -46,12 +48,13 @@ class SizeCheck:
         self._last: Any = None
         self.besides: Callable[[Mapping[str, int]], str] | None = None
         self._terms: list[SizeGuard] = []
+        self._step_holds = _holding(symbols.traced, record)
 
     def prove(self) -> None:
         """Read the guards of the program, which now is complete, or has another schedule beside it."""
-        self._terms, self._last = self._guards(), None
+        self._terms, self._last = self._symbols.guards(), None
         self._proved.clear()
-        self._holds = evaluator([f"({term.text})" for term in self._terms], list(self.record.dims))
+        self._holds = _holding(self._terms, self.record)
 
     def check(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> str:
         """Why the program is not right for these sizes; empty where it is, and then it runs with them."""
@@ -85,9 +88,12 @@ class SizeCheck:
         return next((term for term, holds in zip(self._terms, held, strict=True) if not holds), None)
 
     def broken_at(self, lengths: Mapping[tuple[str, int], int]) -> SizeGuard | None:
-        """The first guard that does not hold where these dims have other lengths than in the call that was checked."""
+        """The first comparison of the step that ends otherwise where these dims have other lengths than in the call
+        that was checked. Ranks agree on that; what their programs compare besides may differ.
+        """
         pairs = zip(self.record.dims.values(), self.record.now, strict=True)
-        return self.broken([lengths.get(place, size) for place, size in pairs])
+        held = self._step_holds(*(lengths.get(place, size) for place, size in pairs))
+        return next((term for term, holds in zip(self._symbols.traced, held, strict=True) if not holds), None)
 
     def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Mapping[str, tuple[int, ...]]:
         sharder: BatchSharder | None = self._sharder
@@ -102,6 +108,11 @@ class SizeCheck:
         if all(leaves[i].is_contiguous() for i in self._leaves):
             return leaves
         return [leaf.contiguous() if i in self.dims else leaf for i, leaf in enumerate(leaves)]
+
+
+def _holding(terms: Sequence[SizeGuard], record: SizeGuards) -> Callable[..., tuple[bool, ...]]:
+    """A function from sizes to whether each guard holds."""
+    return evaluator([f"({term.text})" for term in terms], list(record.dims))
 
 
 def other_dims(before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]) -> Dims:

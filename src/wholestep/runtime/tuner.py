@@ -19,17 +19,19 @@ from ..backend.protocol import Run
 from ..backend.rank_binding import bound_calls
 from ..cache.step_cache import CachedChoices
 from ..capture.sizes_fixed import SizesFixedError
+from ..cost.compute import stage_us
 from ..cost.memory import peak_memory
 from ..cost.simulation import simulate
 from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
-from ..errors import first_line
+from ..errors import PlanError, first_line
 from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import at_sizes
 from ..graph.text import human
-from ..passes.other_schedules import TriedSchedule, scheduled_with, schedules_to_try
+from ..passes.other_schedules import TriedSchedule, blocks_to_try, orders_to_try, scheduled_with, schedules_to_try
 from ..passes.overlap import CallOrder, with_calls_in
+from ..planner.prediction import simulate as simulate_all
 from ..tuning import TUNING
 from .consistency import RankProgram
 from .finalize import Finalizer, bound_to_rank
@@ -62,13 +64,14 @@ class ScheduleTuning:
         if not self.tried:
             return f"not tuned yet: schedules take turns after {TUNING.calls_before_trial} calls"
         state = "takes turns" if self.chosen is None else "tuned"
-        width = len("schedule 0, stays")
+        names = [one.blocks or f"schedule {number}" for number, one in enumerate(self.tried)]
+        width = max(map(len, names)) + len(", stays")
         heads = f"{'collectives':>13}{'buckets':>10}{'predicted ms':>14}{'measured ms':>14}"
         rows = [f"{f'{state}, {self.calls} calls':{width}}{heads}"]
         for number, (one, times) in enumerate(zip(self.tried, self.seconds, strict=True)):
-            name = f"schedule {number}{', stays' if number == self.chosen else ''}"
+            name = f"{names[number]}{', stays' if number == self.chosen else ''}"
             found = f"{1e3 * statistics.median(times):.1f} of {len(times)}" if times else "-"
-            size = human(max(one.sizes.bucket_bytes, one.sizes.summed_bytes))
+            size = human(max(one.sizes.bucket_bytes, one.sizes.summed_bytes)) if one.sizes else "-"
             rows.append(f"{name:{width}}{len(one.order):>13}{size:>10}{one.predicted_us / 1e3:>14.1f}{found:>14}")
         return "\n".join(rows)
 
@@ -191,6 +194,7 @@ class RunningTrial:
         with ACTIVITY.doing("compiling schedules to try", rendezvous.timeout_s):
             try:
                 for taker in self.takers:
+                    taker.refuse_other_bits()
                     for number in range(1, len(self.tried)):
                         taker.make(number)
             except Exception as error:
@@ -202,15 +206,23 @@ class RunningTrial:
     def _choose(self, taker: TurnTaker) -> tuple[tuple[TriedSchedule, ...], str]:
         """On the first rank: what to try, or why nothing. A pass of the user's may not stand another size."""
         hardware, finalizer = self.tuner.finalizer.hardware_and_schedule()[0], self.tuner.finalizer
+        before, why_not = taker.compiled.before, "no other buckets give the same bits in as much memory"
+        passes = finalizer.passes(before)
 
         def peak_bytes(made: LocalGraph) -> int:
             return peak_memory(bound_to_rank(made, self.tuner.world)).size_bytes
 
         try:
-            tried = schedules_to_try(taker.compiled.before, finalizer.passes(), hardware, peak_bytes)
+            if before.stage_axis:
+                why_not = "no other order of blocks gives the same bits in as much memory, or the pipeline names one"
+                tried = orders_to_try(
+                    before, passes, taker.compiled.plan.hardware, lambda made: simulate_all(made, hardware).step_us
+                )
+            else:
+                tried = schedules_to_try(before, passes, hardware, peak_bytes)
         except Exception as error:
             return (), f"another schedule cannot be made: {first_line(error)}"
-        return (tuple(tried), "") if len(tried) > 1 else ((), "no other buckets give the same bits in as much memory")
+        return (tuple(tried), "") if len(tried) > 1 else ((), why_not)
 
     def _end_round(self, taker: TurnTaker) -> None:
         tuner, first = self.tuner, not self.trial.rounds
@@ -230,7 +242,7 @@ class RunningTrial:
         self.chosen, self.turns = self.trial.fastest, ()
         if self.tried:
             stays = self.tried[self.chosen]
-            self.tuner.finalizer.keep(self.key, taker.compiled.before, stays.sizes, stays.order, self.choices)
+            self.tuner.finalizer.keep(self.key, taker.compiled.before, stays, self.choices)
         self.takers.clear()
         self.tuner.stages.report(f"tune: {self.found}", "done")
         if self.tuner.world.rank == 0:
@@ -239,8 +251,8 @@ class RunningTrial:
 
 @dataclass(eq=False)
 class TurnTaker:
-    """What a program runs during a trial. `schedules` are programs, and how they are run: all are made before one of
-    them has its turn, so that what they compare of sizes is known.
+    """What a program runs during a trial. `schedules` are programs, those of all stages that they are of, and how they
+    are run: all are made before one of them has its turn, so that what they compare of sizes is known.
     """
 
     program: Program
@@ -251,47 +263,70 @@ class TurnTaker:
     _predicted: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def __post_init__(self) -> None:
-        self.schedules: dict[int, tuple[LocalGraph, Run]] = {0: (self.program.local, self.program.run)}
+        program = self.program
+        self.schedules: dict[int, tuple[LocalGraph, LocalGraph, Run]] = {
+            0: (program.local, self.compiled.before, program.run)
+        }
+
+    def refuse_other_bits(self) -> None:
+        """Raise PlanError: an order of blocks that the first rank chose computes other bits for the sizes of this
+        rank.
+        """
+        known = blocks_to_try(self.compiled.before) if self.compiled.before.stage_axis else [""]
+        if other := next((one.blocks for one in self.running.tried if one.blocks not in known), ""):
+            raise PlanError(f"order of blocks {other!r} adds up pieces otherwise", f"one of {', '.join(known)}")
 
     def make(self, number: int) -> None:
         """Make a schedule to try. Raises SizesFixedError: it is not right for all sizes for which the program is."""
         tuner, tried, symbols = self.running.tuner, self.running.tried[number], self.program.capture.symbols
-        passes = with_calls_in(tuner.finalizer.passes(), CallOrder())
-        local = scheduled_with(self.compiled.before, passes, tried)
+        finalizer, before, priced_on = tuner.finalizer, self.compiled.before, self.compiled.plan.hardware
+        passes = with_calls_in(finalizer.passes(before), CallOrder())
+
+        def ordered(whole: LocalGraph) -> LocalGraph:
+            return finalizer.ordered(whole, self.running.key, tried.blocks, priced_on)
+
+        def scheduled(whole: LocalGraph) -> LocalGraph:
+            return scheduled_with(finalizer.own_stage(ordered(whole)), passes, tried)
+
+        local = scheduled(before)
         for one in self.compiled.planned:
             if symbols is None or not symbols.hold(one.sizes):
                 raise SizesFixedError("another schedule is for fewer sizes")
-            one.refuse_other_after(lambda other: scheduled_with(other, passes, tried), local, tuner.world)
-        self.schedules[number] = local, tuner.installer.compiled(local, tuner.world, (), tuner.installer.clock)
+            one.refuse_other_after(scheduled, local, tuner.world)
+        run = tuner.installer.compiled(local, tuner.world, (), tuner.installer.clock)
+        self.schedules[number] = local, ordered(before), run
         if self.program.guards.sizes is not None:
             self.program.guards.sizes.prove()
 
     def predicted_us(self) -> float:
         """What is simulated for a batch of the sizes of this call."""
-        check, (local, _) = self.program.guards.sizes, self.schedules[0]
+        check, local = self.program.guards.sizes, self.schedules[0][0]
         now = () if check is None else check.record.now
         if now not in self._predicted:
+            hardware = self.running.tuner.finalizer.hardware_and_schedule()[0]
             if check is not None:
                 local = replace(local, graph=bound_calls(local.graph, self.running.tuner.world.coordinate))
                 at_sizes(local.graph, dict(zip(check.record.dims, now, strict=True)))
-            hardware = self.running.tuner.finalizer.hardware_and_schedule()[0]
-            self._predicted[now] = simulate(local, hardware).step_us
+            if local.stage is None:
+                self._predicted[now] = simulate(local, hardware).step_us
+            else:
+                self._predicted[now] = sum(stage_us(node, hardware) for node in local.graph.nodes)
         return self._predicted[now]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the schedule whose turn it is."""
         self._become(self.running.number)
-        run = self.schedules[self.number][1]
+        run = self.schedules[self.number][2]
         begin = time.perf_counter()
         out = run(inputs)
         seconds, self.calls = time.perf_counter() - begin, self.calls + 1
         self.running.took(self, seconds)
         if self.running.chosen is not None:
             self._become(self.running.chosen)
-            self.program.run = self.schedules[self.number][1]
+            self.program.run = self.schedules[self.number][2]
         return out
 
     def _become(self, number: int) -> None:
         if number != self.number:
             self.number = number
-            self.program.take(self.schedules[number][0])
+            self.program.take(*self.schedules[number][:2])
