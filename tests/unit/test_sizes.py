@@ -190,6 +190,26 @@ def test_a_second_batch_that_shares_a_size_with_the_first_is_no_third_capture(se
     assert (step.captures, len(step.programs)) == (2, 2), step.misses
 
 
+def test_a_list_of_sizes_beside_a_tensor_of_none() -> None:
+    """Torch's table of results remembers where in a key a symbol is."""
+
+    def expands(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        rows, one = x.shape[0], torch.ones(1, 4)
+        loss = (model(x) * one.expand([rows, 4]) + one.expand([rows + 1, 4])[1:]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def at(rows: int, dynamic: dict[str, tuple[int, ...]] | None = None) -> Capture:
+        arguments = model, SGD(model.parameters(), lr=0.1), torch.ones(rows, 4)
+        return capture_step(expands, arguments, {}, CaptureOptions(), dynamic=dynamic)
+
+    model = nn.Linear(4, 4)
+    made = at(3, {"x": (0,)})
+    assert str(instantiated(made.graph, sizes_in(made, 5, 4))) == str(at(5).graph)
+
+
 def test_a_dim_of_one_has_a_program_of_its_own() -> None:
     step = follow(small_gpt(), words((4, 8), (3, 5), (1, 5), (6, 7), (1, 9), (1, 3)))
     assert any("tokens.shape[0] >= 2" in miss for miss in step.misses)

@@ -113,10 +113,9 @@ def _fast_key(slow: Callable[..., None]) -> Callable[..., None]:
     what follows from shape and strides too, and at each size by itself.
     """
 
-    def add(mode: Any, key: list[Any], args: Any, *rest: Any) -> None:
+    def of(mode: Any, args: Any) -> list[Any] | None:
         made: list[Any] = [_kind(args), len(args)]
-        values: Any = args if _kind(args) in _SEQUENCES else (object(),)
-        for value in values:
+        for value in args:
             kind = _kind(value)
             if kind is FakeTensor and _is_simple(mode, value):
                 made.append((
@@ -124,14 +123,20 @@ def _fast_key(slow: Callable[..., None]) -> Callable[..., None]:
                     value.untyped_storage().nbytes(), value.requires_grad, value.is_conj(), value.is_neg(),
                     value.is_inference(),
                 ))  # fmt: skip
-            elif kind in _SEQUENCES:
-                add(mode, made, value, *rest)
+            elif kind in _SEQUENCES and (within := of(mode, value)) is not None:
+                made += within
             elif kind in _VALUES:
                 made += (kind, value)
             else:
-                slow(mode, key, args, *rest)
-                return
-        key += made
+                return None
+        return made
+
+    def add(mode: Any, key: list[Any], args: Any, *rest: Any) -> None:
+        made = of(mode, args) if _kind(args) in _SEQUENCES else None
+        if made is None:  # torch's part of a key remembers where in the key symbols are, so all of it is torch's
+            slow(mode, key, args, *rest)
+        else:
+            key += made
 
     return add
 
