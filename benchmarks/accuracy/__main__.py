@@ -150,7 +150,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
          "one factor for a source's device, from a row, and where its host costs 2 % of a step, one for that, from a "
          "second row: both are left out",
          runs.after_calibration(found)),
-        ("held out by model", "one factor for a source and a hardware, from its runs of other models",
+        ("held out by model",
+         "the same two factors, each the median of what five rows of the source's other models tell",
          runs.by_other_models(found)),
     )  # fmt: skip
     if columns[0][2]:

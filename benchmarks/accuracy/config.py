@@ -59,7 +59,6 @@ class Run:
     """
 
     source: str
-    ref: str
     hardware: str
     links: str
     device: str
@@ -130,7 +129,7 @@ def read(row: Row) -> Run | str:
     assert recompute is not None, "a kind that is known"
     notes = f"{row['sharding']} {row['ac']} {row['notes']}".lower()
     return Run(
-        row["source_id"], row.get("ref") or row["source_id"], row["hw"], links, data_sheet(hardware).name, row["model"],
+        row["source_id"], row["hw"], links, data_sheet(hardware).name, row["model"],
         layers, width, heads, whole(row, "n_kv_heads") or heads, _by_family(model, _HEAD) or width // heads, hidden,
         whole(row, "vocab") or _by_family(model, _VOCABULARY), length, bool(re.search(_GATED, model)),
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,

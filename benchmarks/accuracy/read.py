@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import wholestep as ws
@@ -73,6 +74,7 @@ def data_sheet(hardware: ws.Hardware) -> Device:
     return hardware.device
 
 
+@cache
 def hardware_of(name: str, links: str = "", per_node: int = 8) -> ws.Hardware | None:
     """The preset that a name of hardware means; None where there is none. `links`: what a source says of those between
     nodes, as "400 Gbit/s a node" or "1600 Gbps node-node interconnect (RoCE)"; else they are the preset's. Of a node

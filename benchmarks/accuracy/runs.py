@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
+from statistics import median
 
 import wholestep as ws
 from benchmarks.accuracy import config, simulated
@@ -12,6 +12,8 @@ from benchmarks.accuracy.read import Case, Left, Row, hardware_of
 _FAR, _NEARLY_FULL = 0.2, 0.9
 _HOSTED = 0.02
 """Share of a step that the host may cost where it counts as hidden."""
+_SEVERAL, _SECANTS = 5, 5
+"""Rows that tell a factor where several do, of which one is in the middle; simulations that find what a row tells."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ def by_other_sources(found: Sequence[Predicted]) -> list[Case]:
     """With one factor for a device, from all other sources that ran on it; nothing where there are none."""
     cases: list[Case] = []
     for members in _grouped(found, lambda one: one.run.device):
-        for source in sorted({one.run.ref for one in members}):
-            others = [one for one in members if one.run.ref != source]
+        for source in sorted({one.run.source for one in members}):
+            others = [one for one in members if one.run.source != source]
             if others:
-                cases += [case(one, fit_factor(others)) for one in members if one.run.ref == source]
+                cases += [case(one, fit_factor(others)) for one in members if one.run.source == source]
     return cases
 
 
@@ -78,56 +80,66 @@ def after_one_row(found: Sequence[Predicted]) -> list[Case]:
     simulation. It stands for the profile of a layer that a user makes first.
     """
     cases: list[Case] = []
-    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
-        chosen = median_low(one.step_s for one in members)
-        known = next(one for one in members if one.step_s == chosen)
+    for members in _grouped(found, _machine):
+        (known,) = _spread(members, 1)
         cases += [case(one, known.ratio) for one in members if one is not known]
     return cases
 
 
 def by_other_models(found: Sequence[Predicted]) -> list[Case]:
-    """With one factor for a source and a hardware, from its runs of other models; nothing where there are none."""
+    """With the device's factor, and the host's where it matters, from a few rows of a source's other models; nothing
+    where there are none.
+    """
     cases: list[Case] = []
-    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
+    for members in _grouped(found, _machine):
         for name in sorted({one.run.model for one in members}):
             others = [one for one in members if one.run.model != name]
             if others:
-                cases += [case(one, fit_factor(others)) for one in members if one.run.model == name]
+                rates = _calibrated(*_told_by(others, _SEVERAL))
+                cases += [_case(one, _step_s(one, rates)) for one in members if one.run.model == name]
     return cases
 
 
 def after_calibration(found: Sequence[Predicted]) -> list[Case]:
-    """With what a user measures first: the device's factor on all kernels, from the row of median length; and where the
-    host matters, the host's factor too, from a second row. A profiled layer says both; a published row says one.
-
-    The device's row is one of those in which the host matters least, the host's row one of those in which it matters
-    most, both by simulation. They are left out.
+    """With what a user measures first: the device's factor on all kernels from one row, and where the host matters, the
+    host's factor from a second one. A profiled layer says both; a published row says one. They are left out.
     """
     cases: list[Case] = []
-    for members in _grouped(found, lambda one: (one.run.ref, one.run.hardware)):
-        most = max(one.hosted for one in members)
-        if most < _HOSTED:
-            cases += _calibrated(members, _middle(members), None)
-            continue
-        least = min(one.hosted for one in members)
-        device = _middle([one for one in members if one.hosted <= max(least, _HOSTED)])
-        cases += _calibrated(members, device, _middle([one for one in members if one.hosted >= most / 2]))
+    for members in _grouped(found, _machine):
+        device, host = _told_by(members, 1)
+        rates = _calibrated(device, host)
+        rest = [one for one in members if all(one is not known for known in (*device, *host))]
+        cases += [_case(one, _step_s(one, rates)) for one in rest]
     return cases
 
 
-def _middle(members: Sequence[Predicted]) -> Predicted:
-    chosen = median_low(one.step_s for one in members)
-    return next(one for one in members if one.step_s == chosen)
+def _told_by(members: Sequence[Predicted], count: int) -> tuple[list[Predicted], list[Predicted]]:
+    """So many rows that tell what the device takes, in which the host matters least, and so many that tell what the
+    host takes, in which it matters most; none where it matters in no row. All by simulation: nothing measured is read.
+    """
+    by_host = sorted(members, key=lambda one: one.hosted)
+    most = by_host[-1].hosted
+    least = max(by_host[:count][-1].hosted, _HOSTED)
+    host = [one for one in by_host if one.hosted >= most / 2] if most >= _HOSTED else []
+    return _spread([one for one in by_host if one.hosted <= least], count), _spread(host, count)
 
 
-def _calibrated(members: list[Predicted], device: Predicted, host: Predicted | None) -> list[Case]:
+def _spread(members: Sequence[Predicted], count: int) -> list[Predicted]:
+    """The rows in the middle of so many equal parts, by length."""
+    by_length, n = sorted(members, key=lambda one: one.step_s), len(members)
+    return [by_length[((2 * i + 1) * n - 1) // (2 * count)] for i in range(count)] if n > count else by_length
+
+
+def _calibrated(device: Sequence[Predicted], host: Sequence[Predicted]) -> ws.KernelTimes:
+    """The device's factor and the host's, each the median of what its rows tell."""
     rates = simulated.PREDICTED
     for _ in range(2 if host else 1):  # one matters a little where the other is measured
-        rates = replace(rates, device=_solved(device, lambda x, now=rates: replace(now, device=x)))
-        if host is not None:
-            rates = replace(rates, host=_solved(host, lambda x, now=rates: replace(now, host=x)))
-    rest = [one for one in members if one is not device and one is not host]
-    return [_case(one, _step_s(one, rates)) for one in rest]
+        rates = replace(
+            rates, device=median(_solved(one, lambda x, now=rates: replace(now, device=x)) for one in device)
+        )
+        if host:
+            rates = replace(rates, host=median(_solved(one, lambda x, now=rates: replace(now, host=x)) for one in host))
+    return rates
 
 
 def _step_s(one: Predicted, rates: ws.KernelTimes) -> float:
@@ -137,12 +149,17 @@ def _step_s(one: Predicted, rates: ws.KernelTimes) -> float:
 
 
 def _solved(one: Predicted, rates: Callable[[float], ws.KernelTimes]) -> float:
-    """The factor with which a run takes what was measured, as far as one between a third and three does that."""
-    low, high = 1 / 3, 3.0
-    for _ in range(12):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if _step_s(one, rates(middle)) < (one.run.step_s or 0.0) else (low, middle)
-    return (low * high) ** 0.5
+    """The factor with which a run takes what was measured, as far as one between a third and three does that. By
+    secants: times are nearly lines in it.
+    """
+    measured, before, factor = one.run.step_s or 0.0, (0.0, 0.0), 1.0
+    for _ in range(_SECANTS):
+        took = _step_s(one, rates(factor))
+        grows = (took - before[1]) / (factor - before[0]) if took != before[1] else took / factor
+        before, factor = (factor, took), min(max(factor + (measured - took) / grows, 1 / 3), 3.0)
+        if factor == before[0]:
+            break
+    return factor
 
 
 def memory(found: Sequence[Predicted]) -> list[Case]:
@@ -160,6 +177,11 @@ def fit_factor(members: Sequence[Predicted]) -> float:
         return sum(abs(factor / one.ratio - 1) for one in members)
 
     return min((one.ratio for one in members), key=mean)
+
+
+def _machine(one: Predicted) -> tuple[str, str]:
+    """What is calibrated: where a source ran. What ran there, its stack says."""
+    return one.run.source, one.run.hardware
 
 
 def _grouped(found: Sequence[Predicted], key: Callable[[Predicted], object]) -> list[list[Predicted]]:

@@ -135,7 +135,7 @@ def _line(at: tuple[int, int], found: list[float] | tuple[float, ...], layers: i
 def _shape(run: Run) -> Run:
     """What programs follow from. Buckets follow from the layers roughly: from the next larger of a few numbers."""
     return replace(
-        run, source="", ref="", hardware="", links="", device="", model="", step_s=None, memory_gib=None,
+        run, source="", hardware="", links="", device="", model="", step_s=None, memory_gib=None,
         device_gib=0.0, layers=next((count for count in _ABOUT if count >= run.layers), _ABOUT[-1]), accumulate=1,
         per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
