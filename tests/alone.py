@@ -29,19 +29,25 @@ def fake_group(world: int) -> Iterator[str]:
 
 
 def predicted_and_measured(local: ws.LocalGraph, group: str, exchange: bool) -> tuple[ws.PeakMemory, int]:
-    """The peak of the program of the first rank: as `peak_memory` says, and in bytes of tensors while it runs."""
+    """The peak of the program of the first rank, of a stage its first: as `peak_memory` says, and in bytes of tensors
+    while it runs.
+    """
     coordinate = {axis.name: 0 for axis in local.mesh.axes}
+    if local.stage is not None:
+        coordinate[local.stage_axis] = local.stage
     graph = bind(local, coordinate, dict.fromkeys(coordinate, group), exchange)
     run = eager(graph)
-    inputs = [_input(i, layout, local) for i, layout in zip(local.inputs, local.layouts, strict=True)]
+    inputs = [_input(i, layout, local, coordinate) for i, layout in zip(local.inputs, local.layouts, strict=True)]
     run(inputs)  # the first call checks strides
     return ws.peak_memory(replace(local, graph=graph)), peak_of(run, inputs)
 
 
-def _input(given: Input, layout: Layout, local: ws.LocalGraph) -> Tensor:
+def _input(given: Input, layout: Layout, local: ws.LocalGraph, coordinate: dict[str, int]) -> Tensor:
     if given.role is Role.HYPER:
         return torch.zeros((), dtype=torch.float64)
     if given.role is Role.CONST:
         return local.constants[given.name]
-    shape = layout.local_shape(given.meta.shape, local.mesh, {axis.name: 0 for axis in local.mesh.axes})
+    if not layout.is_held_at(coordinate):
+        return torch.ones(0, dtype=given.meta.dtype)
+    shape = layout.local_shape(given.meta.shape, local.mesh, coordinate)
     return torch.ones(shape, dtype=given.meta.dtype)

@@ -63,13 +63,15 @@ def compare(
     in_place: bool = False,
     passes: tuple[Pass, ...] = (),
     room: int | None = None,
+    edit: Callable[[LocalGraph], LocalGraph] = lambda local: local,
 ) -> Comparison:
     """Run the captured step by `parallel` on all ranks of `mesh`; the state that the device began with is untouched.
     `passes`: of the programs of the stages of a pipeline; `room`: messages that a channel between them holds.
+    `edit`: changes the program before all passes.
     """
     graph = one.capture.graph
     planned = plan(graph, mesh, parallel)
-    local = partition(graph, planned)
+    local = edit(partition(graph, planned))
     simulation = Simulation(one.capture, planned, Reinplace()(local) if in_place else local, passes=passes)
     simulation.room = simulation.room if room is None else room
     simulation.start()

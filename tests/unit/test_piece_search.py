@@ -101,7 +101,10 @@ def test_numbers_and_memory_of_what_is_chosen(style: str) -> None:
         local = ws.run_passes(ws.partition(graph(), found.plan), [Reinplace()])
         predicted, measured = predicted_and_measured(local, group, exchange=False)
     assert abs(predicted.size_bytes / measured - 1) < 0.05
-    assert ws.peak_memory(final(strategies, "dp=2")).size_bytes == found.best.needs_bytes <= 0.5 * peak_of(style)
+    budget = int(0.5 * peak_of(style))
+    local = ws.partition(graph(), found.plan)
+    made = ws.run_passes(local, ws.pipeline(FAST, memory_bytes=budget))
+    assert ws.peak_memory(made).size_bytes == found.best.needs_bytes <= budget
 
 
 @pytest.mark.full
@@ -146,6 +149,7 @@ def test_recomputing_wins_where_pieces_are_dear() -> None:
 def test_the_plan_says_what_was_tried() -> None:
     found = searched("zero1", 0.5)
     notes = explained(found).notes
+    notes = notes[:-1] if found.best.rematerialized else notes
     head, *others = notes[-len(found.rows) :]
     assert head.startswith(f'MicroBatches("auto") chose zero1, {found.best.pieces} micro-batches of ')
     assert any(note.startswith("zero1: holds ") and note.endswith(" too much") for note in others)
@@ -199,7 +203,7 @@ def test_compiled() -> None:
     assert [loop.pieces for n in step.local_graph.graph.nodes if (loop := loop_of(n))] == 2 * [step.strategies.pieces]
     assert any(note.startswith('MicroBatches("auto") chose ') for note in step.plan.notes)
     (batch,) = one_device().batches[0]
-    with pytest.raises(PlanError, match="with micro-batches"):
+    with pytest.raises(PlanError, match="the step needs at least"):
         step(model, optimizer, {name: torch.cat(20 * [value]) for name, value in batch.items()})
 
 

@@ -21,9 +21,9 @@ from wholestep.capture import Capture, capture_step
 from wholestep.cost.compute import flops, node_us
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.verify import check_local_graph
-from wholestep.passes.recompute import Recompute, held_by, in_place_peak
+from wholestep.passes.recompute import Recompute, in_place_peak
 from wholestep.passes.reinplace import Reinplace
-from wholestep.passes.remat_frontier import choices
+from wholestep.passes.remat_frontier import choices, held_by
 from wholestep.passes.rematerialize import rematerialized
 from wholestep.passes.saved_tensors import SavedTensors
 from wholestep.passes.schedule import Schedule

@@ -81,7 +81,7 @@ def test_compile_takes_its_plan_and_not_itself(tmp_path: Path) -> None:
     ws.plan(graph(), "pp=2", asked).save(tmp_path / "plan.json")
     options = StepOptions.of(CompileOptions(parallel=ws.Plan.load(tmp_path / "plan.json")))
     assert options.strategies.pipeline is not None
-    assert options.memory_bytes is None  # which no program of stages is fitted into
+    assert options.memory_bytes == 1 << 30
 
 
 def test_what_is_refused() -> None:

@@ -111,7 +111,8 @@ def test_short_stages_stand_for_any_number(
         assert one.in_flight == other.in_flight
         batch = 2 * pieces * LENGTH * 8  # of which a short step has two pieces
         assert one.rest_bytes == pytest.approx(other.rest_bytes, abs=batch + 128)
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+        message = 2 * LENGTH * WIDTH * 4  # of two pieces one more is under way when the last one ends than of many
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01, abs=message)
 
 
 def first_blocks(again: bool) -> tuple[StageBlock, ...]:

@@ -15,6 +15,7 @@ from wholestep.plan.strategies import compose
 from wholestep.plan.strategy import Strategy
 from wholestep.planner.bounds import Costs
 from wholestep.planner.candidates import batches
+from wholestep.planner.fit_stages import fit_stages
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, costs_of_staged, staged
 from wholestep.report.compare import PlanRow, show
 from wholestep.report.compare import as_json as as_rows
@@ -43,9 +44,9 @@ class StagedSetups:
 
     def __post_init__(self) -> None:
         kind = self.asked.options.recomputes()
-        if kind == "auto":
-            refuse("--recompute auto with an axis pp: needed none, selective or full")
-        if self.spec is None and kind != "none":
+        if kind == "auto" and self.spec is not None:
+            refuse("--recompute auto with --hf and an axis pp: needed none, selective or full, or plan --auto")
+        if self.spec is None and kind not in ("none", "auto"):
             refuse(f"--recompute {kind} with MODEL and an axis pp: needed activation checkpointing in its modules")
         self.graph: ws.TrainGraph | None = None
         if self.spec is not None:
@@ -76,6 +77,8 @@ class StagedSetups:
                 return self.short.step(setup, self.spec.batch, prices=prices)
             self.graph = self.graph or planning.captured(self.shown, self.asked)
             local = ws.partition(self.graph, ws.plan(self.graph, mesh, several, hardware=hardware))
+            if (room := self.asked.fitted_bytes) is not None:
+                return fit_stages(local, room, prices).step(prices)
             return staged(local, prices, setup.pipeline.schedule)
 
     def _batches(self, made: StagedStep, strategies: Sequence[Strategy]) -> int:

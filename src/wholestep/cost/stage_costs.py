@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from ..graph import meta
 from ..graph.nodes import operands
 from ..graph.stage_part import Message, StageBlock
-from ..graph.storage import most_at_once, shared_operand, storage_bytes
+from ..graph.storage import storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .simulation import Clock, clock_of, run_all
@@ -40,17 +40,16 @@ class BlockPrices:
 
 
 def block_costs(
-    blocks: Sequence[Sequence[StageBlock]], totals: Sequence[Collection[str]], messages: Mapping[str, Message],
-    axis: str, prices: BlockPrices,
-) -> dict[str, BlockCost]:  # fmt: skip
-    """What each block takes, by its name. `blocks` of each stage; `totals`: the names of what a stage accumulates."""
+    blocks: Sequence[Sequence[StageBlock]], messages: Mapping[str, Message], axis: str, prices: BlockPrices
+) -> dict[str, BlockCost]:
+    """What each block takes, by its name; `blocks` of each stage."""
     found: dict[str, BlockCost] = {}
     by_value: dict[tuple[int, str], list[Message]] = {}
     for message in messages.values():
         by_value.setdefault((message.source, message.value), []).append(message)
     for stage, own in enumerate(blocks):
         maker = {name: block.name for block in own for name in block.gives}
-        kept = set[str]()  # messages that an earlier block has counted
+        memory = _Memory(own, messages)
         for block in own:
             clock = prices.clock(block.body)
             run_all(clock, block.body.nodes)
@@ -60,27 +59,66 @@ def block_costs(
             )  # fmt: skip
             needs = tuple(name for name in block.takes if name in messages)
             after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
-            later = {name for other in own if other is not block for name in other.takes}
-            held = _held(block, {name for name in block.gives if name in later}.difference(totals[stage]))
-            again = [name for name in needs if name in later and name not in kept]
-            held += sum(messages[name].size_bytes for name in again)
-            kept |= set(again)
-            work = sum(one.size_bytes for one in most_at_once(block.body))
+            holds, frees, work = memory.of(block)
             found[block.name] = BlockCost(
-                stage, clock.now, block.level, block.is_backward, block.is_filler, needs, after, sends, held, work,
-                clock.waited,
+                stage, clock.now, block.level, block.is_backward, block.is_filler, needs, after, sends, holds, work,
+                clock.waited, frees_bytes=frees,
             )  # fmt: skip
     return found
 
 
-def _held(block: StageBlock, names: set[str]) -> int:
-    """Bytes of the memory that a block makes and leaves to later blocks."""
-    given = dict(zip(block.gives, operands(next(iter(reversed(block.body.nodes)))), strict=True))
-    roots = set[Node]()
-    for name in names:
-        node = given[name]
-        while (shared := shared_operand(node)) is not None:
-            node = shared
-        if node.op != "placeholder":
-            roots.add(node)
-    return sum(storage_bytes(made) for node in roots for made in meta.tensors(node) if made is not None)
+@dataclass
+class _Memory:
+    """The memory in which blocks of a stage leave values of a piece to later ones, by where it was made: a message, or
+    a storage of a block. `root`: of each value; `size`, `made`, `last`: of each memory its bytes, the number of the
+    block that makes it or reads it first, and that of the last block that reads it.
+    """
+
+    blocks: Sequence[StageBlock]
+    messages: Mapping[str, Message]
+    root: dict[str, object] = field(default_factory=dict[str, object])
+    size: dict[object, int] = field(default_factory=dict[object, int])
+    made: dict[object, int] = field(default_factory=dict[object, int])
+    last: dict[object, int] = field(default_factory=dict[object, int])
+
+    def __post_init__(self) -> None:
+        self.storages = [storages(block.body) for block in self.blocks]
+        for number, (block, found) in enumerate(zip(self.blocks, self.storages, strict=True)):
+            for name in block.takes:
+                if name in self.messages and name not in self.root:
+                    self._note(name, name, self.messages[name].size_bytes, number)
+                if name in self.root:
+                    self.last[self.root[name]] = number
+            of = {member: storage for storage in found for member in storage.members}
+            ends = operands(next(iter(reversed(block.body.nodes))))
+            for name, node in zip(block.gives, ends, strict=True):
+                storage = of.get(node)
+                if storage is not None and storage.first >= 0:
+                    self._note(name, (number, id(storage)), storage.size_bytes, number)
+                elif storage is not None and storage.node.name in self.root:  # a view of what the block is given
+                    self.root[name] = self.root[storage.node.name]
+
+    def _note(self, name: str, root: object, size_bytes: int, number: int) -> None:
+        self.root[name], self.size[root], self.made[root] = root, size_bytes, number
+
+    def of(self, block: StageBlock) -> tuple[int, int, int]:
+        """The bytes that a block leaves to later blocks; of what earlier ones have left, those that it reads last; and
+        the most that it adds to what is there when it begins.
+        """
+        number = self.blocks.index(block)
+        kept = {root for root, last in self.last.items() if last > self.made[root]}
+        holds = sum(self.size[root] for root in kept if self.made[root] == number)
+        dying = {root for root in kept if self.last[root] == number}
+        at = {node: i for i, node in enumerate(n for n in block.body.nodes if n.op == "call_function")}
+        steps, death = [0] * (len(at) + 1), dict.fromkeys(dying, 0)
+        for one in self.storages[number]:
+            root = self.root.get(one.node.name) if one.first < 0 else None
+            if root in death:
+                reads = [at[user] for member in one.members for user in member.users if user in at]
+                death[root] = max([death[root], *(read + 1 for read in reads)])
+            elif one.first >= 0:
+                steps[one.first] += one.size_bytes
+                steps[len(at) if one.last is None else one.last + 1] -= one.size_bytes
+        for root, position in death.items():
+            steps[position] -= self.size[root]
+        return holds, sum(self.size[root] for root in dying), max(accumulate(steps[:-1]), default=0)

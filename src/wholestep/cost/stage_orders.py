@@ -41,7 +41,8 @@ class Spent:
 class BlockCost:
     """What a block takes: `needs` are messages, `after` blocks of its stage, for the same piece. `sends`: messages, the
     stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece.
-    `work_bytes`: more, while it runs. `waited_us`: the part of `us` in which it waits for collectives. `first`, `last`:
+    `frees_bytes`: of what earlier ones have left, and it reads last. `work_bytes`: the most that it adds to what is
+    there when it begins. `waited_us`: the part of `us` in which it waits for collectives. `first`, `last`:
     what its first and its last run take, where collectives run beside these (`passes.peel_pieces`).
     """
 
@@ -58,6 +59,7 @@ class BlockCost:
     waited_us: float = 0.0
     first: Spent | None = None
     last: Spent | None = None
+    frees_bytes: int = 0
 
     @property
     def steady(self) -> BlockCost:
@@ -184,8 +186,9 @@ def peaks(blocks: Mapping[str, BlockCost], orders: Orders) -> tuple[int, ...]:
         held, most, of_piece = 0, 0, dict[int, int]()
         for name, piece in tasks:
             most = max(most, held + blocks[name].work_bytes)
-            of_piece[piece] = of_piece.get(piece, 0) + blocks[name].holds_bytes
-            held += blocks[name].holds_bytes
+            more = blocks[name].holds_bytes - blocks[name].frees_bytes
+            of_piece[piece] = of_piece.get(piece, 0) + more
+            held += more
             most = max(most, held)
             left[piece] -= 1
             if not left[piece]:

@@ -17,8 +17,8 @@ class StageBlock:
 
     Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
     longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
-    `us`: microseconds that it takes. `holds_bytes`: of what it leaves to later blocks of its piece; `work_bytes`: more,
-    while it runs.
+    `us`: microseconds that it takes. `holds_bytes`: of what it leaves to later blocks of its piece; `frees_bytes`: of
+    what earlier ones have left, and it reads last; `work_bytes`: the most that it adds to what is there when it begins.
     """
 
     name: str
@@ -31,6 +31,7 @@ class StageBlock:
     us: float = 0.0
     holds_bytes: int = 0
     work_bytes: int = 0
+    frees_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,46 @@ class StagePart:
         return replace(self, messages=made)
 
 
+@dataclass
+class Held:
+    """The bytes that a stage holds of its pieces and of messages under way, action by action."""
+
+    blocks: Mapping[str, StageBlock]
+    messages: Mapping[str, Message]
+    pieces: dict[int, int] = field(default_factory=dict[int, int])
+    coming: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    going: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+
+    @property
+    def now(self) -> int:
+        """All bytes."""
+        return sum(self.pieces.values()) + sum(self.coming.values()) + sum(self.going.values())
+
+    def after(self, action: Action) -> int:
+        """Do an action, for the most bytes that are held meanwhile. What is received counts until its first reader has
+        run, what is sent until it is known to have left.
+        """
+        key, before, most = (action.name, action.piece), self.now, 0
+        if action.kind in ("post", "send"):
+            (self.coming if action.kind == "post" else self.going)[key] = self.messages[action.name].size_bytes
+        elif action.kind == "sent":
+            del self.going[key]
+        elif action.kind == "complete":
+            self.going.clear()
+        elif action.kind == "run":
+            most = before + self.blocks[action.name].work_bytes
+            self.leave(action)
+        return max(before, most, self.now)
+
+    def leave(self, run: Action, more: int = 0) -> None:
+        """Note what a block has left, and `more` bytes."""
+        block = self.blocks[run.name]
+        left = self.pieces.get(run.piece, 0) + more + block.holds_bytes - block.frees_bytes
+        self.pieces[run.piece] = max(left, 0)
+        for name in block.takes:
+            self.coming.pop((name, run.piece), None)
+
+
 @dataclass(frozen=True, eq=False)
 class StageParts:
     """How stages share the body of a loop: the part of each, and the microseconds of the loop by simulation, by order.
@@ -133,7 +174,6 @@ class StageParts:
     parts: tuple[StagePart, ...]
     order: str
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
-    spans: tuple[tuple[int, str, int, float, float], ...] = ()
     others: tuple[str, ...] = ()
 
     @property

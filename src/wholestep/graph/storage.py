@@ -100,8 +100,6 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
         return None
     if is_wait(node) or node.target in UNMARKED_VIEWS:
         return given[0]
-    if part := part_of(node):  # the state goes from part to part
-        return given[0] if not part.begins and not part.ends and index == len(meta.tensors(node)) - 1 else None
     if not _torch.is_op(node.target):
         return given[0] if _shares_first(node, given[0]) else None
     if node.target in _COPIES_AT_NEED:
@@ -205,9 +203,15 @@ class _Work:
             return
         if node.op == "call_function":
             self.at += 1
-            self._hold(node.all_input_nodes)
+            if part := part_of(node):  # what it is given besides operands of the loop, it counts as its own
+                given, first = operands(node), 0 if part.begins else 1
+                count = first + len(part.operands)
+                self._hold(given[first:count], self.at)
+                self._hold([*given[:first], *given[count:]], self.at - 1)
+            else:
+                self._hold(node.all_input_nodes, self.at)
             if is_wait(node):
-                self._hold(operands(node)[0].all_input_nodes)
+                self._hold(operands(node)[0].all_input_nodes, self.at)
         self.of[node] = self._made(node)
         for storage in self.of[node]:
             if storage is not None:
@@ -217,11 +221,11 @@ class _Work:
         if part := part_of(node):
             self.found.append(Storage(node, PIECES, part.peak_bytes, self.at, self.at))
 
-    def _hold(self, nodes: Sequence[Node]) -> None:
+    def _hold(self, nodes: Sequence[Node], until: int) -> None:
         for node in nodes:
             for storage in self.of.get(node, []):
                 if storage is not None and storage.first >= 0:
-                    storage.last = self.at
+                    storage.last = until if storage.last is None else max(storage.last, until)
 
     def _made(self, node: Node) -> list[Storage | None]:
         made = meta.tensors(node)

@@ -16,12 +16,12 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..cost.stage_costs import BlockPrices, block_costs
 from ..cost.stage_orders import APART, NAMED, BlockCost, fitting, others_to_try, simulated_orders
-from ..errors import PlanError
+from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
-from ..graph.stage_part import Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.stage_part import Held, Message, StageBlock, StagePart, StageParts, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
@@ -63,12 +63,33 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     parts = tuple(
         StagePart(
             axis, stage, loop.pieces, tuple(_priced(block, priced[block.name]) for block in cut.blocks[stage]),
-            messages, actions[stage], cut.operands[stage], cut.totals[stage], device, found.peak_bytes[stage],
-            tuple(before for before, _ in cut.totals[stage]),
+            messages, actions[stage], cut.operands[stage], cut.totals[stage], device,
+            returned=tuple(before for before, _ in cut.totals[stage]),
         )
         for stage in range(count)
     )  # fmt: skip
-    return StageParts(parts, name, {name: one.us for name, one in tried.items()}, found.spans, others)
+    parts = tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
+    return StageParts(parts, name, {name: one.us for name, one in tried.items()}, others)
+
+
+def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | None = None) -> Loop:
+    """`loop`, whose body computes the same in another way, with blocks of stages cut anew, of stage `only` or of all;
+    what stages exchange stays as it is, and its order. Other loops stay as they are.
+    """
+    if loop.stages is None:
+        return loop
+    parts, prices = list(loop.stages.parts), BlockPrices(hardware, mesh)
+    stages = range(len(parts)) if only is None else [only]
+    cut = StageCut(loop, len(parts), loop.stages.has_fillers, stages)
+    costs = cut.costs(axis, prices)
+    for stage in stages:
+        part, priced = parts[stage], [_priced(block, costs[block.name]) for block in cut.blocks[stage]]
+        if [block.name for block in priced] != [block.name for block in part.blocks]:
+            raise GraphError(f"stage {stage} has other blocks than before", "the same blocks with other contents")
+        part = replace(part, blocks=tuple(priced), operands=cut.operands[stage])
+        parts[stage] = replace(part, peak_bytes=_peak_bytes(part))
+    check_orders([part.actions for part in parts], cut.messages, [part.blocks for part in parts], loop.pieces)
+    return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
 
 
 def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:
@@ -84,7 +105,7 @@ def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:
             ]:
                 pairs = zip(other.parts, cut.blocks, cut.operands, strict=True)
                 return replace(other, parts=tuple(
-                    replace(part, blocks=tuple(map(_priced_as, blocks, part.blocks)), messages=cut.messages,
+                    replace(part, blocks=tuple(map(_priced, blocks, part.blocks)), messages=cut.messages,
                             operands=given)
                     for part, blocks, given in pairs
                 ))  # fmt: skip
@@ -97,12 +118,15 @@ def _form(blocks: Sequence[StageBlock], totals: object, messages: Mapping[str, M
     return [(block.name, block.takes, block.gives) for block in blocks], totals, sent
 
 
-def _priced_as(block: StageBlock, other: StageBlock) -> StageBlock:
-    return replace(block, us=other.us, holds_bytes=other.holds_bytes, work_bytes=other.work_bytes)
+def _priced(block: StageBlock, other: StageBlock | BlockCost) -> StageBlock:
+    held = {"holds_bytes": other.holds_bytes, "work_bytes": other.work_bytes, "frees_bytes": other.frees_bytes}
+    return replace(block, us=other.us, **held)
 
 
-def _priced(block: StageBlock, cost: BlockCost) -> StageBlock:
-    return replace(block, us=cost.us, holds_bytes=cost.holds_bytes, work_bytes=cost.work_bytes)
+def _peak_bytes(part: StagePart) -> int:
+    """The most bytes that a stage holds of pieces and messages at once."""
+    held = Held({block.name: block for block in part.blocks}, part.messages)
+    return max(map(held.after, part.actions), default=0)
 
 
 def _refuse_exchanges(loop: Loop, axis: str) -> None:
@@ -114,15 +138,26 @@ def _refuse_exchanges(loop: Loop, axis: str) -> None:
                             meta.source_line(node))  # fmt: skip
 
 
+def levels_of(body: Graph) -> dict[Node, int]:
+    """The level of each node: the number of sends on the longest way to it."""
+    level: dict[Node, int] = {}
+    for node in body.nodes:
+        below = max((level[given] for given in node.all_input_nodes), default=0)
+        level[node] = below + (node.target is transfer)
+    return level
+
+
 @dataclass
 class StageCut:
     """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
-    names of these.
+    names of these. `stages`: those to cut; None for all. `known`: whether a block is of the backward, by stage and key,
+    where the loop has been cut before.
     """
 
     loop: Loop
     count: int
     fillers: bool
+    stages: Sequence[int] | None = None
     blocks: list[tuple[StageBlock, ...]] = field(default_factory=list[tuple[StageBlock, ...]])
     operands: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     totals: list[tuple[tuple[str, str], ...]] = field(default_factory=list[tuple[tuple[str, str], ...]])
@@ -132,7 +167,11 @@ class StageCut:
     def __post_init__(self) -> None:
         self.nodes = list(self.loop.body.nodes)
         self.ends = operands(self.nodes[-1])
-        self.level = self._levels()
+        self.level = levels_of(self.loop.body)
+        before = self.loop.stages.parts if self.loop.stages is not None else ()
+        self.known = {
+            (part.stage, block.level, block.is_filler): block.is_backward for part in before for block in part.blocks
+        }
         for node in self.nodes:
             if node.target is transfer:
                 value, source, target = cast("tuple[Node, int, int]", node.args[:3])
@@ -142,14 +181,12 @@ class StageCut:
                     node.name, value.name, source, target, shape, made.dtype, made.size_bytes
                 )
         for stage in range(self.count):
-            self._stage(stage)
-
-    def _levels(self) -> dict[Node, int]:
-        level: dict[Node, int] = {}
-        for node in self.nodes:
-            below = max((level[given] for given in node.all_input_nodes), default=0)
-            level[node] = below + (node.target is transfer)
-        return level
+            if self.stages is None or stage in self.stages:
+                self._stage(stage)
+            else:
+                self.blocks.append(())
+                self.operands.append(())
+                self.totals.append(())
 
     def _stage(self, stage: int) -> None:
         own = self._needed(stage)
@@ -268,6 +305,8 @@ class StageCut:
                 first = first if first.op != "placeholder" else placeholder
         order = [node.name for node in body.nodes if node.op == "placeholder"]
         backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
+        if (stage, *key) in self.known:
+            backward = self.known[stage, *key]
         name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
         if key[1]:
             self.only.add(name)
@@ -278,4 +317,4 @@ class StageCut:
 
     def costs(self, axis: str, prices: BlockPrices) -> dict[str, BlockCost]:
         """What each block takes."""
-        return block_costs(self.blocks, [{end for _, end in one} for one in self.totals], self.messages, axis, prices)
+        return block_costs(self.blocks, self.messages, axis, prices)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import ClassVar
 
 from ..cost.memory import PeakMemory, peak_memory
-from ..cost.simulation import simulate
+from ..cost.simulation import run_all, simulate
+from ..cost.stage_costs import BlockPrices
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..graph.loop import loop_of
-from ..graph.text import human
+from ..graph.stage_part import part_of
 from ..hardware.hardware import Hardware
+from ..partition.stage_program import POINT_TO_POINT, stage_program
 from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket_sizes import SizeBuckets, smaller_buckets
-from .recompute import Peak, budget_error, choose, fitted, held_by
-from .remat_frontier import RematChoice, choices
-from .rematerialize import rematerialized
-from .saved_tensors import SavedTensors
+from .recompute import Peak, PeakWith, budget_error, choose, fitted
+from .remat_frontier import RematChoice
+from .saved_values import SavedValues
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class FitMemory:
         after: the passes that follow this one.
         peak: peak memory of a finished program.
         agree: broadcasts the first rank's result of the given function, for the given program, to all ranks.
+        stage: of the program of all stages, the one whose program to return within the budget.
 
     Raises:
         PlanError: the budget cannot be met; gives the smallest peak and its live tensors.
@@ -55,6 +58,7 @@ class FitMemory:
     after: tuple[Pass, ...] = ()
     peak: Peak = peak_memory
     agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting] | None = None
+    stage: int | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
@@ -63,42 +67,34 @@ class FitMemory:
         if self.agree is None:
             return self.applied(local, self.choose(local))
         found = self.agree(lambda: self.choose(local), local)
-        local, peak = self.applied(local, found), self._peak_after(smaller_buckets(self.after)[found.way])
-        if peak(local).size_bytes <= self.budget_bytes:
-            return local
-        if any(map(loop_of, local.graph.nodes)):
-            raise self._loops_over(peak(local))
-        return fitted(SavedTensors(local, gathers=False), self.budget_bytes, self.hardware, peak)
+        local = self._saved(local).applied(found.names, self.hardware)
+        more = SavedValues(local, gathers=False, stage=self.stage)
+        return self._sized(fitted(more, self.budget_bytes, self.hardware, self._peak(more, found.way)), found.way)
 
     def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
         """`local` with the choice `found` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
-        local = rematerialized(SavedTensors(local, gathers=self.gathers), found.names) if found.names else local
-        if not found.way:
-            return local
-        ways = smaller_buckets(self.after)
-        if not 0 < found.way < len(ways):
-            text = f"the compile cache names number {found.way} of the ways to fit a budget"
-            raise PlanError(text, f"one from 0 to {len(ways) - 1}", "delete its entry")
-        sizes = next(one for one in ways[found.way] if isinstance(one, SizeBuckets))
-        return sizes(replace(local, sizes=None))
+        return self._sized(self._saved(local).applied(found.names, self.hardware), found.way)
 
     def run(self, local: LocalGraph, found: Fitting) -> LocalGraph:
         """`local` with what was found, after all passes that follow."""
         return run_passes(self.applied(local, found), self.after)
 
     def choose(self, local: LocalGraph) -> Fitting:
-        """The shortest simulated step that fits; PlanError where nothing does. Loops rematerialize nothing."""
-        if any(map(loop_of, local.graph.nodes)):
-            return self._choose_buckets(local)
-        saved, ways, held = SavedTensors(local, gathers=self.gathers), smaller_buckets(self.after), held_by(local)
-        path = choices(saved, held, self.hardware)
+        """The shortest simulated step that fits; PlanError where nothing does. A stage counts as if it waited for no
+        other one.
+        """
+        saved, ways = self._saved(local), smaller_buckets(self.after)
+        peaks = [self._peak(saved, number) for number in range(len(ways))]
+        if peaks[0](()).size_bytes <= self.budget_bytes:
+            return Fitting(0, ())
+        path = saved.path(self.hardware)
         found: list[tuple[float, int, tuple[str, ...]]] = []
 
         def attempt(number: int, path: Sequence[RematChoice]) -> None:
-            names = choose(saved, path, self.budget_bytes, self._peak_after(ways[number]))
+            names = choose(path, self.budget_bytes, peaks[number])
             if names is not None:
-                ran = run_passes(rematerialized(saved, names), ways[number])
-                found.append((simulate(ran, self.hardware).step_us, number, names))
+                ran = run_passes(self._own(saved.applied(names, self.hardware)), ways[number])
+                found.append((self._us(ran), number, names))
 
         for number in range(len(ways)):
             attempt(number, path)
@@ -108,41 +104,65 @@ class FitMemory:
             least, peak_bytes = self.least(local)
             if peak_bytes <= self.budget_bytes:
                 return least
-            raise budget_error(saved, path, self.budget_bytes, self._peak_after(ways[-1]))
-        if self.gathers and local.mesh.size > 1 and min(found)[2]:
-            attempt(min(found)[1], choices(saved, held, self.hardware, TUNING.hidden_gather_share))
+            raise budget_error(saved, path, self.budget_bytes, peaks[-1])
+        if self.gathers and not saved.loops and local.mesh.size > 1 and min(found)[2]:
+            attempt(min(found)[1], saved.path(self.hardware, TUNING.hidden_gather_share))
         _, number, names = min(found)
         return Fitting(number, names)
 
-    def _choose_buckets(self, local: LocalGraph) -> Fitting:
-        """The largest buckets that fit."""
-        peaks = self._peaks(local)
-        fits = [number for number, peak in enumerate(peaks) if peak.size_bytes <= self.budget_bytes]
-        if not fits:
-            raise self._loops_over(min(peaks, key=lambda peak: peak.size_bytes))
-        return Fitting(fits[0], ())
-
-    def _loops_over(self, peak: PeakMemory) -> PlanError:
-        next_step = "give MicroBatches more pieces, or torch.utils.checkpoint in the model"
-        return PlanError(f"{peak} with micro-batches", f"at most {human(self.budget_bytes)}", next_step)
-
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
         """The choice with the smallest peak, and that peak in bytes."""
-        names, changed = tuple[str, ...](), local
-        if not any(map(loop_of, local.graph.nodes)):
-            saved = SavedTensors(local, gathers=self.gathers)
-            path = choices(saved, held_by(local), self.hardware)
-            names = min(path, key=lambda choice: choice.peak_bytes).names
-            changed = rematerialized(saved, names)
-        peaks = [peak.size_bytes for peak in self._peaks(changed)]
+        saved = self._saved(local)
+        names = min(saved.path(self.hardware), key=lambda choice: choice.peak_bytes).names
+        ways = range(len(smaller_buckets(self.after)))
+        peaks = [self._peak(saved, way)(names).size_bytes for way in ways]
         return Fitting(peaks.index(min(peaks)), names), min(peaks)
 
-    def _peaks(self, local: LocalGraph) -> list[PeakMemory]:
-        """The peak with each size of buckets."""
-        return [self._peak_after(way)(local) for way in smaller_buckets(self.after)]
+    def _saved(self, local: LocalGraph) -> SavedValues:
+        return SavedValues(local, gathers=self.gathers, stage=self.stage)
 
-    def _peak_after(self, passes: tuple[Pass, ...]) -> Peak:
-        return lambda local: self.peak(run_passes(local, passes))
+    def _own(self, local: LocalGraph) -> LocalGraph:
+        """The program of a rank."""
+        return local if self.stage is None else stage_program(local, self.stage)
+
+    def _peak(self, saved: SavedValues, way: int) -> PeakWith:
+        """The peak with one size of buckets."""
+        passes = smaller_buckets(self.after)[way]
+
+        @cache
+        def peak(names: tuple[str, ...]) -> PeakMemory:
+            return self.peak(run_passes(self._own(saved.applied(names, self.hardware)), passes))
+
+        return peak
+
+    def _sized(self, local: LocalGraph, way: int) -> LocalGraph:
+        """The program of a rank with its sizes of buckets, if they are not those that `SizeBuckets` chooses."""
+        local, ways = self._own(local), smaller_buckets(self.after)
+        if not way:
+            return local
+        if not 0 < way < len(ways):
+            text = f"the compile cache names number {way} of the ways to fit a budget"
+            raise PlanError(text, f"one from 0 to {len(ways) - 1}", "delete its entry")
+        return next(one for one in ways[way] if isinstance(one, SizeBuckets))(replace(local, sizes=None))
+
+    def _us(self, ran: LocalGraph) -> float:
+        return simulate(ran, self.hardware).step_us if self.stage is None else _alone_us(ran, self.hardware)
+
+
+def _alone_us(program: LocalGraph, hardware: Hardware) -> float:
+    """Microseconds of a stage that waits for no other one."""
+    prices = BlockPrices(hardware, program.mesh)
+    clock = prices.clock(program.graph)
+    for node in program.graph.nodes:
+        if (part := part_of(node)) is not None:
+            times = Counter(action.name for action in part.actions if action.kind == "run")
+            for block in part.running:
+                inside = prices.clock(block.body)
+                run_all(inside, block.body.nodes)
+                clock.compute(times[block.name] * inside.now)
+        elif node.op == "call_function" and node.target not in POINT_TO_POINT:
+            clock.run(node)
+    return clock.now
 
 
 def fitted_with(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -16,7 +15,7 @@ from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands
-from ..graph.stage_part import Action, StagePart, part_of
+from ..graph.stage_part import Action, Held, StagePart, part_of
 from .base import InPlace, batch_dependent
 
 Key = tuple[str, int]
@@ -128,7 +127,8 @@ class _Peel:
     """Replaces `node` by parts and, in between, by the runs of blocks that are actions number `peeled`.
 
     `state`: what the part that was written last leaves. `at`: values that parts hand out, and complete accumulators.
-    `new`: values that the next part is given. `held`: bytes that the state has of each piece.
+    `new`: values that the next part is given. `held`, `totals`: what the state has, of
+    pieces and accumulated; `out`: bytes of it that the next run of a block is handed.
     """
 
     local: LocalGraph
@@ -138,7 +138,8 @@ class _Peel:
     state: Node | None = None
     at: dict[Key, Node] = field(default_factory=dict[Key, Node])
     new: dict[Key, Node] = field(default_factory=dict[Key, Node])
-    held: dict[int, int] = field(default_factory=dict[int, int])
+    totals: dict[str, int] = field(default_factory=dict[str, int])
+    out: int = 0
 
     def __post_init__(self) -> None:
         self.graph, actions = self.local.graph, self.part.actions
@@ -153,7 +154,7 @@ class _Peel:
         self.first = {actions[at].name: at for at in reversed(runs)}
         complete = {end for name, at in self.last.items() if at in self.peeled for end in self.blocks[name].gives}
         self.returned = tuple(name for name in self.part.returned if self.ends[name] not in complete)
-        self.left = Counter(actions[at].piece for at in runs)
+        self.held = Held(self.blocks, self.part.messages)
 
     def run(self) -> None:
         actions, begin = self.part.actions, 0
@@ -182,20 +183,19 @@ class _Peel:
     ) -> Node:
         names = {name for one in actions if one.kind == "run" for name in self.blocks[one.name].takes}
         fixed = tuple(name for name in self.part.operands if name in names)
-        before, most = self._held_bytes, self._advance(actions)
-        for name, piece in taken:
-            self.held[piece] = max(0, self.held.get(piece, 0) - self.metas[name].size_bytes * (name not in self.ends))
-        handed = [self.metas[name] for name, _ in taken]
-        more = most - max(before, self._held_bytes) - sum(made.size_bytes for made in handed)
         returned = self.returned if ends else ()
+        most = self._advance(actions, given)
+        self._hand_out(taken, returned)
+        handed = [self.metas[name] for name, _ in taken]
+        made = [self.metas[self.ends[name]] for name in returned] + handed
+        more = most - self._state_bytes - sum(one.size_bytes for one in made)
         target = replace(
             self.part, actions=tuple(actions), operands=fixed, given=tuple(given), taken=tuple(taken),
             begins=self.state is None, ends=ends, returned=returned, peak_bytes=max(0, more),
         )  # fmt: skip
         state = [] if self.state is None else [self.state]
         args = (*state, *(self.fixed[name] for name in fixed), *(self.new.pop(key) for key in given))
-        made = [self.metas[self.ends[name]] for name in returned]
-        made += handed if ends else [*handed, self._state_meta()]
+        made += [] if ends else [self._state_meta()]
         node = add_call(self.graph, target, args, self._state_meta(), self.node, self.node.name)
         meta.set_tensors(node, made)
         meta.set_kept(node)
@@ -214,27 +214,30 @@ class _Peel:
     def _state_meta(self) -> TensorMeta:
         """A state counts as memory of as many bytes as it holds of pieces in flight."""
         like = next(iter(self.metas.values()))
-        return replace(contiguous((self._held_bytes,), like), dtype=torch.uint8)
+        return replace(contiguous((self._state_bytes,), like), dtype=torch.uint8)
 
     @property
-    def _held_bytes(self) -> int:
-        return sum(self.held.values())
+    def _state_bytes(self) -> int:
+        return self.held.now + sum(self.totals.values())
 
-    def _advance(self, actions: Sequence[Action]) -> int:
-        """Run `actions`, for the most bytes that pieces hold meanwhile."""
-        most = self._held_bytes
+    def _advance(self, actions: Sequence[Action], given: Sequence[Key]) -> int:
+        """Do `actions` of a part that is given values, for the most bytes that its state has meanwhile."""
+        self.totals |= {name: self.metas[self.ends[name]].size_bytes for name, _ in given if name in self.ends}
+        most = self._state_bytes
         for action in actions:
-            if action.kind == "run":
-                most = max(most, self._held_bytes + self.blocks[action.name].work_bytes)
-                self._note_run(action)
-                most = max(most, self._held_bytes)
+            ends = self.blocks[action.name].gives if action.kind == "run" else ()
+            self.totals |= {self.befores[end]: self.metas[end].size_bytes for end in ends if end in self.befores}
+            most = max(most, self.held.after(action) + sum(self.totals.values()))
         return most
 
-    def _note_run(self, action: Action) -> None:
-        self.held[action.piece] = self.held.get(action.piece, 0) + self.blocks[action.name].holds_bytes
-        self.left[action.piece] -= 1
-        if not self.left[action.piece]:
-            del self.held[action.piece]
+    def _hand_out(self, taken: Sequence[Key], returned: Sequence[str]) -> None:
+        """Take out of the state what the next run of a block is handed, and accumulators that are returned."""
+        for name, piece in taken:
+            left = self.held.pieces.get(piece, 0)
+            out = min(left, self.metas[name].size_bytes) if name not in self.ends else 0
+            self.held.pieces[piece], self.out = left - out, self.out + out
+        for name in (*returned, *(name for name, _ in taken)):
+            self.totals.pop(name, None)
 
     def _write_block(self, at: int, following: Sequence[Action]) -> None:
         """Write out the run of a block. What it sends leaves as soon as it is there, with the actions `following`."""
@@ -256,7 +259,8 @@ class _Peel:
                 if following and not unsent:
                     self._write_part(following, sent, ())
                     following = ()
-        self._note_run(action)
+        self.held.leave(action, self.out)
+        self.out = 0
 
     def _note(self, name: str, made: Node, at: int) -> None:
         """Note a value that the run of a block gives."""

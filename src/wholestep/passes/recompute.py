@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..cost.memory import PeakMemory, bytes_held, peak_memory
+from ..cost.memory import PeakMemory, peak_memory
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human
@@ -14,11 +14,12 @@ from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from ..typed_values import check_fields
 from .reinplace import Reinplace
-from .remat_frontier import RematChoice, choices
-from .rematerialize import rematerialized
-from .saved_tensors import SavedTensors
+from .remat_frontier import RematChoice
+from .saved_values import SavedValues
 
 Peak = Callable[[LocalGraph], PeakMemory]
+PeakWith = Callable[[tuple[str, ...]], PeakMemory]
+"""The peak of a program that rematerializes values by name."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,23 @@ class Recompute:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step within the budget; `local` itself if that fits."""
-        return fitted(SavedTensors(local, self.compute, self.gathers), self.budget_bytes, self.hardware, in_place_peak)
+        saved = SavedValues(local, self.compute, self.gathers)
+
+        def peak(names: tuple[str, ...]) -> PeakMemory:
+            return in_place_peak(saved.applied(names, self.hardware))
+
+        return fitted(saved, self.budget_bytes, self.hardware, peak)
 
 
-def fitted(saved: SavedTensors, budget_bytes: int, hardware: Hardware, peak: Peak) -> LocalGraph:
+def fitted(saved: SavedValues, budget_bytes: int, hardware: Hardware, peak: PeakWith) -> LocalGraph:
     """`saved.local` with values rematerialized until `peak` is within the budget; PlanError where no choice does."""
-    path = choices(saved, held_by(saved.local), hardware)
-    names = choose(saved, path, budget_bytes, peak)
+    if peak(()).size_bytes <= budget_bytes:
+        return saved.local
+    path = saved.path(hardware)
+    names = choose(path, budget_bytes, peak)
     if names is None:
         raise budget_error(saved, path, budget_bytes, peak)
-    return rematerialized(saved, names)
+    return saved.applied(names, hardware)
 
 
 def in_place_peak(local: LocalGraph) -> PeakMemory:
@@ -70,16 +78,16 @@ def in_place_peak(local: LocalGraph) -> PeakMemory:
     return peak_memory(Reinplace()(local))
 
 
-def choose(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> tuple[str, ...] | None:
+def choose(path: Sequence[RematChoice], budget_bytes: int, peak: PeakWith) -> tuple[str, ...] | None:
     """Names of the values of the cheapest choice on `path` whose `peak` is within the budget; None if there is none.
     The path is the same for all budgets, so that a larger budget never costs more.
     """
-    now = peak(saved.local).size_bytes
+    now = peak(()).size_bytes
     if now <= budget_bytes:
         return ()
     path = _worth_trying(path)
     differs = now - path[0].peak_bytes
-    found = _cheapest(path, budget_bytes, differs, lambda choice: peak(rematerialized(saved, choice.names)).size_bytes)
+    found = _cheapest(path, budget_bytes, differs, lambda choice: peak(choice.names).size_bytes)
     return None if found is None else path[found].names
 
 
@@ -113,26 +121,20 @@ def _cheapest(
     return high if high < len(path) else None
 
 
-def held_by(local: LocalGraph) -> list[int]:
-    """Live bytes at each call of the functional graph `local` with its updates in place."""
-    after = Reinplace()(local)
-    calls = [n.name for n in after.graph.nodes if n.op == "call_function"]
-    at = dict(zip(calls, bytes_held(after), strict=True))
-    found, last = list[int](), 0
-    for node in local.graph.nodes:
-        if node.op == "call_function":
-            last = at.get(node.name, last)
-            found.append(last)
-    return found
-
-
-def budget_error(saved: SavedTensors, path: Sequence[RematChoice], budget_bytes: int, peak: Peak) -> PlanError:
+def budget_error(
+    saved: SavedValues, path: Sequence[RematChoice], budget_bytes: int, peak: PeakWith
+) -> PlanError:  # fmt: skip
     """The error for a budget that no choice meets."""
-    lowest = peak(rematerialized(saved, min(path, key=lambda choice: choice.peak_bytes).names))
+    lowest = peak(min(path, key=lambda choice: choice.peak_bytes).names)
     live = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
+    who, instead = "the step", "a smaller batch, more ranks, or a style that shards these tensors"
+    if saved.stage is not None:
+        who, instead = f"stage {saved.stage}", 'more stages, or more micro-batches with schedule="1f1b"'
+    elif saved.loops:
+        instead = f"more micro-batches, {instead}"
     return PlanError(
-        f"the step needs at least {human(lowest.size_bytes)} on a rank, {human(lowest.rest_bytes)} of them stored "
+        f"{who} needs at least {human(lowest.size_bytes)} on a rank, {human(lowest.rest_bytes)} of them stored "
         f"between steps; with all useful rematerialization it holds\n{live}",
         f"at most {human(budget_bytes)}",
-        "give more memory, a smaller batch, more ranks, or a style that shards these tensors",
+        f"give more memory, {instead}",
     )

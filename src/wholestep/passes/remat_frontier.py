@@ -6,7 +6,7 @@ dropped values need is recomputed once, and stays alive from its first reader to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -15,11 +15,14 @@ import numpy as np
 from torch.fx import Node
 
 from ..cost.compute import node_us
+from ..cost.memory import bytes_held
 from ..cost.simulation import host_us, sent_us
+from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, operands
 from ..graph.storage import Storage
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
+from .reinplace import Reinplace
 from .saved_tensors import SavedTensor, SavedTensors
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -37,22 +40,42 @@ class RematChoice:
 
 def choices(
     saved: SavedTensors, held: Sequence[int], hardware: Hardware, wire_price: float = 1.0,
-    times: Mapping[Node, int] | None = None,
+    times: Mapping[Node, int] | None = None, among: Sequence[SavedTensor] | None = None,
+    load: Callable[[Array], Array] | None = None,
 ) -> list[RematChoice]:  # fmt: skip
     """The frontier, cheapest choice first; `held` is the live bytes at each call of the unchanged step.
 
     A gather costs `wire_price` of the time for which it occupies the link. `times`: how many equal calls a call of a
-    layer-folded step represents.
+    layer-folded step represents. `among`: the values to choose from, by default all candidates. `load`: what a rank
+    holds at each call, from what the calls of one piece hold.
     """
-    search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {})
+    among = saved.candidates if among is None else among
+    search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {}, among, load or _alone)
     found = [search.choice()]
-    first, rest = int(search.held.max(initial=0)), sum(s.size_bytes for s in saved.storages if s.first < 0)
+    first, rest = found[0].peak_bytes, sum(s.size_bytes for s in saved.storages if s.first < 0)
     for stage in range(1, TUNING.remat_stages + 1):
         target = first - (first - rest) * stage // TUNING.remat_stages
         found += search.reach(target)
         if search.excess(search.held, target):
             break
     return found
+
+
+def held_by(local: LocalGraph) -> list[int]:
+    """Live bytes at each call of the functional graph `local` with its updates in place."""
+    after = Reinplace()(local)
+    calls = [n.name for n in after.graph.nodes if n.op == "call_function"]
+    at = dict(zip(calls, bytes_held(after), strict=True))
+    found, last = list[int](), 0
+    for node in local.graph.nodes:
+        if node.op == "call_function":
+            last = at.get(node.name, last)
+            found.append(last)
+    return found
+
+
+def _alone(held: Array) -> Array:
+    return held
 
 
 @dataclass
@@ -62,6 +85,8 @@ class _Search:
     wire_price: float
     held: Array
     times: Mapping[Node, int]
+    among: Sequence[SavedTensor]
+    load: Callable[[Array], Array]
     names: list[str] = field(default_factory=list[str])
     dropped: set[int] = field(default_factory=set[int])
     spans: dict[_Spot, Span] = field(default_factory=dict[_Spot, Span])
@@ -69,15 +94,15 @@ class _Search:
     leaning: dict[int, list[tuple[Node, int, int]]] = field(default_factory=dict[int, list[tuple[Node, int, int]]])
 
     def choice(self) -> RematChoice:
-        return RematChoice(tuple(self.names), int(self.held.max(initial=0)))
+        return RematChoice(tuple(self.names), int(self.load(self.held).max(initial=0)))
 
     def excess(self, held: Array, target: int) -> int:
         """Bytes above `target`, summed over all calls."""
-        return int(np.maximum(held - target, 0).sum())
+        return int(np.maximum(self.load(held) - target, 0).sum())
 
     def reach(self, target: int) -> Iterator[RematChoice]:
         """Drop values until nothing is above `target` or no value helps; yields the choice after each."""
-        left = [v for v in self.saved.candidates if id(v.storage) not in self.dropped]
+        left = [v for v in self.among if id(v.storage) not in self.dropped]
         before = self.excess(self.held, target)
         if not before:
             return

@@ -10,10 +10,8 @@ from typing import Any
 from torch.fx import Node
 
 from .. import _torch
-from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.loop import loop_of
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import is_uninitialized
 from ..graph.storage import Storage, storages
@@ -49,7 +47,7 @@ class SavedTensors:
 
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
-    parameters to be re-gathered. Raises PlanError: the program has loops, whose values belong to one piece.
+    parameters to be re-gathered.
     """
 
     local: LocalGraph
@@ -65,9 +63,6 @@ class SavedTensors:
     _number: dict[Node, int] = field(default_factory=dict[Node, int])
 
     def __post_init__(self) -> None:
-        if any(map(loop_of, self.local.graph.nodes)):
-            next_step = "give MicroBatches more pieces, or torch.utils.checkpoint in the model"
-            raise PlanError("a budget of memory with MicroBatches", "one of them", next_step)
         self.storages = storages(self.local.graph)
         self._find_segments()
         for storage in self.storages:

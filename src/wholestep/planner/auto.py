@@ -219,7 +219,8 @@ class Auto:
         if not is_open(mesh):
             mesh.axis_size(self.pipeline.axis)  # raises where there is none
         search = StagedAuto(
-            graph, hardware, self.pipeline, self._beside, self.micro_batches, self.budget_bytes, placed, watch, software
+            graph, hardware, self.pipeline, self._beside, self.micro_batches, self.budget_bytes, self.recompute, placed,
+            watch, software,
         )  # fmt: skip
         if not is_open(mesh):
             return search.run([mesh])

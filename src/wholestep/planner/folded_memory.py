@@ -21,8 +21,7 @@ from ..graph.nodes import operands
 from ..passes.base import run_passes
 from ..passes.bucket_sizes import resized, smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting
-from ..passes.recompute import held_by
-from ..passes.remat_frontier import choices
+from ..passes.remat_frontier import choices, held_by
 from ..passes.rematerialize import rematerialized
 from ..passes.saved_tensors import SavedTensors
 from ..tuning import TUNING

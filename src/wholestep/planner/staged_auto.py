@@ -22,6 +22,7 @@ from ..plan.pipelines import Pipeline
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from .candidates import Template, batches, is_open
+from .fit_stages import fit_stages, least_bytes
 from .resolve import planned_program
 from .search_result import Candidate, SearchResult, Status, Watch, first_line, unwatched
 from .staged_plan import costs_of_staged, staged
@@ -38,6 +39,7 @@ class StagedAuto:
         pipeline: what the user fixed of stages, order, chunks and micro-batches. Options that are None are searched.
         beside: the templates of a mesh without the axis of stages.
         budget_bytes: that the tensors of a rank may take; None for no bound.
+        recompute: stages that do not fit may rematerialize values.
         placed, watch, software: as in `Auto.search`.
     """
 
@@ -47,6 +49,7 @@ class StagedAuto:
     beside: Callable[[Mesh], Sequence[Template]]
     micro_batches: MicroBatches | None = None
     budget_bytes: int | None = None
+    recompute: bool = True
     placed: Mapping[str, Layout] | None = None
     watch: Watch = unwatched
     software: Software = OWN
@@ -123,13 +126,23 @@ class StagedAuto:
     def _simulated(self, row: Candidate, strategies: Strategies, pipe: Pipeline) -> Candidate:
         planned, local = planned_program(self.graph, row.mesh, strategies, self.placed, self.hardware)
         prices = BlockPrices(self.hardware, row.mesh, self.software)
-        costs = costs_of_staged(staged(local, prices, pipe.schedule))
+        costs, again = costs_of_staged(staged(local, prices, pipe.schedule)), tuple[str, ...]()
+        budget, needs, status = self.budget_bytes, costs.peak_bytes, Status.SLOWER
+        if budget is not None and needs > budget:
+            status = Status.OVER_AT_PEAK
+            if self.recompute:
+                try:
+                    fit = fit_stages(local, budget, prices)
+                except PlanError:
+                    needs = least_bytes(local, prices)
+                else:
+                    needs, again, status = fit.peak_bytes, fit.rematerialized, Status.SLOWER
+                    costs = replace(costs_of_staged(fit.step(prices)), peak_bytes=needs)
         count = batches(strategies, row.mesh)
         self.plans[f"{row.name} on {row.mesh}"] = planned
-        is_over = self.budget_bytes is not None and costs.peak_bytes > self.budget_bytes
         return replace(
             row, strategies=strategies, batches=count, batch_s=costs.step_s / count, bound_s=costs.model_s / count,
-            needs_bytes=costs.peak_bytes, costs=costs, status=Status.OVER_AT_PEAK if is_over else Status.SLOWER,
+            needs_bytes=needs, costs=costs, rematerialized=again, status=status,
         )  # fmt: skip
 
     def _nothing(self) -> PlanError:
@@ -140,12 +153,12 @@ class StagedAuto:
             return PlanError(f"no pipeline can be planned: {why}", needed, "give fewer stages, or a larger batch")
         nearest = min(over, key=lambda row: row.needs_bytes)
         short = human(nearest.needs_bytes - self.budget_bytes)
+        made = ", with all tensors rematerialized that help" if self.recompute else ""
         return BudgetError(
             f"no pipeline fits: the nearest, {nearest.name} on {nearest.mesh}, needs {human(nearest.needs_bytes)} on a "
-            f"rank, {short} more than there are",
+            f"rank{made}, {short} more than there are",
             f"at most {human(self.budget_bytes)}",
-            f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, more stages, or torch's activation "
-            "checkpointing in the model",
+            f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, or more stages",
         )  # fmt: skip
 
 

@@ -224,7 +224,7 @@ class StepOptions:
         plan = auto = None
         if isinstance(given.parallel, Plan):
             plan, (strategies, mesh) = given.parallel, _applied(given.parallel, mesh)
-            if budget is None and plan.objective is not None and strategies.pipeline is None:
+            if budget is None and plan.objective is not None:
                 budget = plan.objective.budget_bytes
         elif not isinstance(given.parallel, Auto):
             strategies = compose(given.parallel)

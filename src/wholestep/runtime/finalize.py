@@ -23,7 +23,7 @@ from ..partition.stage_program import in_order, stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
-from ..passes.fit_memory import Fitting, fitted_with
+from ..passes.fit_memory import FitMemory, Fitting, fitted_with
 from ..passes.other_schedules import TriedSchedule
 from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
@@ -96,12 +96,12 @@ class Finalizer:
             raise PlanError("a GPU with Pipeline is not built", "CPUs over gloo", "leave out Pipeline")
         self._recall(made.local, key)
         whole = self.ordered(made.local, key, self.tuned.get(key, (None, ""))[1], made.plan.hardware)
-        own, plain = self.own_stage(whole), self.passes(whole)
+        plain = self.passes(whole)
         if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):
-                return replace(made, local=self._stage_within(own, plain, key, budget, watch))
+                return replace(made, local=self._stage_within(whole, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            return replace(made, local=run_passes(own, self._agreed(plain, key), watch), before=whole)
+            return replace(made, local=run_passes(self.own_stage(whole), self._agreed(plain, key), watch), before=whole)
 
     def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
         """The program of all stages in the order of blocks of this name; `local` without one. Programs known as `key`
@@ -115,31 +115,37 @@ class Finalizer:
         return stage_program(local, self.world.coordinate.get(local.stage_axis, 0))
 
     def _stage_within(
-        self, own: LocalGraph, plain: Sequence[Pass], key: str, budget_bytes: int, watch: Watch | None
+        self, local: LocalGraph, plain: tuple[Pass, ...], key: str, budget_bytes: int, watch: Watch | None
     ) -> LocalGraph:
-        """The program of a stage, with the largest buckets that let every rank stay within the budget. Raises PlanError
-        on a rank that is over it, which stops all others.
+        """The program of a stage within the budget. Each rank rematerializes what it has to, which others do not see;
+        buckets are as small on all ranks as one of them needs. Raises PlanError on a rank that is over the budget,
+        which stops all others.
         """
-        ways, failure = smaller_buckets(plain), ""
+        stage, failure = self.world.coordinate[local.stage_axis], ""
         known, label = key in self.fits, f"{self.label}/memory"
 
-        def peak(made: LocalGraph) -> int:
-            return peak_memory(bound_to_rank(made, self.world)).size_bytes
+        def peak(made: LocalGraph) -> PeakMemory:
+            return peak_memory(bound_to_rank(made, self.world))
 
-        if not known:
-            fits = (n for n, way in enumerate(ways) if peak(run_passes(own, way)) <= budget_bytes)
-            asked = self.rendezvous.gather(f"{label}/buckets", next(fits, len(ways) - 1), "how large buckets may be")
-            self.fits[key] = Fitting(max(asked), ())
-        made = run_passes(own, self._agreed(ways[self.fits[key].way], key), watch)
+        def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
+            """As this rank chooses, with the smallest buckets of any rank; the smallest of all if nothing fits."""
+            if not known:
+                try:
+                    own = choose()
+                except PlanError:  # told with the peak that this rank then has
+                    own = Fitting(len(smaller_buckets(plain)) - 1, ())
+                asked = self.rendezvous.gather(f"{label}/buckets", own.way, "how large buckets may be")
+                self.fits[key] = replace(own, way=max(asked))
+            return self.fits[key]
+
+        fit = FitMemory(budget_bytes, self._hardware(), False, plain, peak, fitting, stage)
         try:
-            if (size := peak(made)) > budget_bytes:
-                failure = f"stage {own.stage} holds {human(size)} on rank {self.world.rank}"
-                raise PlanError(
-                    failure,
-                    f"at most {human(budget_bytes)}: nothing is rematerialized in stages",
-                    f"give memory_bytes={human_at_least(size)!r} or more, more stages, more micro-batches with"
-                    ' schedule="1f1b", or put torch\'s activation checkpointing into the model',
-                )
+            made = run_passes(fit(local), self._agreed(plain, key), watch)
+            if (size := peak(made).size_bytes) > budget_bytes:
+                raise _over(f"stage {stage}", self.world.rank, size, budget_bytes)
+        except PlanError as error:
+            failure = error.found.splitlines()[0]
+            raise
         finally:
             if not known:
                 self.rendezvous.all_equal(f"{label}/fits", {}, failure)
@@ -239,13 +245,7 @@ class Finalizer:
                 made = run_passes(local, passes, watch)
             size = peak(made).size_bytes
             if size > budget_bytes:
-                why = f"collectives run in the first rank's order, which takes {human(size - budget_bytes)} more here"
-                found = f"the step holds {human(size)} on rank {self.world.rank}"
-                raise PlanError(
-                    found,
-                    f"at most {human(budget_bytes)}",
-                    f"give memory_bytes={human_at_least(size)!r} or more: {why}",
-                )
+                raise _over("the step", self.world.rank, size, budget_bytes)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
@@ -290,6 +290,13 @@ class Finalizer:
                 asked = self.rendezvous.gather(f"{self.label}/order", own, what)
                 self.orders[key] = asked[self._first_of(local)]
         return self.orders[key]
+
+
+def _over(what: str, rank: int, size_bytes: int, budget_bytes: int) -> PlanError:
+    """The error for a rank whose order of collectives, that of the first rank, takes it over the budget."""
+    why = f"collectives run in the first rank's order, which takes {human(size_bytes - budget_bytes)} more here"
+    found, needed = f"{what} holds {human(size_bytes)} on rank {rank}", f"at most {human(budget_bytes)}"
+    return PlanError(found, needed, f"give memory_bytes={human_at_least(size_bytes)!r} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:

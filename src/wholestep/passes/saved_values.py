@@ -1,0 +1,163 @@
+"""What a program saves for its backward: by itself, or in the bodies that it runs for pieces of the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from ..cost.memory import curve
+from ..graph import meta
+from ..graph.graph import Input, LocalGraph, Role
+from ..graph.loop import Loop, loop_of
+from ..graph.nodes import operands
+from ..graph.stage_part import StagePart
+from ..hardware.hardware import Hardware
+from ..partition.stage_blocks import levels_of, recut
+from .base import batch_dependent
+from .remat_frontier import Array, RematChoice, choices, held_by
+from .rematerialize import rematerialized
+from .saved_tensors import SavedTensors
+
+
+@dataclass
+class SavedValues:
+    """The values of a program that can be rematerialized: its own, or, where it has loops, those of each body.
+
+    Names of values of a body begin with that of its loop. `compute`, `gathers`: as in `SavedTensors`; what is gathered
+    in a body stays. `stage`: of the program of all stages, the one whose values are asked for.
+    """
+
+    local: LocalGraph
+    compute: bool = True
+    gathers: bool = True
+    stage: int | None = None
+
+    @cached_property
+    def loops(self) -> dict[str, Loop]:
+        """The loops of the program, by name."""
+        return {node.name: loop for node in self.local.graph.nodes if (loop := loop_of(node))}
+
+    @cached_property
+    def places(self) -> dict[str, SavedTensors]:
+        """What is saved, by the name of the loop; "" for the program itself."""
+        if not self.loops:
+            return {"": SavedTensors(self.local, self.compute, self.gathers)}
+        varying = batch_dependent(self.local)
+        return {
+            node.name: SavedTensors(_of_piece(self.local, node, varying), self.compute, gathers=False)
+            for node in self.local.graph.nodes if node.name in self.loops
+        }  # fmt: skip
+
+    def path(self, hardware: Hardware, wire_price: float = 1.0) -> list[RematChoice]:
+        """The frontier, cheapest choice first. Gathers cost `wire_price` of their time on the link."""
+        return _merged([self._path(name, hardware, wire_price) for name in self.places])
+
+    def applied(self, names: Sequence[str], hardware: Hardware) -> LocalGraph:
+        """A copy of the program that rematerializes the values `names`. What stages exchange stays, and its order;
+        `hardware` prices their blocks anew.
+        """
+        if not names:
+            return self.local
+        if not self.loops:
+            return rematerialized(self.places[""], names)
+        made = self.local.copy()
+        for node in made.graph.nodes:
+            own = [name.removeprefix(f"{node.name}/") for name in names if name.startswith(f"{node.name}/")]
+            if own and (loop := self.loops.get(node.name)):
+                loop = loop.with_body(rematerialized(self.places[node.name], own).graph)
+                node.target = recut(loop, self.local.mesh, self.local.stage_axis, hardware, self.stage)
+        return made
+
+    def _path(self, name: str, hardware: Hardware, wire_price: float) -> list[RematChoice]:
+        saved, loop = self.places[name], self.loops.get(name)
+        if loop is None and self.stage is None:
+            return choices(saved, held_by(saved.local), hardware, wire_price)
+        own = [s for s in saved.storages if s.first < 0 or meta.stage(s.node) in (None, self.stage)]
+        among = [value for value in saved.candidates if meta.stage(value.storage.node) == self.stage]
+        others = None
+        if loop is not None and loop.stages is not None and self.stage is not None:
+            others = OtherPieces.of(saved, loop.stages.parts[self.stage])
+        prefix = f"{name}/" if name else ""
+        found = choices(saved, curve(own, len(saved.position)), hardware, wire_price, among=among, load=others)
+        return [replace(one, names=tuple(f"{prefix}{value}" for value in one.names)) for one in found]
+
+
+def _of_piece(local: LocalGraph, at: Node, varying: Collection[Node]) -> LocalGraph:
+    """What the loop `at` does with a piece, as a program: its inputs that depend on the batch are its batch."""
+    loop, given = loop_of(at), operands(at)
+    assert loop is not None, "a loop"
+    inputs: list[Input] = []
+    for number, node in enumerate(node for node in loop.body.nodes if node.op == "placeholder"):
+        depends = number >= len(given) or given[number] in varying
+        inputs.append(Input(node.name, Role.BATCH if depends else Role.PARAM, meta.one_tensor(node)))
+    return replace(local, graph=loop.body, inputs=tuple(inputs), outputs=(), layouts=(), stage_axis="")
+
+
+def _merged(paths: Sequence[Sequence[RematChoice]]) -> list[RematChoice]:
+    """One path for values of several bodies: each goes as far down its own as the largest of their peaks."""
+    if len(paths) == 1:
+        return list(paths[0])
+    found: list[RematChoice] = []
+    for target in sorted({choice.peak_bytes for path in paths for choice in path}, reverse=True):
+        picked = [next((one for one in path if one.peak_bytes <= target), path[-1]) for path in paths]
+        names = tuple(name for one in picked for name in one.names)
+        found.append(RematChoice(names, max(one.peak_bytes for one in picked)))
+    return found
+
+
+@dataclass(frozen=True)
+class OtherPieces:
+    """What a stage holds at each call of the body of its loop, from what one piece holds there: others are in flight.
+
+    Blocks of one level run in one go, but for gradients of weights. `begins`: the first call of each level. `waits`:
+    the call at which a piece that has run a level holds what it does while it waits. `counts`: for each level, how many
+    other pieces wait behind each while it runs; a row for each case.
+    """
+
+    begins: tuple[int, ...]
+    waits: tuple[int, ...]
+    counts: tuple[Array, ...]
+    rest_bytes: int
+
+    @staticmethod
+    def of(saved: SavedTensors, part: StagePart) -> OtherPieces:
+        """Those of a stage by the order of its actions."""
+        levels, level = sorted({block.level for block in part.blocks}), levels_of(saved.local.graph)
+        own = [node for node in saved.position if meta.stage(node) == part.stage]
+        begins = [
+            min((saved.position[node] for node in own if level[node] == one), default=len(saved.position))
+            for one in levels
+        ]  # fmt: skip
+        turn = min((saved.position[node] for node in own if meta.is_backward(node)), default=0)
+        last = begins[-1] if len(levels) > 1 else turn
+        waits = [max(at - 1, 0) for at in (*begins[1:], last)]
+        counts = [np.array(sorted(rows), dtype=np.int64) for rows in _others(part, levels)]
+        rest = sum(one.size_bytes for one in saved.storages if one.first < 0)
+        return OtherPieces(tuple(begins), tuple(waits), tuple(counts), rest)
+
+    def __call__(self, held: Array) -> Array:
+        """`held` by one piece, with what others hold meanwhile."""
+        made, waiting = held.copy(), held[list(self.waits)] - self.rest_bytes
+        for begin, end, rows in zip(self.begins, (*self.begins[1:], len(held)), self.counts, strict=True):
+            made[begin:end] += int((rows @ waiting).max())
+        return made
+
+
+def _others(part: StagePart, levels: Sequence[int]) -> list[set[tuple[int, ...]]]:
+    """For each level of the blocks of a stage, how many other pieces wait behind each level while it runs."""
+    at = {block.name: levels.index(block.level) for block in part.blocks}
+    runs = [(action.name, action.piece) for action in part.actions if action.kind == "run"]
+    left, done = Counter(piece for _, piece in runs), dict[int, int]()
+    found: list[set[Any]] = [set() for _ in levels]
+    for name, piece in runs:
+        waiting = [last for other, last in done.items() if other != piece and left[other]]
+        found[at[name]].add(tuple(map(waiting.count, range(len(levels)))))
+        done[piece] = max(done.get(piece, 0), at[name])
+        left[piece] -= 1
+    return found
