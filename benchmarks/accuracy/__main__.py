@@ -151,7 +151,8 @@ def run_tables(found: list[runs.Predicted], left: list[Left]) -> Iterator[Table]
          "second row: both are left out",
          runs.after_calibration(found)),
         ("held out by model",
-         "the same two factors, each the median of what five rows of the source's other models tell",
+         "one factor for a source and a hardware, from its runs of other models; where its host costs 2 % of a step, "
+         "two, each the median of what five of them tell",
          runs.by_other_models(found)),
     )  # fmt: skip
     if columns[0][2]:

@@ -87,16 +87,19 @@ def after_one_row(found: Sequence[Predicted]) -> list[Case]:
 
 
 def by_other_models(found: Sequence[Predicted]) -> list[Case]:
-    """With the device's factor, and the host's where it matters, from a few rows of a source's other models; nothing
-    where there are none.
+    """With one factor from all rows of a source's other models; where its host matters, with the device's and the
+    host's, from a few of them. Nothing where there are none.
     """
     cases: list[Case] = []
     for members in _grouped(found, _machine):
         for name in sorted({one.run.model for one in members}):
-            others = [one for one in members if one.run.model != name]
-            if others:
-                rates = _calibrated(*_told_by(others, _SEVERAL))
-                cases += [_case(one, _step_s(one, rates)) for one in members if one.run.model == name]
+            own, others = ([one for one in members if (one.run.model == name) is held] for held in (True, False))
+            device, host = _told_by(others, _SEVERAL) if others else ([], [])
+            if host:
+                rates = _calibrated(device, host)
+                cases += [_case(one, _step_s(one, rates)) for one in own]
+            elif others:
+                cases += [case(one, fit_factor(others)) for one in own]
     return cases
 
 

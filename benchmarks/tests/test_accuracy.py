@@ -313,6 +313,9 @@ def test_columns_of_cross_validation() -> None:
     assert [round(case.error, 3) for case in runs.from_the_data_sheet(found)] == [-0.5, -0.5, -0.5, -0.667, -0.667]
     assert [round(case.error, 3) for case in runs.by_other_sources(found)] == [0.5, 0.5, 0.5, -0.333, -0.333]
     assert [case.error for case in runs.after_one_row(found)] == [pytest.approx(0)] * 3
+    named = zip(found, "xxxyy", strict=True)
+    models = [replace(two, run=replace(two.run, source="c", model=name)) for two, name in named]
+    assert [round(case.error, 3) for case in runs.by_other_models(models)] == [0.5, 0.5, 0.5, -0.333, -0.333]
     assert runs.by_other_sources(found[:3]) == []
     assert runs.after_one_row([found[0]]) == []
 
