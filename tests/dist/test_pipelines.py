@@ -34,13 +34,15 @@ def _alone(tied: bool, drop: float, steps: int) -> list[Tensor]:
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
-def _piped(rank: int, world: int, tied: bool, drop: float, pipeline: dict[str, Any]) -> tuple[float, int, int]:
+def _piped(
+    rank: int, world: int, tied: bool, drop: float, pipeline: dict[str, Any], offload: Any = None
+) -> tuple[float, int, int]:
     torch.set_default_dtype(torch.float64)
     expected = _alone(tied, drop, 3)
     of_steps.clear()
     torch.manual_seed(0)
     model, optimizer = maker(3, tied, drop)()
-    step = ws.compile(train, parallel=ws.Pipeline(**pipeline), mesh=f"pp={world}", check_every=1)
+    step = ws.compile(train, parallel=ws.Pipeline(**pipeline), mesh=f"pp={world}", check_every=1, offload=offload)
     torch.manual_seed(5 + rank)
     found = [step(model, optimizer, *batch) for batch in batches(8, 3)]
     assert step.plan is not None
@@ -62,6 +64,12 @@ def test_two_ranks_compute_what_one_process_does(tied: bool, drop: float, pieces
     assert max(worst for worst, _, _ in found) < TOLERANCE
     assert sum(held for _, held, _ in found) == found[0][2], "each parameter rests on one rank"
     assert min(held for _, held, _ in found) > 0
+
+
+def test_state_in_host_memory() -> None:
+    """Tied weights, whose gradient is sent, and dropout; an update on the host."""
+    found = run_ranks(_piped, 2, True, 0.2, {"micro_batches": 4, "schedule": "1f1b"}, "cpu")
+    assert max(worst for worst, _, _ in found) < TOLERANCE
 
 
 class Bent(nn.Module):

@@ -174,7 +174,8 @@ class Symbols:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """After the block, numbers of the trace are those of these symbols again: `at` has others take their place."""
+        """In the block and after it, numbers of the trace are those of these symbols; `at` changes that."""
+        self.env.sizes = self
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,7 +170,7 @@ class RunningTrial:
         if self.turns:
             self.round.append((seconds, taker.predicted_us()) if taker.calls > 1 else None)
             if len(self.round) == len(self.turns):
-                self._end_round(taker)
+                self._end_round()
         elif self.calls == TUNING.calls_before_trial:
             self._start(taker)
 
@@ -181,7 +182,7 @@ class RunningTrial:
         if not self.why_not:
             self._make_all()
         if self.why_not:
-            self._end(taker)
+            self._end()
         else:
             self.trial = Trial(len(self.tried))
             self.turns = self.trial.turns
@@ -224,7 +225,7 @@ class RunningTrial:
             return (), f"another schedule cannot be made: {first_line(error)}"
         return (tuple(tried), "") if len(tried) > 1 else ((), why_not)
 
-    def _end_round(self, taker: TurnTaker) -> None:
+    def _end_round(self) -> None:
         tuner, first = self.tuner, not self.trial.rounds
         what = "the exchange of times of schedules"
         calls: list[Sequence[Call]]
@@ -235,14 +236,15 @@ class RunningTrial:
         self.trial = self.trial.after(merged(self.turns, rows))
         self.round, self.turns = [], self.trial.turns
         if self.trial.is_over(self.calls):
-            self._end(taker)
+            self._end()
 
-    def _end(self, taker: TurnTaker) -> None:
+    def _end(self) -> None:
         """The fastest stays, for all programs of its kind, those of later compiles and of later starts included."""
         self.chosen, self.turns = self.trial.fastest, ()
         if self.tried:
             stays = self.tried[self.chosen]
-            self.tuner.finalizer.keep(self.key, taker.compiled.before, stays, self.choices)
+            first = self.takers[0]  # a later start compiles it first, and looks then
+            self.tuner.finalizer.keep(self.key, first.compiled.before, stays, self.choices)
         self.takers.clear()
         self.tuner.stages.report(f"tune: {self.found}", "done")
         if self.tuner.world.rank == 0:
@@ -269,15 +271,20 @@ class TurnTaker:
         }
 
     def refuse_other_bits(self) -> None:
-        """Raise PlanError: an order of blocks that the first rank chose computes other bits for the sizes of this
-        rank.
-        """
+        """Raise PlanError: an order that the first rank chose computes other bits for the sizes of this rank."""
         known = blocks_to_try(self.compiled.before) if self.compiled.before.stage_axis else [""]
         if other := next((one.blocks for one in self.running.tried if one.blocks not in known), ""):
             raise PlanError(f"order of blocks {other!r} adds up pieces otherwise", f"one of {', '.join(known)}")
 
     def make(self, number: int) -> None:
         """Make a schedule to try. Raises SizesFixedError: it is not right for all sizes for which the program is."""
+        symbols = self.program.capture.symbols  # other programs of this capture may have been made since
+        with nullcontext() if symbols is None else symbols.kept():
+            self._make(number)
+        if self.program.guards.sizes is not None:
+            self.program.guards.sizes.prove()
+
+    def _make(self, number: int) -> None:
         tuner, tried, symbols = self.running.tuner, self.running.tried[number], self.program.capture.symbols
         finalizer, before, priced_on = tuner.finalizer, self.compiled.before, self.compiled.plan.hardware
         passes = with_calls_in(finalizer.passes(before), CallOrder())
@@ -295,8 +302,6 @@ class TurnTaker:
             one.refuse_other_after(scheduled, local, tuner.world)
         run = tuner.installer.compiled(local, tuner.world, (), tuner.installer.clock)
         self.schedules[number] = local, ordered(before), run
-        if self.program.guards.sizes is not None:
-            self.program.guards.sizes.prove()
 
     def predicted_us(self) -> float:
         """What is simulated for a batch of the sizes of this call."""
