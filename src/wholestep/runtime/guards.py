@@ -207,10 +207,9 @@ class Guards:
 
     def check_sizes(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Miss | None:
         """The first difference in sizes, of a call without another one; `sizes` are those on all ranks."""
-        if self.sizes is not None:
-            why = self.sizes.check(leaves, sizes)
-        else:
-            why = "" if sizes == self._batch_sizes else "the size of the whole batch changed"
+        if self.sizes is None:
+            return None if sizes == self._batch_sizes else Miss("the size of the whole batch changed")
+        why = self.sizes.check(leaves, sizes)
         return Miss(why) if why else None
 
     def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:

@@ -214,7 +214,7 @@ class BatchSharder:
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).movedim(0, cut.dim)
 
 
-@dataclass
+@dataclass(slots=True)
 class GivenSizes:
     """Sizes of the parts of a batch, of which this rank has given its `own` to the others."""
 
