@@ -24,7 +24,7 @@ from ..plan.strategies import Strategies, compose
 from .candidates import Template, batches, is_open
 from .resolve import planned_program
 from .search_result import Candidate, SearchResult, Status, Watch, first_line, unwatched
-from .staged_plan import costs_of_staged, staged
+from .staged_plan import costs_of_staged, fullest_reserves, staged
 
 _CHUNKS = (1, 2, 4)
 _FIRST = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
@@ -123,7 +123,9 @@ class StagedAuto:
     def _simulated(self, row: Candidate, strategies: Strategies, pipe: Pipeline) -> Candidate:
         planned, local = planned_program(self.graph, row.mesh, strategies, self.placed, self.hardware)
         prices = BlockPrices(self.hardware, row.mesh, self.software)
-        costs = costs_of_staged(staged(local, prices, pipe.schedule))
+        step = staged(local, prices, pipe.schedule)
+        taken = fullest_reserves(step, local, self.hardware, self.software)
+        costs = replace(costs_of_staged(step), reserved_bytes=taken)
         count = batches(strategies, row.mesh)
         self.plans[f"{row.name} on {row.mesh}"] = planned
         is_over = self.budget_bytes is not None and costs.peak_bytes > self.budget_bytes
