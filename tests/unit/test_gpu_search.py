@@ -177,7 +177,7 @@ def test_the_first_fits_the_device() -> None:
     cases = ({1.0: 100}, [1.0, 1.1]), ({1.0: 101, 1.1: 90}, [1.1, 1.15]), ({1.0: 101, 1.1: 101}, [1.15])
     for needs, times in cases:
         search = Reserving(needs)
-        found = first_fits(GpuResult((fast, slow), (), 100), lambda _, search=search: search)
+        found = first_fits(GpuResult((fast, slow), (), 100), search)
         assert [one.costs.step_s for one in found.best if one.costs][: len(times)] == times
         assert found.best[0].costs is not None
         assert found.best[0].costs.reserved_bytes == search.reserved(found.best[0])
@@ -186,7 +186,7 @@ def test_the_first_fits_the_device() -> None:
         assert [one.why for one in found.lost] == ["makes torch's allocator reserve 101 B, 1 B too much"] * over
     none = Reserving({1.0: 101})
     none.heavier = lambda setup: [replace(setup, why="holds too much")]
-    assert first_fits(GpuResult((fast,), (), 100), lambda _: none).best == ()
+    assert first_fits(GpuResult((fast,), (), 100), none).best == ()
 
 
 def test_what_a_setup_reserves(steps: ShortSteps, tiny: str) -> None:

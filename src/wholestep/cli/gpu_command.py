@@ -158,7 +158,7 @@ class GpuPlanner:
                     raise
                 found = GpuResult((), (), self.memory_bytes)
             both = GpuResult(tuple(sorted([*found.best, *staged], key=step_s)), (*found.lost, *lost), self.memory_bytes)
-            found = first_fits(both, lambda one: pipelines if pipelines is not None and one.order else search)
+            found = first_fits(both, search)
         if not found.best:
             raise search.nothing(gpus, found.lost)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ class Reserves(Protocol):
     """A search that plans a setup with all layers."""
 
     def reserved(self, setup: Setup) -> int | None:
-        """What the allocator of a device reserves; None where devices have none."""
+        """What the allocator of a device reserves; None where nobody knows."""
         ...
 
     def heavier(self, setup: Setup) -> Sequence[Setup]:
@@ -25,7 +25,7 @@ class Reserves(Protocol):
 
 
 @existing_objects_frozen()
-def first_fits(found: GpuResult, search_of: Callable[[Setup], Reserves]) -> GpuResult:
+def first_fits(found: GpuResult, search: Reserves) -> GpuResult:
     """`found` without the setups before the first that fits into a device. They lost, and are tried with more
     recomputation. Searches bound tensors, which is linear in layers; what is reserved besides follows from all layers.
     """
@@ -33,13 +33,13 @@ def first_fits(found: GpuResult, search_of: Callable[[Setup], Reserves]) -> GpuR
     while best:
         first = best.pop(0)
         assert first.costs is not None, "it was simulated"
-        needs = search_of(first).reserved(first)
+        needs = search.reserved(first)
         if needs is None or needs <= found.memory_bytes:
             best.insert(0, replace(first, costs=replace(first.costs, reserved_bytes=needs)))
             break
         over = holding(first, needs, found.memory_bytes, "makes torch's allocator reserve {}")
         over = replace(over, costs=None, staged=None)
-        more = search_of(first).heavier(over)
+        more = search.heavier(over)
         best = sorted([*best, *(one for one in more if one.costs)], key=step_s)
         lost += [over, *(one for one in more if not one.costs)]
     return GpuResult(tuple(best), tuple(lost), found.memory_bytes)

@@ -159,8 +159,8 @@ class GpuSearch:
 
     @collector_paused()
     def reserved(self, setup: Setup) -> int | None:
-        """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all."""
-        if not self.hardware.has_gpus:
+        """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
+        if not self.hardware.has_gpus or setup.order:
             return None
         self.watch(f"all layers of {setup}")
         mesh, strategies, batch = setup.mesh, setup.strategies, setup.batch

@@ -364,10 +364,6 @@ class ShortPipelines:
         outside = _exchanges(found.steps[0].local, prices, setup.ranks)
         return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order)
 
-    def reserved_bytes(self, setup: StagedSetup, batch: int, step: StagedStep, software: Software) -> int | None:
-        """What the allocator of a device reserves at the fullest stage of `step`, planned with all layers."""
-        return fullest_reserves(step, self._planned(setup, batch), self.hardware, software)
-
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
         return planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)[1]

@@ -9,7 +9,7 @@ from math import ceil
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..errors import WholestepError
-from ..graph.gc_control import collector_paused, existing_objects_frozen
+from ..graph.gc_control import existing_objects_frozen
 from ..graph.text import seconds
 from ..hardware.hardware import Hardware
 from ..mesh import STAGES, Axis, Mesh
@@ -71,20 +71,6 @@ class StagedSearch:
             found = self._simulated(setup)
             (best if found.costs else lost).append(found)
         return best, lost
-
-    @collector_paused()
-    def reserved(self, setup: Setup) -> int | None:
-        """`device_fit.Reserves.reserved`: of the fullest stage."""
-        if setup.staged is None or not self.hardware.has_gpus:
-            return None
-        self.watch(f"all layers of {setup}")
-        own = StagedSetup(setup.mesh, setup.strategies)
-        return self.pipelines(setup.recompute).reserved_bytes(own, setup.batch, setup.staged, self.software)
-
-    def heavier(self, setup: Setup) -> Sequence[Setup]:
-        """`device_fit.Reserves.heavier`."""
-        later = self.kinds[self.kinds.index(setup.recompute) + 1 :]
-        return [self._simulated(replace(setup, recompute=kind, why="", over_bytes=0)) for kind in later[:1]]
 
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
         """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: of each group of
