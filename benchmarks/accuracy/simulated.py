@@ -171,7 +171,8 @@ def _reserved(run: Run, hardware: ws.Hardware, accumulates: bool) -> Reserved:
         unit = _layer_bytes(run)  # which FSDP gathers and reduces at a time; gradients travel in float32
         several = list(resized(several, bucket_bytes=unit, in_flight_bytes=2 * unit, may_coalesce=False))
     local = ws.run_passes(_planned(shape, hardware, run.layers), several)
-    return reserved(local, run.stack, until=_held(run, local), accumulates=accumulates)
+    params = [size_bytes(node) for given, node in local.placeholders() if given.role is Role.PARAM]
+    return reserved(local, run.stack, until=_held(run, local), added=params if accumulates else ())
 
 
 def _layer_bytes(run: Run) -> int:

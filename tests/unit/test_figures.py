@@ -45,7 +45,7 @@ def test_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
         "  tokens/s    8,000, 1,000 a GPU",
         "  MFU, HFU    40.0%, 50.0% with what is recomputed",
         "  peak a GPU  4.0 GB of 85.9 GB: activation 3.0 GB, parameter 1.0 GB",
-        "  reserved    not known from few layers, nor of pieces in a loop: `simulate` of this step as written has it",
+        "  reserved    not known from few layers: `simulate` of this step has it",
         "  exposed     500 ms of communication, 25.0% of the step",
         "  1B tokens   1.4 days, 278 GPU hours, 694 at 2.5 each",
         "  error       not validated: no published run on H100 SXM 80 GB was compared",

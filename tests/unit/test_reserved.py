@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,10 @@ from wholestep.cli.screen import Screen
 from wholestep.cost.allocator import Allocator, Block
 from wholestep.cost.reserved import reserved, reserved_bytes
 from wholestep.errors import BudgetError
-from wholestep.graph import meta
-from wholestep.graph.graph import Role
 
 MIB = 1 << 20
 PAGES = ws.Stack.named("torchtitan")
+H100 = ws.Hardware.preset("dgx-h100")
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 
 @pytest.fixture(scope="module")
-def local() -> ws.LocalGraph:
+def graph() -> ws.TrainGraph:
     with torch.device("meta"):
         layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)]
         model, x = nn.Sequential(*layers), torch.empty(4096, 1024)
-    graph = ws.capture(train_step, model, AdamW(model.parameters()), x)
+    return ws.capture(train_step, model, AdamW(model.parameters()), x)
+
+
+@pytest.fixture(scope="module")
+def local(graph: ws.TrainGraph) -> ws.LocalGraph:
     made = ws.partition(graph, ws.plan(graph, "dp=4", ws.DataParallel("fully_shard")))
-    return ws.run_passes(made, ws.pipeline(ws.Hardware.preset("dgx-h100")))
+    return ws.run_passes(made, ws.pipeline(H100))
 
 
 def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -> None:
@@ -127,11 +131,33 @@ def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -
     assert reserved(local, PAGES).reserved_bytes < plain.reserved_bytes + 2 * plain.allocated_bytes
 
 
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_of_a_loop_are_repeated(graph: ws.TrainGraph, pieces: int) -> None:
+    strategies = [ws.DataParallel("zero1"), ws.MicroBatches(pieces)]
+    made = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=4", strategies)), ws.pipeline(H100))
+    found = reserved(made, ws.Stack.named("wholestep"))
+    assert found.allocated_bytes == ws.peak_memory(made).size_bytes
+    assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_a_stage_runs_its_blocks_in_order(graph: ws.TrainGraph, order: Any) -> None:
+    """Tensors are those of `peak_memory`, and messages: of four pieces that have not left, one that is expected."""
+    whole = ws.partition(graph, ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=4, schedule=order)))
+    message = 4096 // 4 * 1024 * 4
+    for stage in range(2):
+        made = ws.run_passes(ws.stage_program(whole, stage), ws.pipeline(schedule=None))
+        found, peak = reserved(made, ws.Stack.named("wholestep")), ws.peak_memory(made).size_bytes
+        assert peak <= found.allocated_bytes <= peak + 5 * message
+        assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes
+    assert reserved_bytes(whole, H100) is None, "no rank runs all stages"
+
+
 def test_what_a_device_reserves(local: ws.LocalGraph) -> None:
     """Ranges that grow reserve less than segments; a device without such an allocator reserves nothing."""
     plain = reserved(local, ws.Stack.named("wholestep")).reserved_bytes
-    assert reserved_bytes(local, ws.Hardware.preset("dgx-h100")) == plain
-    assert reserved_bytes(local, ws.Hardware.preset("dgx-h100"), PAGES) == reserved(local, PAGES).reserved_bytes
+    assert reserved_bytes(local, H100) == plain
+    assert reserved_bytes(local, H100, PAGES) == reserved(local, PAGES).reserved_bytes
     assert reserved_bytes(local, ws.Hardware.default()) is None
 
 
@@ -140,9 +166,8 @@ def test_what_a_stack_holds_is_reserved(local: ws.LocalGraph) -> None:
     product = next(node for node in calls if node.target is torch.ops.aten.addmm.default)
     longer = reserved(local, PAGES, until={product: calls[-1]})
     assert longer.reserved_bytes >= reserved(local, PAGES).reserved_bytes
-    params = sum(meta.size_bytes(node) for given, node in local.placeholders() if given.role is Role.PARAM)
-    more = reserved(local, PAGES, accumulates=True).allocated_bytes - reserved(local, PAGES).allocated_bytes
-    assert more == params
+    more = reserved(local, PAGES, added=[MIB, 3 * MIB]).allocated_bytes - reserved(local, PAGES).allocated_bytes
+    assert more == 4 * MIB
 
 
 WIDE = model_file(

@@ -19,7 +19,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   numbers in their arguments; an option of `create_node`.
 - loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing, and a table of results
-  that never forgets; a public fake mode. Its _prep_args_for_hash (2.3): shorter keys of that table (`dispatch`).
+  that never forgets; a public fake mode.
 - nn.Module._parameters, _buffers, _modules (0.1): replaces members of a module; public writable views.
 - compiler._is_compiling_flag (2.1): selects the capturable form of torch.optim; a public switch.
 - utils.checkpoint._is_compiling (2.4): selective checkpointing recomputes while it is traced; a public switch.

@@ -36,7 +36,6 @@ _SEQUENCES: set[Any] = {tuple, list}
 _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _proxies: Any = proxy_tensor
 _kind: Callable[[Any], Any] = type
-_KEY = "_prep_args_for_hash"
 _NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
 
 
@@ -55,8 +54,6 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     quick = _fast_dispatch(slow[0], forms), inspect.unwrap(slow[1])
     changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
     changes += _with_sizes()
-    if hasattr(FakeTensorMode, _KEY):
-        changes.append((FakeTensorMode, _KEY, _fast_key(getattr(FakeTensorMode, _KEY))))
     return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
 
 
@@ -106,44 +103,6 @@ def _fast_dispatch(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callab
         return _record(mode, op, (args, named), nodes)
 
     return dispatch
-
-
-def _fast_key(slow: Callable[..., None]) -> Callable[..., None]:
-    """Return what adds arguments to a key of the table of results of fake tensors; `slow` is torch's, which looks at
-    what follows from shape and strides too, and at each size by itself.
-    """
-
-    def of(mode: Any, args: Any) -> list[Any] | None:
-        made: list[Any] = [_kind(args), len(args)]
-        for value in args:
-            kind = _kind(value)
-            if kind is FakeTensor and _is_simple(mode, value):
-                made.append((
-                    value.dtype, value.shape, value.stride(), value.fake_device, value.storage_offset(),
-                    value.untyped_storage().nbytes(), value.requires_grad, value.is_conj(), value.is_neg(),
-                    value.is_inference(),
-                ))  # fmt: skip
-            elif kind in _SEQUENCES and (within := of(mode, value)) is not None:
-                made += within
-            elif kind in _VALUES:
-                made += (kind, value)
-            else:
-                return None
-        return made
-
-    def add(mode: Any, key: list[Any], args: Any, *rest: Any) -> None:
-        made = of(mode, args) if _kind(args) in _SEQUENCES else None
-        if made is None:  # torch's part of a key remembers where in the key symbols are, so all of it is torch's
-            slow(mode, key, args, *rest)
-        else:
-            key += made
-
-    return add
-
-
-def _is_simple(mode: Any, value: Any) -> bool:
-    own = value.fake_mode is mode and value.constant is None
-    return own and value.layout is torch.strided and not value._has_symbolic_sizes_strides
 
 
 def _is_plain(op: Any, forms: Mapping[Any, Any]) -> bool:

@@ -15,7 +15,8 @@ from wholestep.errors import BudgetError, PlanError, WholestepError, shown
 from wholestep.graph.graph import TrainGraph
 from wholestep.graph.text import human, seconds, table
 from wholestep.mesh import STAGES
-from wholestep.planner.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup
+from wholestep.planner.device_fit import first_fits
+from wholestep.planner.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, step_s
 from wholestep.planner.search_result import Watch
 from wholestep.planner.short_steps import ShortSteps
 from wholestep.planner.staged_plan import ShortPipelines
@@ -146,18 +147,21 @@ class GpuPlanner:
         """The search for one number of GPUs; with `pipelines`, of them too."""
         search = self._search(seq)
         with self.screen.each(0) as watch:
-            search.watch = watch
-            if not self.pipelines:
-                return search.run(gpus, sequences)
-            staged, lost = self._staged(seq, watch).run(gpus, sequences)
+            search.watch, staged, lost = watch, list[Setup](), list[Setup]()
+            pipelines = self._staged(seq, watch) if self.pipelines else None
+            if pipelines is not None:
+                staged, lost = pipelines.run(gpus, sequences)
             try:
                 found = search.run(gpus, sequences)
             except BudgetError:
                 if not staged:
                     raise
                 found = GpuResult((), (), self.memory_bytes)
-        best = sorted([*found.best, *staged], key=lambda one: one.costs.step_s if one.costs else 0.0)
-        return GpuResult(tuple(best), (*found.lost, *lost), self.memory_bytes)
+            both = GpuResult(tuple(sorted([*found.best, *staged], key=step_s)), (*found.lost, *lost), self.memory_bytes)
+            found = first_fits(both, search)
+        if not found.best:
+            raise search.nothing(gpus, found.lost)
+        return found
 
     def _staged(self, seq: int, watch: Watch) -> StagedSearch:
         kinds = self._search(seq).kinds

@@ -110,12 +110,11 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
 
 def bytes_held(local: LocalGraph) -> list[int]:
     """The live bytes of `memory_curve`, without names."""
-    return curve(_storages(local), len(_calls(local.graph)))
+    return curve(storages_here(local, storages(local.graph)), len(_calls(local.graph)))
 
 
-def _storages(local: LocalGraph) -> list[Storage]:
-    """The storages of a program. What another stage of a pipeline has is empty here, and what another owner has."""
-    found = storages(local.graph)
+def storages_here(local: LocalGraph, found: list[Storage]) -> list[Storage]:
+    """Those of a program's storages `found` that are no empty ones of another stage of a pipeline or another owner."""
     if local.owner_axis:
         found = [one for one in found if meta.runs_on_first(one.node)]
     if local.stage is None:
@@ -144,7 +143,7 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     check_arguments("peak_memory", local=(local, LocalGraph))
     if local.stage_axis and local.stage is None:
         return _of_stages(local)
-    held, calls = _storages(local), _calls(local.graph)
+    held, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
     sizes = curve(held, len(calls))
     at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
     return _live_at(local, held, calls, at, sizes[at] if sizes else sum(s.size_bytes for s in held if s.first < 0))
@@ -152,7 +151,7 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
 
 def memory_at(local: LocalGraph, node: Node) -> PeakMemory:
     """The live bytes of a rank while one call node runs."""
-    held, calls = _storages(local), _calls(local.graph)
+    held, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
     at = calls.index(node)
     return _live_at(local, held, calls, at, curve(held, len(calls))[at])
 

@@ -184,15 +184,27 @@ def least_bytes(local: LocalGraph) -> int:
 def peak_beside_gradients(program: LocalGraph) -> int:
     """The most bytes that a rank holds besides the gradients of parameters and what is made of them."""
     varying, main = forward_backward(program, later_stages=False)
-    calls = sum(node.op == "call_function" for node in program.graph.nodes)
+    held, calls = storages(program.graph), sum(node.op == "call_function" for node in program.graph.nodes)
+    made = _gradients(held, varying, main)
 
     def counts(one: Storage) -> bool:
-        if one.first < 0:
-            return True
-        ends = any(user in varying and user not in main for member in one.members for user in member.users)
-        return one.node not in varying or (one.node in main and not (meta.is_backward(one.node) and ends))
+        return one.first < 0 or one.node not in varying or (one.node in main and (one.node, one.index) not in made)
 
-    return max(curve([one for one in storages(program.graph) if counts(one)], calls), default=0)
+    return max(curve([one for one in held if counts(one)], calls), default=0)
+
+
+def gradients_of(program: LocalGraph) -> set[tuple[Node, int]]:
+    """The gradients of parameters, whole as a backward leaves them: nodes, and the numbers of their outputs."""
+    return _gradients(storages(program.graph), *forward_backward(program, later_stages=False))
+
+
+def _gradients(held: Sequence[Storage], varying: set[Node], main: set[Node]) -> set[tuple[Node, int]]:
+    """The results of the backward that are read behind it, themselves or views of them."""
+    made = [one for one in held if one.node in main and meta.is_backward(one.node)]
+    return {
+        (one.node, one.index) for one in made
+        if any(user in varying and user not in main for member in one.members for user in member.users)
+    }  # fmt: skip
 
 
 def held_between(local: LocalGraph) -> int:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ..cost.reserved import reserved_bytes
 from ..cost.staged import StagedStep
 from ..errors import BudgetError, PlanError, WholestepError
-from ..graph.gc_control import existing_objects_frozen
+from ..graph.gc_control import collector_paused, existing_objects_frozen
+from ..graph.graph import Role
 from ..graph.text import human, human_at_least, seconds
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -18,7 +20,7 @@ from ..plan.data_parallel import DataParallel
 from ..plan.strategies import Strategies, compose
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
-from .bounds import Costs, held_between
+from .bounds import Costs, gradients_of, held_between
 from .candidates import Template, meshes, templates
 from .recompute_kinds import RecomputeKind
 from .search_result import Watch, first_line, unwatched
@@ -26,7 +28,8 @@ from .setup_estimate import SetupEstimate
 from .short_steps import ShortSteps, accumulating, repeated
 
 
-def _step_s(setup: Setup) -> float:
+def step_s(setup: Setup) -> float:
+    """Simulated seconds of a step."""
     return setup.costs.step_s if setup.costs else float("inf")
 
 
@@ -143,8 +146,32 @@ class GpuSearch:
             )  # fmt: skip
         best = self._raced(fit, lost)
         if not best:
-            raise self._nothing(ranks, lost)
-        return GpuResult(tuple(sorted(best, key=_step_s)), tuple(lost), self.memory_bytes)
+            raise self.nothing(ranks, lost)
+        return GpuResult(tuple(sorted(best, key=step_s)), tuple(lost), self.memory_bytes)
+
+    def heavier(self, setup: Setup) -> Sequence[Setup]:
+        """`device_fit.Reserves.heavier`."""
+        found, more = list[Setup](), self._recomputing_more(setup)
+        while more is not None:
+            found.append(self._simulated(more, float("inf")))
+            more = self._recomputing_more(found[-1]) if found[-1].why else None
+        return found
+
+    @collector_paused()
+    def reserved(self, setup: Setup) -> int | None:
+        """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
+        if not self.hardware.has_gpus or setup.order:
+            return None
+        self.watch(f"all layers of {setup}")
+        mesh, strategies, batch = setup.mesh, setup.strategies, setup.batch
+        local, added = self.steps.whole(mesh, strategies, batch, setup.recompute), list[int]()
+        summed = gradients_of(local) if setup.micro_batches > 1 else ()
+        if summed:
+            share = self._accumulated(setup) / self.param_bytes
+            added = [round(i.meta.size_bytes * share) for i in local.inputs if i.role is Role.PARAM]
+            held = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
+            added.append(max(held - sum(added), 0))  # what is not cut along tensor parallelism before it is complete
+        return reserved_bytes(local, self.hardware, self.steps.software.stack, added, summed)
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
@@ -153,7 +180,7 @@ class GpuSearch:
         while waiting or put_off:
             again = not waiting  # others do not fill the page
             setup = put_off.pop(0) if again else waiting.pop(0)
-            full, fastest = len(best) >= TUNING.setups_shown, min(map(_step_s, best), default=float("inf"))
+            full, fastest = len(best) >= TUNING.setups_shown, min(map(step_s, best), default=float("inf"))
             late = full and setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
             if late or (full and again) or len(best) >= TUNING.most_setups:
                 lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
@@ -301,7 +328,8 @@ class GpuSearch:
         few, more = self.steps.fewest(mesh, strategies, batch).costs(kind).costs, two.costs(kind).costs
         return repeated(one, one.grown(few, more), setup.micro_batches)
 
-    def _nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
+    def nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
+        """Why no setup is left."""
         over = [setup for setup in lost if setup.over_bytes]
         if not over:
             raise PlanError(

@@ -17,7 +17,7 @@ from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from .bounds import Costs, costs_of, peak_beside_gradients
 from .folded_step import FEWEST, FoldedStep, fold_step
-from .recompute_kinds import RecomputeKind, recomputing
+from .recompute_kinds import RecomputeKind, passes_of, recomputing
 from .resolve import planned_program
 
 CaptureStep = Callable[[int, int, int], TrainGraph]
@@ -93,6 +93,7 @@ class ShortSteps:
     known: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
     several: dict[tuple[int, int, int], TrainGraph] = field(default_factory=dict[tuple[int, int, int], TrainGraph])
     planned: dict[tuple[object, ...], MadeStep] = field(default_factory=dict[tuple[object, ...], MadeStep])
+    all_layers: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
 
     def step(self, batch: int, layers: int = FEWEST[1] + 1) -> FoldedStep | TrainGraph:
         """The step with at least so many layers; all of them where it cannot be extrapolated from few."""
@@ -154,6 +155,21 @@ class ShortSteps:
             folded = step if isinstance(step, FoldedStep) else None
             self.planned[key] = MadeStep(folded, pair, made, self.hardware, self.software)
         return self.planned[key]
+
+    def whole(self, mesh: Mesh, strategies: Strategies, batch: int, kind: RecomputeKind) -> LocalGraph:
+        """The program of one micro-batch with all layers, after all passes.
+
+        Raises:
+            PlanError: it cannot be planned.
+        """
+        step = self.step(batch)
+        graph = step.graph if isinstance(step, FoldedStep) else step
+        if isinstance(step, FoldedStep) and step.left_out:
+            if batch not in self.all_layers:
+                self.all_layers = {batch: self.capture(batch, 1, self.layers)}  # the last one: a deep step is large
+            graph = self.all_layers[batch]
+        local = planned_program(graph, mesh, strategies, None, self.hardware)[1]
+        return run_passes(local, passes_of(kind, self.hardware), owned=True)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies) -> int:
         """Bytes that a rank keeps between steps.

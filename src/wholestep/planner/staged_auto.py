@@ -25,7 +25,7 @@ from .candidates import Template, batches, is_open
 from .fit_stages import fit_stages, least_bytes
 from .resolve import planned_program
 from .search_result import Candidate, SearchResult, Status, Watch, first_line, unwatched
-from .staged_plan import costs_of_staged, staged
+from .staged_plan import costs_of_staged, fullest_reserves, staged
 
 _CHUNKS = (1, 2, 4)
 _FIRST = "zero1"  # gathers nothing while pieces run, and keeps least of the styles that do not
@@ -126,7 +126,8 @@ class StagedAuto:
     def _simulated(self, row: Candidate, strategies: Strategies, pipe: Pipeline) -> Candidate:
         planned, local = planned_program(self.graph, row.mesh, strategies, self.placed, self.hardware)
         prices = BlockPrices(self.hardware, row.mesh, self.software)
-        costs, again = costs_of_staged(staged(local, prices, pipe.schedule)), tuple[str, ...]()
+        step, again = staged(local, prices, pipe.schedule), tuple[str, ...]()
+        costs = costs_of_staged(step)
         budget, needs, status = self.budget_bytes, costs.peak_bytes, Status.SLOWER
         if budget is not None and needs > budget:
             status = Status.OVER_AT_PEAK
@@ -137,7 +138,10 @@ class StagedAuto:
                     needs = least_bytes(local, prices)
                 else:
                     needs, again, status = fit.peak_bytes, fit.rematerialized, Status.SLOWER
-                    costs = replace(costs_of_staged(fit.step(prices)), peak_bytes=needs)
+                    step, local = fit.step(prices), fit.local
+                    costs = replace(costs_of_staged(step), peak_bytes=needs)
+        taken = fullest_reserves(step, local, self.hardware, self.software)
+        costs = replace(costs, reserved_bytes=taken)
         count = batches(strategies, row.mesh)
         self.plans[f"{row.name} on {row.mesh}"] = planned
         return replace(

@@ -12,7 +12,9 @@ from dataclasses import astuple, dataclass, field, replace
 from math import ceil
 from typing import cast
 
-from ..backend.pipeline import stage_pipeline
+from ..backend.pipeline import pipeline, stage_pipeline
+from ..cost.reserved import reserved_bytes
+from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices
 from ..cost.stage_orders import APART, BlockCost
 from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
@@ -362,10 +364,12 @@ class ShortPipelines:
         outside = _exchanges(found.steps[0].local, prices, setup.ranks)
         return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order)
 
-    def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
+    def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
-        _, local = planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)
-        return staged(local, prices, setup.pipeline.schedule, passes)
+        return planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)[1]
+
+    def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
+        return staged(self._planned(setup, batch), prices, setup.pipeline.schedule, passes)
 
     def _equal_layers(self, batch: int) -> tuple[int, int]:
         """How many equal layers the step has, each of so many modules."""
@@ -461,6 +465,16 @@ def spread(few: Sequence[float], more: Sequence[float], layers: int, stages: int
         at = min(range(stages), key=lambda stage: each[stage][0] + each[stage][1] * found[stage])
         found[at] += 1
     return tuple(found)
+
+
+def fullest_reserves(step: StagedStep, local: LocalGraph, hardware: Hardware, software: Software) -> int | None:
+    """What the allocator of a device reserves at the fullest stage of `step`; None where devices have none. `local`:
+    the program of all stages with all layers.
+    """
+    if not hardware.has_gpus:
+        return None
+    own = stage_program(local, step.stages.index(step.fullest))
+    return reserved_bytes(run_passes(own, pipeline(schedule=None)), hardware, software.stack)
 
 
 def costs_of_staged(made: StagedStep) -> Costs:

@@ -92,7 +92,7 @@ class Figures:
             yield "tokens/s", "unknown: give --batch-tokens, the tokens in the batch"
         yield "MFU, HFU", f"{costs.mfu:.1%}, {costs.hfu:.1%} with what is recomputed"
         yield "peak a GPU", self._memory()
-        if self.hardware.has_gpus and not costs.idle_s:
+        if self.hardware.has_gpus and (costs.reserved_bytes is not None or not costs.idle_s):
             yield "reserved", self._reserved()
         share = costs.exposed_s / costs.step_s if costs.step_s else 0.0
         yield "exposed", f"{seconds(costs.exposed_s)} of communication, {share:.1%} of the step"
@@ -116,7 +116,7 @@ class Figures:
     def _reserved(self) -> str:
         costs, room = self.costs, self.memory_bytes
         if costs.reserved_bytes is None:
-            return "not known from few layers, nor of pieces in a loop: `simulate` of this step as written has it"
+            return "not known from few layers: `simulate` of this step has it"
         over = ", more than there is," if room is not None and costs.reserved_bytes > room else ""
         between = max(costs.reserved_bytes - costs.peak_bytes, 0)
         return (
