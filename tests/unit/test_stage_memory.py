@@ -24,7 +24,7 @@ from wholestep.passes.fit_memory import FitMemory
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.saved_values import SavedValues
 from wholestep.planner.fit_stages import fit_stages, least_bytes
-from wholestep.planner.search_result import Status
+from wholestep.planner.search_result import Status, explained
 from wholestep.planner.staged_plan import costs_of_staged, staged
 from wholestep.runtime.compile_options import CompileOptions, StepOptions
 
@@ -138,7 +138,7 @@ def test_llama(order: str) -> None:
 @lru_cache(maxsize=1)
 def wide() -> ws.TrainGraph:
     """Of which activations take most of the memory."""
-    model, optimizer = maker(6, False, 0.1)()
+    model, optimizer = maker(4, False, 0.1)()
     return ws.capture(train, model, optimizer, *batches(256, 1)[0])
 
 
@@ -147,7 +147,10 @@ def planned(stages: int, order: Any, pieces: int) -> LocalGraph:
     return ws.partition(wide(), ws.plan(wide(), f"pp={stages}", parallel))
 
 
-@pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("order", [
+    "1f1b", "interleaved",
+    pytest.param("gpipe", marks=pytest.mark.full), pytest.param("zero_bubble", marks=pytest.mark.full),
+])  # fmt: skip
 def test_peaks_of_stages_are_as_predicted(order: str) -> None:
     """Bytes of tensors while the program of a stage runs, with what it sends and receives."""
     local = planned(2, order, 8)
@@ -228,21 +231,17 @@ def test_a_step_takes_what_its_stages_compute_again(order: str) -> None:
 
 # -- the search -------------------------------------------------------------------------------------------------------
 def test_auto_fits_stages_by_recomputation() -> None:
-    asked = ws.Pipeline(micro_batches=8, schedule="1f1b")
-    free = ws.Auto(hardware=MACHINE, pipeline=asked).search(wide(), "pp=2")
-    local = planned(2, "1f1b", 8)
-    least = least_bytes(local, BlockPrices(MACHINE, local.mesh))
-    budget = (free.best.needs_bytes + least) // 2
-    auto = ws.Auto(budget, MACHINE, pipeline=asked)
-    found = auto.search(wide(), "pp=2")
+    asked, local = ws.Pipeline(micro_batches=8, schedule="1f1b"), planned(2, "1f1b", 8)
+    prices = BlockPrices(MACHINE, local.mesh)
+    free, least = costs_of_staged(staged(local, prices)), least_bytes(local, prices)
+    budget = (free.peak_bytes + least) // 2
+    found = ws.Auto(budget, MACHINE, pipeline=asked).search(wide(), "pp=2")
     assert found.best.status is Status.CHOSEN
-    assert least <= found.best.needs_bytes <= budget < free.best.needs_bytes
+    assert least <= found.best.needs_bytes <= budget < free.peak_bytes
     assert found.best.rematerialized
-    assert found.best.batch_s > free.best.batch_s
+    assert found.best.batch_s > free.step_s
     assert found.best.costs is not None
-    assert found.best.costs.again_s > 0
-    plan = ws.plan(wide(), "pp=2", auto)
-    assert StepOptions.of(CompileOptions(parallel=plan)).memory_bytes == budget
+    assert found.best.costs.again_s > free.again_s == 0
+    assert StepOptions.of(CompileOptions(parallel=explained(found))).memory_bytes == budget
     with pytest.raises(ws.PlanError, match="no pipeline fits"):
         ws.Auto(budget, MACHINE, pipeline=asked, recompute=False).search(wide(), "pp=2")
-    assert costs_of_staged(staged(local, BlockPrices(MACHINE, local.mesh))).again_s == 0
