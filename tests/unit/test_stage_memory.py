@@ -227,6 +227,8 @@ def test_a_step_takes_what_its_stages_compute_again(order: str) -> None:
     assert step.model_us == pytest.approx(before.model_us)
     assert before.step_us < step.step_us == pytest.approx(Stages(fit.local, hardware, fit.passes).step_us(), rel=0.01)
     assert ws.simulate(fit.local, hardware).step_us == pytest.approx(step.step_us)
+    peaks = [ws.peak_memory(stage_program(fit.local, stage)).size_bytes for stage in range(2)]
+    assert [one.peak_bytes for one in step.stages] == pytest.approx(peaks, rel=0.01)
 
 
 # -- the search -------------------------------------------------------------------------------------------------------

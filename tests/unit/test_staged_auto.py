@@ -109,7 +109,7 @@ def test_the_command_fits_stages_into_a_memory(tmp_path: Path) -> None:
 
     code, said = asked("3.72MB")
     assert code == 0, said
-    assert "peak a GPU  3.6 MB of 3.7 MB" in said
+    assert "peak a GPU  3.7 MB of 3.7 MB" in said
     code, said = asked("3MB")
     assert code != 0
-    assert "stage 0 needs at least 3." in said
+    assert "stage 0 needs at least 3.7 MB on a rank" in said
