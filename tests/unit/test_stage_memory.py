@@ -21,6 +21,7 @@ from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import with_bodies
 from wholestep.partition.stage_program import stage_program
 from wholestep.passes.fit_memory import FitMemory
+from wholestep.passes.recompute_layers import RecomputeLayers
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.saved_values import SavedValues
 from wholestep.planner.fit_stages import fit_stages, least_bytes
@@ -106,6 +107,16 @@ def test_loops_compute_what_one_device_does(mesh: str, pieces: int) -> None:
     one = one_device(3, False, 0.2 if mesh == "dp=1" else 0.0)
     found = compare(one, mesh, [GLOBAL, ws.MicroBatches(pieces)], in_place=True, edit=all_again)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_layers_are_computed_again_by_a_rule_in_a_loop(kind: Any) -> None:
+    found = compare(one_device(3, False, 0.2), "dp=1", ws.MicroBatches(4), edit=RecomputeLayers(kind))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    assert again(found.local) > 10
+    staged_local = ws.partition(wide(), ws.plan(wide(), "pp=2", ws.Pipeline(micro_batches=4)))
+    with pytest.raises(PlanError, match=f"recompute {kind}: the program of a stage"):
+        RecomputeLayers(kind)(stage_program(staged_local, 0))
 
 
 @pytest.mark.parametrize("order", ["1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
