@@ -100,3 +100,16 @@ def test_the_command(tmp_path: Path) -> None:
     found = ws.Plan.load(tmp_path / "plan.json")
     assert found.strategies is not None
     assert found.strategies.pipeline is not None
+
+
+def test_the_command_fits_stages_into_a_memory(tmp_path: Path) -> None:
+    def asked(memory: str) -> tuple[int, str]:
+        given = ("--micro-batches", "4", "--schedule", "gpipe", "--recompute", "auto", "--memory", memory)
+        return run(tmp_path, "--mesh", "pp=2", *given)
+
+    code, said = asked("3.72MB")
+    assert code == 0, said
+    assert "peak a GPU  3.7 MB of 3.7 MB" in said
+    code, said = asked("3MB")
+    assert code != 0
+    assert "stage 0 needs at least 3.7 MB on a rank" in said

@@ -145,7 +145,9 @@ def staged_step(
         spend(at)
         if exchange.is_loop:
             begin = min(now)
+            held = loop.peak_bytes
             loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now])
+            loop = replace(loop, peak_bytes=held)
             stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
             for rank, block, _, _, end in loop.spans:
                 stage = stages[block]

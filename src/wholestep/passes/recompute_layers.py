@@ -14,9 +14,11 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import arithmetic
+from ..graph.stage_part import part_of
+from ..hardware.hardware import Hardware
 from ..typed_values import check_fields
-from .rematerialize import rematerialized
 from .saved_tensors import SavedTensor, SavedTensors
+from .saved_values import SavedValues
 
 _LAYER = re.compile(r"(?:^|.*?[./])\d+(?=[./]|$)")
 KINDS = ("full", "selective")
@@ -49,20 +51,29 @@ class RecomputeLayers:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A copy in which layers recompute."""
-        saved, layers = SavedTensors(local, gathers=False), _layers(local)
-        if not any(layers.values()):
+        saved = SavedValues(local, gathers=False)
+        layers = {place: _layers(one.local) for place, one in saved.places.items()}
+        if any(map(part_of, local.graph.nodes)):
+            found, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
+            raise PlanError(found, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
+        if not any(any(of.values()) for of in layers.values()):
             raise PlanError(
                 f"recompute {self.kind}: no module of the step has a number as its name",
                 "layers in a ModuleList or Sequential",
                 "let a budget of memory decide (recompute auto)",
             )
+        names = [saved.full_name(place, name) for place, one in saved.places.items()
+                 for name in self._dropped(one, layers[place])]  # fmt: skip
+        return saved.applied(names, Hardware.default())
+
+    def _dropped(self, saved: SavedTensors, layers: dict[Node, str]) -> list[str]:
         dropped: dict[int, str] = {}
         for value in saved.candidates:
             if _stays_inside(value, saved, layers):
                 segment = min(value.reads)
                 if self.kind == "full" or not _repeats_products(value.storage.node, segment, saved, dropped):
                     dropped[id(value.storage)] = value.name
-        return rematerialized(saved, list(dropped.values()))
+        return list(dropped.values())
 
 
 def _stays_inside(value: SavedTensor, saved: SavedTensors, layers: dict[Node, str]) -> bool:

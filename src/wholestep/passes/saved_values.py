@@ -74,6 +74,10 @@ class SavedValues:
                 node.target = recut(loop, self.local.mesh, self.local.stage_axis, hardware, self.stage)
         return made
 
+    def full_name(self, place: str, value: str) -> str:
+        """The name of a value in one of the `places`."""
+        return f"{place}/{value}" if place else value
+
     def _path(self, name: str, hardware: Hardware, wire_price: float) -> list[RematChoice]:
         saved, loop = self.places[name], self.loops.get(name)
         if loop is None and self.stage is None:
@@ -83,9 +87,8 @@ class SavedValues:
         others = None
         if loop is not None and loop.stages is not None and self.stage is not None:
             others = OtherPieces.of(saved, loop.stages.parts[self.stage])
-        prefix = f"{name}/" if name else ""
         found = choices(saved, curve(own, len(saved.position)), hardware, wire_price, among=among, load=others)
-        return [replace(one, names=tuple(f"{prefix}{value}" for value in one.names)) for one in found]
+        return [replace(one, names=tuple(self.full_name(name, value) for value in one.names)) for one in found]
 
 
 def _of_piece(local: LocalGraph, at: Node, varying: Collection[Node]) -> LocalGraph:
