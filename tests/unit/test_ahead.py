@@ -19,6 +19,9 @@ def test_a_copy_answers_fails_or_is_dropped() -> None:
     assert Ahead(lambda: 1 / 0).result() is None
     assert Ahead(lambda: lambda: 3).result() is None, "a function cannot be sent"
     Ahead(lambda: [None for _ in iter(int, 1)]).drop()
+    hung = Ahead(lambda: [None for _ in iter(int, 1)])
+    assert hung.result(patience_s=0.1) is None
+    assert hung.silent
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     assert usable_cores() >= 1

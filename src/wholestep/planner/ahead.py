@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+PATIENCE_S = 60.0
+"""A candidate with all 126 layers of a model of 405B takes some ten seconds."""
 
 
 class Ahead(Generic[T]):
     """What `work` returns, computed in a copy of this process while this one goes on. The copy has no other threads and
-    must print nothing.
+    must print nothing. `silent`: it has not answered; a lock that another thread held may have been copied.
     """
+
+    silent = False
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._pipe, end = os.pipe()
@@ -23,8 +28,11 @@ class Ahead(Generic[T]):
             _answer(work, end)
         os.close(end)
 
-    def result(self) -> T | None:
-        """What it has returned, once it has; None where it failed: computed here, it says why."""
+    def result(self, patience_s: float = PATIENCE_S) -> T | None:
+        """What it has returned, once it has; None where it failed or is silent: computed here, it says why."""
+        if not select.select([self._pipe], [], [], patience_s)[0]:
+            self.silent = True
+            os.kill(self._copy, signal.SIGKILL)
         found = self._ended()
         try:
             return pickle.loads(found)

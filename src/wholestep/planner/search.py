@@ -155,6 +155,7 @@ class Search:
         evaluator.watch(f"{doing}{row.name}")
         copy = self.copies.pop(_key(row), None)
         known = copy.result() if copy else None
+        self.cores = 1 if copy and copy.silent else self.cores
         steps = iter(known) if known else evaluator.steps(row)
         try:
             found, mark = next(steps)
