@@ -27,7 +27,7 @@ from wholestep.distributed.launch import World
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import copy_graph
 from wholestep.hardware.curves import CollectiveCost
-from wholestep.passes import fit_memory
+from wholestep.passes import fit_memory, saved_values
 from wholestep.plan.decision import Objective
 from wholestep.plan.strategies import Strategies
 from wholestep.plan.strategy import Pins
@@ -102,7 +102,7 @@ def test_a_second_start_measures_and_searches_nothing(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("measured or searched")
 
-    for where, name in ((finalize, "measure_hardware"), (fit_memory, "choices"), (choose_strategy, "_chosen")):
+    for where, name in ((finalize, "measure_hardware"), (saved_values, "choices"), (choose_strategy, "_chosen")):
         monkeypatch.setattr(where, name, refuse)
     warm, second = made[2].run(tmp_path)
     assert (without.cache_log, cold.cache_log, warm.cache_log) == ([], ["miss: no entry"], ["hit"])
