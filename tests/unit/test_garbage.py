@@ -1,4 +1,4 @@
-"""When the garbage collector runs: not while a step is compiled, but in searches, and once behind a large compile."""
+"""When the garbage collector runs: in searches, and once behind a large compile."""
 
 import gc
 import weakref
@@ -28,10 +28,9 @@ def test_a_large_compile_ends_with_a_collection() -> None:
     """So that none of its objects is left for one in a later call."""
     with collected_after():
         held = [[i] for i in range(120 * gc.get_threshold()[0])]
+        collections = gc.get_stats()[2]["collections"]
         lost = weakref.ref(Cycle())
-        assert not gc.isenabled()
-        assert lost() is not None
-    assert gc.isenabled()
+    assert gc.get_stats()[2]["collections"] > collections
     assert lost() is None
     assert gc.get_count()[0] < len(held)
 
@@ -52,13 +51,3 @@ def test_a_collector_that_the_user_has_turned_off_stays_off() -> None:
     assert held
     assert not gc.isenabled()
     assert gc.get_stats()[2]["collections"] == collections
-
-
-def test_a_search_within_a_compile_frees_what_it_discards() -> None:
-    with collected_after():
-        with existing_objects_frozen():
-            lost = weakref.ref(Cycle())
-            held = [[i] for i in range(2 * gc.get_threshold()[0])]
-            assert lost() is None
-        assert held
-        assert not gc.isenabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -23,12 +24,12 @@ def collector_paused() -> Generator[None]:
 
 @contextmanager
 def collected_after() -> Generator[None]:
-    """Pause the garbage collector inside this context, and run it at the end if there are so many new objects that it
-    would go through all objects in some later call of a step, which can take longer than the step.
+    """Run the garbage collector at the end of this context if there are so many new objects that it would go through
+    all objects in some later call of a step, which can take longer than the step.
     """
-    with collector_paused():
-        yield
-    if gc.isenabled() and gc.get_count()[0] > _MANY * gc.get_threshold()[0]:
+    before = sys.getallocatedblocks()
+    yield
+    if gc.isenabled() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
         gc.collect()
 
 
@@ -37,14 +38,11 @@ def existing_objects_frozen() -> Generator[None]:
     """Exclude existing objects from garbage collection inside this context or decorated function: the collector frees
     the discarded graphs of a search without a walk over the others. Nested uses have no effect.
     """
-    was_on, was_frozen = gc.isenabled(), gc.get_freeze_count()
-    if not was_frozen:
-        gc.freeze()
-    gc.enable()
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
     try:
         yield
     finally:
-        if not was_frozen:
-            gc.unfreeze()
-        if not was_on:
-            gc.disable()
+        gc.unfreeze()
