@@ -14,16 +14,18 @@ from wholestep.planner.ahead import Ahead, usable_cores
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux alone")
 
 
-def test_a_copy_answers_fails_or_is_dropped() -> None:
-    assert Ahead(lambda: [os.getpid() == os.getppid(), 3]).result() == [False, 3]
-    assert Ahead(lambda: 1 / 0).result() is None
-    assert Ahead(lambda: lambda: 3).result() is None, "a function cannot be sent"
-    Ahead(lambda: [None for _ in iter(int, 1)]).drop()
-    hung = Ahead(lambda: [None for _ in iter(int, 1)])
+def test_a_copy_answers_fails_is_dropped_or_given_up() -> None:
+    answers, fails, refused = Ahead(os.getppid), Ahead(lambda: 1 / 0), Ahead(lambda: lambda: 3)
+    assert answers.result() == os.getpid()
+    assert fails.result() is None
+    assert refused.result() is None, "a function cannot be sent"
+    dropped, hung = (Ahead(lambda: [None for _ in iter(int, 1)]) for _ in range(2))
+    dropped.drop()
     assert hung.result(patience_s=0.1) is None
-    assert hung.silent
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert (hung.silent, fails.silent) == (True, False)
+    for copy in (answers, fails, refused, dropped, hung):
+        with pytest.raises(ChildProcessError):
+            os.waitpid(copy.process, os.WNOHANG)
     assert usable_cores() >= 1
 
 

@@ -16,15 +16,16 @@ PATIENCE_S = 60.0
 
 class Ahead(Generic[T]):
     """What `work` returns, computed in a copy of this process while this one goes on. The copy has no other threads and
-    must print nothing. `silent`: it has not answered; a lock that another thread held may have been copied.
+    must print nothing. `process`: its number. `silent`: it has not answered; it may have copied a lock that another
+    thread held.
     """
 
     silent = False
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._pipe, end = os.pipe()
-        self._copy = os.fork()
-        if not self._copy:
+        self.process = os.fork()
+        if not self.process:
             _answer(work, end)
         os.close(end)
 
@@ -32,7 +33,7 @@ class Ahead(Generic[T]):
         """What it has returned, once it has; None where it failed or is silent: computed here, it says why."""
         if not select.select([self._pipe], [], [], patience_s)[0]:
             self.silent = True
-            os.kill(self._copy, signal.SIGKILL)
+            os.kill(self.process, signal.SIGKILL)
         found = self._ended()
         try:
             return pickle.loads(found)
@@ -41,13 +42,13 @@ class Ahead(Generic[T]):
 
     def drop(self) -> None:
         """End the copy."""
-        os.kill(self._copy, signal.SIGKILL)
+        os.kill(self.process, signal.SIGKILL)
         self._ended()
 
     def _ended(self) -> bytes:
         with os.fdopen(self._pipe, "rb") as pipe:
             found = pipe.read()
-        os.waitpid(self._copy, 0)
+        os.waitpid(self.process, 0)
         return found
 
 
