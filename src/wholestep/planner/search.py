@@ -135,7 +135,7 @@ class Search:
         bounded, mark = next(steps)
         if self.best is not None and bounded.bound_s >= self.best.batch_s:
             return [(bounded, mark)]
-        return [(bounded, mark), (next(steps)[0], None)]  # a plan is large: that of the best is made again
+        return [(bounded, mark), (next(steps)[0], None)]  # a plan is large to send: the best one is made again here
 
     def _unneeded(self, row: Candidate) -> None:
         """Nobody asks for a candidate any more."""
