@@ -16,16 +16,17 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep as ws
-from tests import simulate
+from tests import interpret, simulate
 from tests.simulate import Simulation, cut
 from tests.unit.test_sizes import OPS, D, sizes_in
 from wholestep import partition, plan
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture.capture import Capture, at_other_sizes, capture_step
 from wholestep.capture.sizes_fixed import SizesFixedError
+from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
-from wholestep.graph.loop import loop_of
-from wholestep.graph.nodes import copy_graph
+from wholestep.graph.loop import loop_of, with_bodies
+from wholestep.graph.nodes import copy_graph, is_mutating
 from wholestep.graph.sizes_in_graph import at_sizes, instantiated
 from wholestep.plan.plan import Plan
 from wholestep.runtime.symbolic_sizes import PlannedFor, other_sizes
@@ -77,9 +78,12 @@ class Model(nn.Module):
 
 @dataclass
 class AtSizes(Simulation):
-    """All ranks of a program with symbols, at these sizes."""
+    """All ranks of a program with symbols, at these sizes; results with the strides of the trace, which may know
+    symbols.
+    """
 
     symbols: Mapping[str, int] | None = None
+    strides: Mapping[Node, tuple[int, ...] | None] | None = None
 
     def _run(self, local: LocalGraph, given: list[list[Tensor]]) -> list[list[Any]]:
         def plain(value: Any) -> Any:
@@ -89,8 +93,13 @@ class AtSizes(Simulation):
             arguments: Any = bound_arguments(node, coordinate)
             return map_aggregate(arguments, plain)
 
+        def as_traced(node: Node, made: Any) -> Any:
+            stride = None if is_mutating(node) else (self.strides or {}).get(node)
+            return made if stride is None else meta.with_stride(made, tuple(map(plain, stride)))
+
         with pytest.MonkeyPatch.context() as patch:
             run_all = simulate.run_all
+            patch.setattr(interpret, "as_traced", as_traced)
             patch.setattr(simulate, "run_all", lambda program, rows, _: run_all(program, rows, bound))
             return super()._run(local, given)
 
@@ -150,13 +159,14 @@ def follow(
     for node in filled.graph.nodes:
         if loop := loop_of(node):
             node.target = loop.with_body(copy_graph(loop.body))
+    strides = {node: meta.traced_stride(node) for node, _ in with_bodies(filled.graph)}
     at_sizes(filled.graph, sizes)
     ranks: list[dict[str, Tensor]] = [{} for _ in range(planned.mesh.size)]
     layouts = {given.name: layout for given, layout in zip(local.inputs, local.layouts, strict=True)}
     for name, value in zip("xy", whole, strict=True):
         for rank, piece in enumerate(cut(value, layouts[name], local.mesh)):
             ranks[rank][name] = piece
-    simulation = AtSizes(made, planned, filled, symbols=sizes)
+    simulation = AtSizes(made, planned, filled, symbols=sizes, strides=strides)
     simulation.start()
     for loss, *_ in simulation.step(ranks):
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-11)
