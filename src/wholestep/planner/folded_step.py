@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from math import ceil, prod
+from typing import cast
 
 from torch import nn
 from torch.fx import Node
@@ -196,9 +197,11 @@ def layers_alike(model: nn.Module, repeats: Repeats) -> bool:
 
 def _said(layer: nn.Module) -> dict[str, object]:
     """What a layer says of itself, by path."""
-    found: dict[str, object] = {f"{path}.": type(module) for path, module in layer.named_modules()}
+    modules = [*cast(Iterator[tuple[str, nn.Module]], layer.named_modules())]
+    found: dict[str, object] = {f"{path}.": type(module) for path, module in modules}
     found |= {name: (one.shape, one.dtype) for name, one in layer.state_dict(keep_vars=True).items()}
-    for path, module in layer.named_modules():
-        plain = {name: one for name, one in vars(module).items() if isinstance(one, (bool, int, float, str))}
-        found |= {f"{path}.{name}": (type(one), one) for name, one in plain.items()}
+    for path, module in modules:
+        for name, one in cast(dict[str, object], vars(module)).items():
+            if isinstance(one, (bool, int, float, str)):
+                found[f"{path}.{name}"] = type(one), one
     return found
