@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from threading import Event
 
 import pytest
 import torch
@@ -9,9 +11,17 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import mean_square
-from wholestep.planner.ahead import Ahead, usable_cores
+from wholestep.planner.ahead import PATIENCE_S, Ahead, usable_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux alone")
+
+
+def _computes() -> str:
+    """For more than a second."""
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        pass
+    return "done"
 
 
 def test_a_copy_answers_fails_is_dropped_or_given_up() -> None:
@@ -19,11 +29,12 @@ def test_a_copy_answers_fails_is_dropped_or_given_up() -> None:
     assert answers.result() == os.getpid()
     assert fails.result() is None
     assert refused.result() is None, "a function cannot be sent"
-    dropped, hung = (Ahead(lambda: [None for _ in iter(int, 1)]) for _ in range(2))
+    dropped, hung, slow = Ahead(Event().wait), Ahead(Event().wait), Ahead(_computes)
     dropped.drop()
     assert hung.result(patience_s=0.1) is None
+    assert slow.result(patience_s=0.7) == "done", "it is waited for while it computes"
     assert (hung.silent, fails.silent) == (True, False)
-    for copy in (answers, fails, refused, dropped, hung):
+    for copy in (answers, fails, refused, dropped, hung, slow):
         with pytest.raises(ChildProcessError):
             os.waitpid(copy.process, os.WNOHANG)
     assert usable_cores() >= 1
@@ -38,8 +49,8 @@ def test_a_search_on_two_cores_finds_the_same(monkeypatch: pytest.MonkeyPatch) -
     begun = list[object]()
 
     class Noted(Ahead[object]):
-        def result(self) -> object:
-            begun.append(found := super().result())
+        def result(self, patience_s: float = PATIENCE_S) -> object:
+            begun.append(found := super().result(patience_s))
             return found
 
     monkeypatch.setattr("wholestep.planner.search.Ahead", Noted)

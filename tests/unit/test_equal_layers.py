@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from wholestep.graph import meta
 from wholestep.graph.folding.fold import fold
 from wholestep.graph.folding.repeats import Repeats, find_repeats, why_not
 from wholestep.graph.graph import Role
+from wholestep.planner.folded_step import layers_alike
 
 DEEP, SHALLOW, WIDTH, WORDS = 6, 3, 8, 12
 checkpoint: Any = vars(checkpoints)["checkpoint"]
@@ -28,19 +30,19 @@ checkpoint: Any = vars(checkpoints)["checkpoint"]
 class Block(nn.Module):
     """Attention and a gated product, each added to what came in."""
 
-    def __init__(self, width: int = WIDTH, gated: bool = True) -> None:
+    def __init__(self, width: int = WIDTH, gated: bool = True, constant: bool = False) -> None:
         super().__init__()
         self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.gated = gated
+        self.gated, self.constant = gated, constant
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         q, k, v = self.qkv(self.one(x)).chunk(3, -1)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        made = self.up(self.two(x))
+        made = self.up(self.two(x)) + (torch.tensor([2.0], dtype=x.dtype) if self.constant else 0)
         return x + self.down(F.gelu(made) if self.gated else made.relu())
 
 
@@ -50,7 +52,8 @@ class Words(nn.Module):
     def __init__(self, count: int, order: Callable[[int], list[int]] = lambda n: list(range(n)), **odd: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block(gated=odd.get("differs") != i) for i in range(count))
+        constant = bool(odd.get("constant"))
+        self.layers = nn.ModuleList(Block(gated=odd.get("differs") != i, constant=constant) for i in range(count))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if odd.get("tied"):
             self.head.weight = self.embed.weight
@@ -174,13 +177,29 @@ def found_in(graph: ws.TrainGraph) -> Repeats:
 
 
 def check_against_capture(deep: ws.TrainGraph, shallow: ws.TrainGraph, blocks: int = SHALLOW) -> None:
-    """Op for op, in what they read, in inputs, outputs and losses."""
-    short = fold(deep, found_in(deep), blocks)
-    assert structure(short) == structure(shallow)
-    for ours, theirs in ((short.inputs, shallow.inputs), (short.outputs, shallow.outputs)):
-        assert [without_number(repr(one)) for one in ours] == [without_number(repr(one)) for one in theirs]
-    assert len(short.losses) == len(shallow.losses)
-    assert short.constants.keys() == shallow.constants.keys()
+    """Op for op, in what they read, in inputs, outputs and losses; the smaller one unfolded is the deep one."""
+    check_equal(fold(deep, found_in(deep), blocks), shallow)
+    few = find_repeats(shallow)
+    if few is not None:
+        long = fold(shallow, few, found_in(deep).count + few.count - blocks)
+        check_equal(long, deep)
+        named = [[one for one in graph.inputs if one.role is not Role.CONST] for graph in (long, deep)]
+        assert (named[0], long.outputs) == (named[1], deep.outputs), "layers are numbered as in the deep model"
+
+
+def unnumbered(one: Any) -> str:
+    is_constant = getattr(one, "role", None) is Role.CONST
+    return without_number(repr(replace(one, name="") if is_constant else one))
+
+
+def check_equal(ours: ws.TrainGraph, theirs: ws.TrainGraph) -> None:
+    assert structure(ours) == structure(theirs)
+    for some, others in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):
+        assert [*map(unnumbered, some)] == [*map(unnumbered, others)]
+    assert len(ours.losses) == len(theirs.losses)
+    assert [*map(str, ours.constants.values())] == [*map(str, theirs.constants.values())]
+    for one in (ours, theirs):
+        assert one.constants.keys() == {given.name for given in one.inputs if given.role is Role.CONST}
 
 
 # -- the graph of the smaller model ----------------------------------------------------------
@@ -196,7 +215,9 @@ def test_folded_is_the_smaller_capture(step: Any, name: str) -> None:
     check_against_capture(step_of(DEEP, step, make), step_of(SHALLOW, step, make))
 
 
-@pytest.mark.parametrize("odd", [{"tied": True}, {"skip": True}, {"again": True}, {"frozen": True}, {"twice": True}])
+@pytest.mark.parametrize(
+    "odd", [{"constant": True}, {"tied": True}, {"skip": True}, {"again": True}, {"frozen": True}, {"twice": True}]
+)
 def test_models(odd: dict[str, Any]) -> None:
     """Where the first layer or the last differs (its backward adds to no other's), it stays beside the three."""
     deep = step_of(DEEP, clipped, **odd)
@@ -217,7 +238,7 @@ def test_all_blocks_are_the_graph_itself() -> None:
     assert fold(deep, found_in(deep), DEEP) is deep
 
 
-@pytest.mark.parametrize("blocks", [0, DEEP + 1])
+@pytest.mark.parametrize("blocks", [0, -1])
 def test_numbers_of_blocks_that_there_are_not(blocks: int) -> None:
     deep = step_of(DEEP)
     with pytest.raises(GraphError, match=f"^{blocks} of 6 equal layers"):
@@ -273,6 +294,18 @@ def test_equals_have_equal_shapes_and_operations() -> None:
 def test_a_layer_that_differs_stays(odd: dict[str, Any], first: int, count: int) -> None:
     repeats = found_in(step_of(DEEP, clipped, **odd))
     assert (repeats.first, repeats.count) == (first, count)
+
+
+def test_layers_that_were_not_captured_are_compared() -> None:
+    few, deep, odd = found_in(step_of(SHALLOW, clipped)), build(DEEP), build(DEEP, differs=DEEP - 1)
+    assert layers_alike(deep, few)
+    assert not layers_alike(odd, few)
+    for number, layer in enumerate(deep.get_submodule("layers").children()):
+        layer.number = number
+    assert layers_alike(deep, few), "layers know their numbers"
+    wider = build(DEEP)
+    wider.get_submodule("layers.4").up = nn.Linear(WIDTH, WIDTH + 1)
+    assert not layers_alike(wider, few)
 
 
 def test_what_is_left_around_a_layer_that_differs() -> None:

@@ -16,6 +16,7 @@ from wholestep.cli.hf import ModelSpec, build
 from wholestep.cost.reserved import reserved_bytes
 from wholestep.passes.bucket_sizes import smaller_buckets
 from wholestep.plan.strategies import compose
+from wholestep.planner.ahead import PATIENCE_S, Ahead
 from wholestep.planner.bounds import Costs, costs, held_between, least_bytes
 from wholestep.planner.candidates import Template, TemplateKey
 from wholestep.planner.device_fit import first_fits
@@ -204,13 +205,40 @@ def test_what_a_setup_reserves(steps: ShortSteps, tiny: str) -> None:
     assert GpuSearch(steps, ws.Hardware.default(), 1 << 30, None, 1_000_000).reserved(setup) is None
 
 
-def test_the_command(flat: str, tmp_path: Path) -> None:
-    out = tmp_path / "search.json"
-    code, said = run(
-        "--hf", flat, "--gpus", "8", "--global-batch", "8", "--seq", "64", "--style", "zero1", "--tokens", "1B",
-        "--price", "2/h", "--json", str(out),
-    )  # fmt: skip
-    assert code == 0, said
+def test_all_layers_are_captured_where_one_differs(tiny: str) -> None:
+    model, made = build(ModelSpec(tiny)).args[0], list[int]()
+
+    def capture(batch: int, micro_batches: int, layers: int) -> ws.TrainGraph:
+        made.append(layers)
+        return captured(tiny, batch, micro_batches, layers)
+
+    ShortSteps(capture, LAYERS, H100, model=model).step(1)
+    model.model.layers[LAYERS - 2].self_attn.sliding_window = 16
+    ShortSteps(capture, LAYERS, H100, model=model).step(1)
+    assert made == [4, 4, LAYERS]
+
+
+def test_the_command(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one core and with two it finds the same, and what the first setup reserves is said by a copy."""
+    out, answers, made = tmp_path / "search.json", list[object](), list[Any]()
+
+    class Noted(Ahead[object]):
+        def result(self, patience_s: float = PATIENCE_S) -> object:
+            answers.append(found := super().result(patience_s))
+            return found
+
+    monkeypatch.setattr("wholestep.planner.gpu_search.Ahead", Noted)
+    said = ""
+    for cores in (1, 2):
+        monkeypatch.setattr(gpu_command, "usable_cores", lambda cores=cores: cores)
+        code, said = run(
+            "--hf", flat, "--gpus", "8", "--global-batch", "8", "--seq", "64", "--style", "zero1", "--tokens", "1B",
+            "--price", "2/h", "--json", str(out),
+        )  # fmt: skip
+        assert code == 0, said
+        made.append(json.loads(out.read_text()))
+    assert made[0] == made[1]
+    assert answers == [made[0]["setups"][0]["figures"]["reserved_bytes"]]
     texts = (
         "tokens/s/GPU",
         "the first: zero1 on",
@@ -221,9 +249,8 @@ def test_the_command(flat: str, tmp_path: Path) -> None:
     )
     for text in texts:
         assert text in said
-    made = json.loads(out.read_text())
-    assert made["format"] == "wholestep search"
-    assert made["setups"][0]["figures"]["step_tokens"] == 8 * 64
+    assert made[0]["format"] == "wholestep search"
+    assert made[0]["setups"][0]["figures"]["step_tokens"] == 8 * 64
     command = next(line for line in said.splitlines() if line.startswith("to plan it")).split("wholestep plan ")[1]
     code, said = run(*command.split())
     assert code == 0, said

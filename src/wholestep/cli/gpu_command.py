@@ -15,6 +15,7 @@ from wholestep.errors import BudgetError, PlanError, WholestepError, shown
 from wholestep.graph.graph import TrainGraph
 from wholestep.graph.text import human, seconds, table
 from wholestep.mesh import STAGES
+from wholestep.planner.ahead import Ahead, usable_cores
 from wholestep.planner.device_fit import first_fits
 from wholestep.planner.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, step_s
 from wholestep.planner.search_result import Watch
@@ -81,13 +82,16 @@ def sweep_of(text: str) -> Sweep:
 
 @dataclass
 class GpuPlanner:
-    """Searches for a model of `--hf` on the `machine` of `--hardware`; captures are shared by all numbers of GPUs."""
+    """Searches for a model of `--hf` on the `machine` of `--hardware`; captures are shared by all numbers of GPUs. With
+    several `cores` a copy of this process does a part.
+    """
 
     screen: Screen
     spec: ModelSpec
     options: SharedOptions
     machine: str
     pipelines: bool = False
+    cores: int = 1
 
     def __post_init__(self) -> None:
         self.hardware = hardware_of(self.machine)
@@ -117,7 +121,8 @@ class GpuPlanner:
             chosen = self.options.recompute
             kinds = ALL_KINDS if chosen in (None, Recompute.auto) else (self.options.recomputes(),)
             styles = None if self.options.style is None else (self.options.style.value,)
-            steps = ShortSteps(partial(self._capture, seq), self.layers, self.hardware, self.options.software)
+            model, capture = self.model.args[0], partial(self._capture, seq)
+            steps = ShortSteps(capture, self.layers, self.hardware, self.options.software, model)
             self.searches[seq] = GpuSearch(
                 steps, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds, styles
             )
@@ -148,24 +153,28 @@ class GpuPlanner:
         search = self._search(seq)
         with self.screen.each(0) as watch:
             search.watch, staged, lost = watch, list[Setup](), list[Setup]()
-            pipelines = self._staged(seq, watch) if self.pipelines else None
-            if pipelines is not None:
-                staged, lost = pipelines.run(gpus, sequences)
-            try:
-                found = search.run(gpus, sequences)
-            except BudgetError:
-                if not staged:
-                    raise
+            flat, copy = partial(_found_by, search, gpus, sequences), None
+            if self.pipelines:
+                copy = Ahead(flat) if self.cores > 1 else None
+                staged, lost = self._staged(seq, watch).run(gpus, sequences)
+                watch("setups without stages")
+            search.cores = 1 if self.pipelines else self.cores
+            found = (copy.result() if copy else None) or flat()
+            if isinstance(found, BudgetError) and staged:
                 found = GpuResult((), (), self.memory_bytes)
+            if isinstance(found, PlanError):
+                raise found
             both = GpuResult(tuple(sorted([*found.best, *staged], key=step_s)), (*found.lost, *lost), self.memory_bytes)
             found = first_fits(both, search)
+            search.drop()
         if not found.best:
             raise search.nothing(gpus, found.lost)
         return found
 
     def _staged(self, seq: int, watch: Watch) -> StagedSearch:
         kinds = self._search(seq).kinds
-        short = {kind: ShortPipelines(partial(self._checkpointed, seq, kind), self.layers, self.hardware)
+        short = {kind: ShortPipelines(partial(self._checkpointed, seq, kind), self.layers, self.hardware,
+                                      self.model.args[0])
                  for kind in kinds}  # fmt: skip
         return StagedSearch(
             short.__getitem__, self.layers, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds,
@@ -187,6 +196,14 @@ class GpuPlanner:
         )  # fmt: skip
 
 
+def _found_by(search: GpuSearch, gpus: int, sequences: int) -> GpuResult | PlanError:
+    """What a search finds, or why it finds nothing."""
+    try:
+        return search.run(gpus, sequences)
+    except PlanError as error:
+        return error
+
+
 def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sweep: Sweep | None) -> None:
     """Refuse what the search decides itself, and what it cannot decide."""
     if options.hf is None:
@@ -204,6 +221,7 @@ def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sw
 
 def search(screen: Screen, planner: GpuPlanner, gpus: int, global_batch: int, out: Path | None) -> str:
     """The best setups for a number of GPUs as text; written to `out` as JSON."""
+    planner.cores = usable_cores()
     found = planner.run(gpus, planner.seq, global_batch)
     best = [planner.figures(setup, planner.seq, global_batch) for setup in found.best[:_SHOWN]]
     body = {

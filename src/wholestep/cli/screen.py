@@ -1,5 +1,6 @@
 """Shows the stages of a command: a live display on a terminal, plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,18 +19,25 @@ STAGES = {
 
 
 class Screen:
-    """The progress display of a command: a line per finished stage, and on a terminal the running stage below."""
+    """The progress display of a command: a line per finished stage, and on a terminal the running stage below. A copy
+    of the process, which has no thread that draws, shows nothing.
+    """
 
     def __init__(self, console: Console) -> None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=32), TimeElapsedColumn()
-        self._console = console
-        self._live = Progress(*columns, console=console, transient=True) if console.is_terminal else None
-        if self._live:
-            self._live.start()
+        self._console, self._process = console, os.getpid()
+        self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        if self._progress:
+            self._progress.start()
+
+    @property
+    def _live(self) -> Progress | None:
+        return self._progress if os.getpid() == self._process else None
 
     def note(self, text: str) -> None:
         """Print a permanent line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
+        if os.getpid() == self._process:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def close(self) -> None:
         """End the live display."""

@@ -54,7 +54,7 @@ class StagedSetups:
             if not isinstance(layers, int):
                 refuse(f"{self.spec.config} has no num_hidden_layers: needed with an axis pp")
             self.spec = replace(self.spec, micro_batches=1, recompute=kind)
-            self.short = ShortPipelines(self._capture, layers, self.asked.hardware)
+            self.short = ShortPipelines(self._capture, layers, self.asked.hardware, self.asked.target.args[0])
 
     def _capture(self, batch: int, micro_batches: int, layers: int) -> ws.TrainGraph:
         assert self.spec is not None, "a model of --hf"

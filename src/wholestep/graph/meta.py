@@ -233,6 +233,12 @@ def module_path(node: Node) -> str:
     return str(node.meta.get("custom", {}).get("module", ""))
 
 
+def set_module_path(node: Node, path: str) -> None:
+    """Change the path of the module that made the node, if it has one."""
+    if path != module_path(node):
+        node.meta["custom"] = {**node.meta["custom"], "module": path}
+
+
 def source_line(node: Node) -> str:
     """Return `file:line  code` of the user's line that made the node, or ""."""
     line = node.meta.get("custom", {}).get("line")

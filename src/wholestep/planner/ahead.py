@@ -7,17 +7,18 @@ import pickle
 import select
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
-"""A candidate with all 126 layers of a model of 405B takes some ten seconds."""
+PATIENCE_S = 20.0
+"""Every process computes in 20 seconds, also where many share the cores; one that waits for a lock does not."""
 
 
 class Ahead(Generic[T]):
     """What `work` returns, computed in a copy of this process while this one goes on. The copy has no other threads and
-    must print nothing. `process`: its number. `silent`: it has not answered; it may have copied a lock that another
-    thread held.
+    must print nothing. `process`: its number. `silent`: it neither answers nor computes; it may have copied a lock that
+    another thread held.
     """
 
     silent = False
@@ -31,8 +32,11 @@ class Ahead(Generic[T]):
 
     def result(self, patience_s: float = PATIENCE_S) -> T | None:
         """What it has returned, once it has; None where it failed or is silent: computed here, it says why."""
-        if not select.select([self._pipe], [], [], patience_s)[0]:
-            self.silent = True
+        spent = self._spent()
+        while not self.silent and not select.select([self._pipe], [], [], patience_s)[0]:
+            before, spent = spent, self._spent()
+            self.silent = spent == before
+        if self.silent:
             os.kill(self.process, signal.SIGKILL)
         found = self._ended()
         try:
@@ -44,6 +48,10 @@ class Ahead(Generic[T]):
         """End the copy."""
         os.kill(self.process, signal.SIGKILL)
         self._ended()
+
+    def _spent(self) -> list[str]:
+        """The time for which it has computed."""
+        return Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[11:13]
 
     def _ended(self) -> bytes:
         with os.fdopen(self._pipe, "rb") as pipe:
@@ -63,5 +71,5 @@ def _answer(work: Callable[[], object], end: int) -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on; one where a copy of it is not safe, as on macOS."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    """The cores that this process may run on; one where a copy of it is not safe or not seen, as on macOS."""
+    return len(os.sched_getaffinity(0)) if Path("/proc/self/stat").exists() else 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from math import ceil, prod
+from typing import cast
 
+from torch import nn
 from torch.fx import Node
 
 from ..cost.software import OWN, Software
@@ -176,6 +178,30 @@ def fold_step(
     step = FoldedStep(graph, repeats, hardware, left_out, software)
     try:
         step.with_blocks(FEWEST[0])
+        if left_out:
+            step.with_blocks(repeats.count + 1)
     except GraphError:
         return None
     return step
+
+
+def layers_alike(model: nn.Module, repeats: Repeats) -> bool:
+    """True where all layers of `model`, from the first of the equal ones in a capture of few, are modules of the same
+    classes, shapes, numbers and flags as those a period before; but for what is the number of each layer.
+    """
+    said = [_said(one) for one in model.get_submodule(repeats.prefix).children()]
+    numbers = {key for key in said[0] if all(one.get(key) == (int, i) for i, one in enumerate(said))}
+    said = [{key: value for key, value in one.items() if key not in numbers} for one in said[repeats.first :]]
+    return all(one == behind for one, behind in zip(said, said[repeats.period :], strict=False))
+
+
+def _said(layer: nn.Module) -> dict[str, object]:
+    """What a layer says of itself, by path."""
+    modules = [*cast(Iterator[tuple[str, nn.Module]], layer.named_modules())]
+    found: dict[str, object] = {f"{path}.": type(module) for path, module in modules}
+    found |= {name: (one.shape, one.dtype) for name, one in layer.state_dict(keep_vars=True).items()}
+    for path, module in modules:
+        for name, one in cast(dict[str, object], vars(module)).items():
+            if isinstance(one, (bool, int, float, str)):
+                found[f"{path}.{name}"] = type(one), one
+    return found

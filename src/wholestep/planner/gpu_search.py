@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 from ..cost.reserved import reserved_bytes
@@ -20,6 +21,7 @@ from ..plan.data_parallel import DataParallel
 from ..plan.strategies import Strategies, compose
 from ..plan.tensor_parallel import TensorParallel
 from ..tuning import TUNING
+from .ahead import Ahead
 from .bounds import Costs, gradients_of, held_between
 from .candidates import Template, meshes, templates
 from .recompute_kinds import RecomputeKind
@@ -115,6 +117,7 @@ class GpuSearch:
         param_bytes: of the model.
         kinds: of recomputation, of which the first that fits is the fastest.
         styles: that may be used; all if None.
+        cores: with several, what the fastest setup reserves is found out in a copy of this process.
     """
 
     steps: ShortSteps
@@ -125,6 +128,8 @@ class GpuSearch:
     kinds: tuple[RecomputeKind, ...] = ALL_KINDS
     styles: Sequence[str] | None = None
     watch: Watch = unwatched
+    cores: int = 1
+    copies: dict[str, Ahead[int | None]] = field(default_factory=dict[str, "Ahead[int | None]"])
 
     def __post_init__(self) -> None:
         self.estimate = SetupEstimate(self.steps, self.hardware, self.tensor.axis if self.tensor else "")
@@ -146,6 +151,7 @@ class GpuSearch:
             )  # fmt: skip
         best = self._raced(fit, lost)
         if not best:
+            self.drop()
             raise self.nothing(ranks, lost)
         return GpuResult(tuple(sorted(best, key=step_s)), tuple(lost), self.memory_bytes)
 
@@ -157,11 +163,15 @@ class GpuSearch:
             more = self._recomputing_more(found[-1]) if found[-1].why else None
         return found
 
-    @collector_paused()
     def reserved(self, setup: Setup) -> int | None:
         """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
         if not self.hardware.has_gpus or setup.order:
             return None
+        copy = self.copies.pop(str(setup), None)
+        return (copy.result() if copy else None) or self._reserved(setup)
+
+    @collector_paused()
+    def _reserved(self, setup: Setup) -> int | None:
         self.watch(f"all layers of {setup}")
         mesh, strategies, batch = setup.mesh, setup.strategies, setup.batch
         local, added = self.steps.whole(mesh, strategies, batch, setup.recompute), list[int]()
@@ -172,6 +182,17 @@ class GpuSearch:
             held = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
             added.append(max(held - sum(added), 0))  # what is not cut along tensor parallelism before it is complete
         return reserved_bytes(local, self.hardware, self.steps.software.stack, added, summed)
+
+    def _begin(self, setup: Setup) -> None:
+        """Find out on another core what this setup reserves, rather than what another one does."""
+        if self.cores > 1 and self.hardware.has_gpus and str(setup) not in self.copies:
+            self.drop()
+            self.copies[str(setup)] = Ahead(partial(self._reserved, setup))
+
+    def drop(self) -> None:
+        """End what runs on another core."""
+        while self.copies:
+            self.copies.popitem()[1].drop()
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
@@ -189,12 +210,16 @@ class GpuSearch:
             if not again and alike[group] >= TUNING.setups_alike:
                 put_off.append(setup)  # of a kind that is shown already
                 continue
+            if not best:
+                self._begin(setup)
             found = self._simulated(setup, fastest if full else float("inf"))
             if found.why and (heavier := self._recomputing_more(found)) is not None:
                 insort(put_off if again else waiting, heavier, key=lambda one: one.estimate_s)
                 continue
             alike[group] += found.costs is not None
             (lost if found.why else best).append(found)
+            if best:
+                self._begin(min(best, key=step_s))
         return best
 
     def _setups(self, ranks: int, sequences: int) -> Iterator[Setup]:
@@ -238,11 +263,23 @@ class GpuSearch:
             if setup.rest_bytes > self.memory_bytes:
                 yield self._holding(setup, setup.rest_bytes, "holds {} with the gradients of micro-batches")
                 continue
-            least = setup.rest_bytes + self.estimate.least_bytes_of(mesh, size, self.kinds[-1])
+            least = setup.rest_bytes + self._least_bytes(setup, sizes[:2])
             if least > self.memory_bytes:
                 yield self._holding(replace(setup, recompute=self.kinds[-1]), least, "holds about {} at least")
                 continue
             yield self._with_kind(setup)
+
+    def _least_bytes(self, setup: Setup, small: Sequence[int]) -> int:
+        """Bytes of a micro-batch at least. Those of a large one follow from `small` ones, so that it is captured only
+        where it may fit.
+        """
+        probe = self._probe(setup)
+        try:
+            for size in small if setup.batch > max(small) else ():
+                self.estimate.probe(probe.mesh, probe.strategies, size)
+        except WholestepError:
+            return 0  # `_with_kind` says why
+        return self.estimate.least_bytes_of(setup.mesh, setup.batch, self.kinds[-1])
 
     def _accumulated(self, setup: Setup) -> int:
         """Bytes of the gradients that a rank holds at least while it works on a second micro-batch: they are reduced

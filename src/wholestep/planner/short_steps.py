@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from ..backend.pipeline import pipeline
 from ..cost.software import OWN, Software
 from ..errors import PlanError
@@ -16,7 +18,7 @@ from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from .bounds import Costs, costs_of, peak_beside_gradients
-from .folded_step import FEWEST, FoldedStep, fold_step
+from .folded_step import FEWEST, FoldedStep, fold_step, layers_alike
 from .recompute_kinds import RecomputeKind, passes_of, recomputing
 from .resolve import planned_program
 
@@ -81,32 +83,31 @@ class MadeStep:
 
 @dataclass
 class ShortSteps:
-    """The steps of a model with `layers` layers. One with a micro-batch is captured with few of them, and again with
-    more where a strategy needs that, or with all; one with several is captured with the numbers of layers that the
-    first is folded to. What was planned once is kept.
+    """The steps of a model with `layers` layers. One with a micro-batch is captured with few of them, or with all where
+    these are not equal; one with several is captured with the numbers of layers that the first is folded to. What was
+    planned once is kept. `model`: with all layers, which are compared before few stand for them.
     """
 
     capture: CaptureStep
     layers: int
     hardware: Hardware
     software: Software = OWN
+    model: nn.Module | None = None
     known: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
     several: dict[tuple[int, int, int], TrainGraph] = field(default_factory=dict[tuple[int, int, int], TrainGraph])
     planned: dict[tuple[object, ...], MadeStep] = field(default_factory=dict[tuple[object, ...], MadeStep])
-    all_layers: dict[int, TrainGraph] = field(default_factory=dict[int, TrainGraph])
 
-    def step(self, batch: int, layers: int = FEWEST[1] + 1) -> FoldedStep | TrainGraph:
-        """The step with at least so many layers; all of them where it cannot be extrapolated from few."""
-        found = self.known.get(batch)
-        if found is None or (isinstance(found, FoldedStep) and found.repeats.layers < layers):
-            self.known[batch] = found = self._captured(batch, layers)
-        return found
+    def step(self, batch: int) -> FoldedStep | TrainGraph:
+        """The step with few layers; all of them where it cannot be extrapolated from few."""
+        if batch not in self.known:
+            self.known[batch] = self._captured(batch, FEWEST[1] + 1)
+        return self.known[batch]
 
     def _captured(self, batch: int, layers: int) -> FoldedStep | TrainGraph:
         if 2 * layers <= self.layers:
             graph, left_out = self.capture(batch, 1, layers), self.layers - layers
             folded = fold_step(graph, self.hardware, layers_left_out=left_out, software=self.software)
-            if folded is not None:
+            if folded is not None and (self.model is None or layers_alike(self.model, folded.repeats)):
                 return folded
         graph = self.capture(batch, 1, self.layers)
         return fold_step(graph, self.hardware, software=self.software) or graph
@@ -114,8 +115,7 @@ class ShortSteps:
     def _graph(self, step: FoldedStep | TrainGraph, blocks: int | None, batch: int, micro_batches: int) -> TrainGraph:
         """The step with so many equal blocks, or with all layers."""
         if micro_batches == 1:
-            whole = step.graph if isinstance(step, FoldedStep) else step
-            return step.with_blocks(blocks) if isinstance(step, FoldedStep) and blocks is not None else whole
+            return step.with_blocks(blocks or step.count) if isinstance(step, FoldedStep) else step
         layers = self.layers
         if isinstance(step, FoldedStep) and blocks is not None:
             layers -= (step.count - blocks) * step.repeats.period
@@ -138,11 +138,9 @@ class ShortSteps:
         Raises:
             PlanError: it cannot be planned.
         """
-        step, pair = self.step(batch), None
-        if isinstance(step, FoldedStep):
-            pair = step.blocks(mesh, strategies)
-            step = self.step(batch, self.layers if pair is None else pair[1] * step.repeats.period)
-        return self._of(step, pair if isinstance(step, FoldedStep) else None, mesh, strategies, batch, micro_batches)
+        step = self.step(batch)
+        pair = step.blocks(mesh, strategies) if isinstance(step, FoldedStep) else None
+        return self._of(step, pair, mesh, strategies, batch, micro_batches)
 
     def _of(
         self, step: FoldedStep | TrainGraph, pair: tuple[int, int] | None, mesh: Mesh, strategies: Strategies,
@@ -162,12 +160,7 @@ class ShortSteps:
         Raises:
             PlanError: it cannot be planned.
         """
-        step = self.step(batch)
-        graph = step.graph if isinstance(step, FoldedStep) else step
-        if isinstance(step, FoldedStep) and step.left_out:
-            if batch not in self.all_layers:
-                self.all_layers = {batch: self.capture(batch, 1, self.layers)}  # the last one: a deep step is large
-            graph = self.all_layers[batch]
+        graph = self._graph(self.step(batch), None, batch, 1)
         local = planned_program(graph, mesh, strategies, None, self.hardware)[1]
         return run_passes(local, passes_of(kind, self.hardware), owned=True)
 

@@ -12,6 +12,8 @@ from dataclasses import astuple, dataclass, field, replace
 from math import ceil
 from typing import cast
 
+from torch import nn
+
 from ..backend.pipeline import pipeline, stage_pipeline
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
@@ -40,7 +42,7 @@ from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
 from .bounds import Costs
-from .folded_step import FoldedStep
+from .folded_step import FoldedStep, layers_alike
 from .resolve import planned_program
 from .short_steps import CaptureStep
 
@@ -293,12 +295,14 @@ class ShortPair:
 @dataclass
 class ShortPipelines:
     """Pipelines of a model with `layers` layers, which `capture` builds with few of them: from the sequences in the
-    batch, 1, and layers. `folded` and `short`: what was captured and planned, for models that differ in `layers` alone.
+    batch, 1, and layers. `model`: as in `ShortSteps`. `folded` and `short`: what was captured and planned, for models
+    that differ in `layers` alone.
     """
 
     capture: CaptureStep
     layers: int
     hardware: Hardware
+    model: nn.Module | None = None
     folded: dict[int, tuple[FoldedStep, int]] = field(default_factory=dict[int, "tuple[FoldedStep, int]"])
     short: dict[object, ShortStages] = field(default_factory=dict[object, ShortStages])
 
@@ -379,14 +383,15 @@ class ShortPipelines:
 
     def _folded(self, batch: int, blocks: int) -> FoldedStep | None:
         """The step with so many equal layers or more; None where it has too few."""
-        if batch not in self.folded or self.folded[batch][0].repeats.count < blocks:
-            found = self._captured(batch, blocks, blocks)
-            if found is None:
+        if batch not in self.folded:
+            found = self._captured(batch, _SHORT, _SHORT)
+            if found is None or not (self.model is None or layers_alike(self.model, found[0].repeats)):
                 return None
             self.folded[batch] = found
         folded, layers = self.folded[batch]
         left_out, rest = divmod(self.layers - layers, folded.repeats.period)
-        return None if rest or left_out < 0 else replace(folded, left_out=left_out)
+        many = left_out >= 0 and folded.repeats.count + left_out >= blocks
+        return replace(folded, left_out=left_out) if many and not rest else None
 
     def _captured(self, batch: int, layers: int, blocks: int) -> tuple[FoldedStep, int] | None:
         layers = min(layers, self.layers)

@@ -1,140 +1,187 @@
-"""Folds a captured step: the graph that a capture of a model with fewer equal layers would give."""
+"""Folds a captured step: the graph that a capture of a model with fewer equal layers, or with more, would give."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from typing import Any, cast
 
+import torch
 from torch.fx import Graph, Node
 
 from ...errors import GraphError
 from .. import meta
-from ..graph import TrainGraph
+from ..graph import Input, Output, Role, TrainGraph
 from ..nodes import add_node, copy_node, operands
+from ..ops import GRAD_READY
 from ..verify import check_train_graph
-from .blocks import ListCalls, first_list, owner_block
+from .blocks import ListCalls, Place, first_list, owner_block
 from .repeats import Repeats
 
 
 def fold(graph: TrainGraph, repeats: Repeats, blocks: int) -> TrainGraph:
-    """`graph` with the first `blocks` of its equal blocks. Readers of the last block read the last one that is left,
-    and lists over all layers are shorter. Nodes and inputs keep their names.
+    """`graph` with the first `blocks` of its equal blocks, or with more, copies of the second behind it. Readers of the
+    last block read the last one that is there, and lists over all layers are shorter or longer. What is not copied
+    keeps its name, but for the numbers of layers behind copies.
 
-    Numbers that Python code of the step computed from its number of layers stay as they are. Raises GraphError: the
-    graph has fewer blocks, or shapes depend on the number of layers.
+    Numbers that Python code of the step computed from its number of layers stay as they are. Raises GraphError: no
+    block is left, or shapes depend on the number of layers.
     """
-    if not 1 <= blocks <= repeats.count:
-        raise GraphError(f"{blocks} of {repeats.count} equal layers", f"1 to {repeats.count} of them")
+    if blocks < 1:
+        raise GraphError(f"{blocks} of {repeats.count} equal layers", "1 of them, or more")
     if blocks == repeats.count:
         return graph
-    made = _Fold(graph, repeats, blocks).run()
+    copies = (0, *[1] * (blocks - repeats.count + 1), *range(2, repeats.count))
+    made = _Fold(graph, repeats, range(blocks) if blocks < repeats.count else copies).run()
     check_train_graph(made)
     return made
 
 
 class _Fold:
-    def __init__(self, graph: TrainGraph, repeats: Repeats, kept: int) -> None:
-        self.train, self.repeats, self.kept = graph, repeats, kept
+    """`sources`: the block that each new one is made of."""
+
+    def __init__(self, graph: TrainGraph, repeats: Repeats, sources: Sequence[int]) -> None:
+        self.train, self.repeats, self.count = graph, repeats, len(sources)
         self.last = repeats.count - 1
+        self.copies = [[new for new, old in enumerate(sources) if old == block] for block in range(repeats.count)]
         self.lists = ListCalls(graph.graph)
-        self.new, self.at = Graph(), dict[Node, Node]()
+        self.pattern = re.compile(re.escape(repeats.prefix) + r"\.(\d+)(?=[./]|$)")
+        self.new, self.at, self.names = Graph(), dict[Node | Place, Node](), dict[str, str]()
         self.changed: set[Node] = set()
+        self.columns = cache(self._columns)
 
     def run(self) -> TrainGraph:
-        owners = {i.name: self.repeats.places[n][0] for i, n in self.train.placeholders() if n in self.repeats.places}
-        inputs = tuple(i for i, n in self.train.placeholders() if not self._is_dropped(n))
-        for node in self.train.graph.nodes:
-            if node.op != "output" and not self._is_dropped(node):
-                self._copy(node)
-        pairs = [
-            (out, n) for out, n in self.train.results()
-            if out.kind != "update" or (owner_block(out.target, owners) or 0) < self.kept
-        ]  # fmt: skip
-        self.new.output(tuple(self.at[self._end(n)] if isinstance(n, Node) else n for _, n in pairs))
-        names = {n.name for n in self.new.nodes}
-        losses = tuple(name for name in self.train.losses if name in names)
-        held = {i.name for i in inputs}
-        constants = {name: tensor for name, tensor in self.train.constants.items() if name in held}
+        nodes, given, results = list(self.train.graph.nodes)[:-1], list(self.train.placeholders()), self.train.results()
+        inputs, constants = list[Input](), dict[str, torch.Tensor]()
+        for i, *at in self._laid_out([self._block(n) for _, n in given]):
+            inputs.append(one := self._input(given[i][0], *at))
+            if one.role is Role.CONST:
+                constants[one.name] = self.train.constants[given[i][0].name]
+        for i, _, block in self._laid_out([*map(self._block, nodes)]):
+            self._copy(nodes[i], block)
+        owners = {i.name: self.repeats.places[n][0] for i, n in given if n in self.repeats.places}
+        owned = [owner_block(out.target, owners) if out.kind == "update" else None for out, _ in results]
+        outputs, made = list[Output](), list[Any]()
+        for i, old, block in self._laid_out(owned):
+            out, node = results[i]
+            outputs.append(replace(out, target=self._named(out.target, old, block)))
+            made.append(self._read(node, old, block) if isinstance(node, Node) else node)
+        self.new.output(tuple(made))
+        losses = tuple(self.names[name] for name in self.train.losses if name in self.names)
         return replace(
-            self.train, graph=self.new, inputs=inputs, outputs=tuple(out for out, _ in pairs), constants=constants,
+            self.train, graph=self.new, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants,
             losses=losses,
         )  # fmt: skip
 
-    def _is_dropped(self, node: Node) -> bool:
-        block = self.repeats.block(node)
-        return block is not None and block >= self.kept
+    def _block(self, entry: object) -> int | None:
+        return self.repeats.block(entry) if isinstance(entry, Node) else None
 
-    def _end(self, node: Node) -> Node:
-        """The node that replaces `node`, of the last block, for readers outside."""
+    def _laid_out(self, blocks: Sequence[int | None]) -> Iterator[tuple[int, int | None, int | None]]:
+        """The number of each entry that is in one of `blocks`, in the new order, its block and the new one: runs of one
+        block once for each copy, in the direction in which the blocks follow each other.
+        """
+        before = -1
+        for block, run in groupby(range(len(blocks)), key=blocks.__getitem__):
+            several = list(run)
+            if block is None:
+                yield from ((i, None, None) for i in several)
+                continue
+            copies = self.copies[block]
+            for new in copies if before < block else reversed(copies):
+                yield from ((i, block, new) for i in several)
+            before = block
+
+    def _named(self, name: str, old: int | None, new: int | None) -> str:
+        """A name with the number of its layer: in the block `new`, a copy of `old`, or behind all blocks."""
+        end, period = self.repeats.first + self.repeats.layers, self.repeats.period
+        more = max(self.count - self.repeats.count, 0) if old is None or new is None else new - old
+
+        def number(found: re.Match[str]) -> str:
+            moves = old is not None or int(found[1]) >= end
+            return f"{self.repeats.prefix}.{int(found[1]) + more * period}" if moves else found[0]
+
+        return self.pattern.sub(number, name) if more else name
+
+    def _input(self, given: Input, old: int | None, new: int | None) -> Input:
+        if given.role is Role.CONST:
+            return given if old == new else replace(given, name=f"{given.name}.{new}")
+        return replace(given, name=self._named(given.name, old, new), owner=self._named(given.owner, old, new))
+
+    def _read(self, node: Node, old: int | None, new: int | None) -> Node:
+        """What a node in the block `new`, a copy of `old`, or one outside, reads for `node`."""
         block, slot = self.repeats.places.get(node, (None, 0))
-        return self.repeats.blocks[self.kept - 1][slot] if block == self.last else node
+        if block is None:
+            return self.at[node]
+        if old is None or new is None:
+            return self.at[self.count - 1 if block == self.last else block, slot]
+        return self.at[new + block - old, slot]
 
-    def _copy(self, node: Node) -> None:
-        block = self.repeats.block(node)
-        if node.op == "placeholder":
-            self.at[node] = copy_node(node, self.new, self.at.__getitem__)
-        elif block is not None:
-            reads = iter(self._reads_in(node, block))
-            self.at[node] = copy_node(node, self.new, lambda _: self.at[next(reads)])
+    def _copy(self, node: Node, new: int | None) -> None:
+        block, slot = self.repeats.places.get(node, (None, 0))
+        if block is None and node.op != "placeholder" and node not in self.lists.items:
+            made = self._copy_outside(node)
+        else:
+            reads = iter(self._reads_in(node, block, new))
+            made = copy_node(node, self.new, lambda _: next(reads))
             if node in self.lists.items:
-                self._pick(node)
+                call, index = self.lists.items[node]
+                made.args = (made.args[0], self.columns(call)[index, new])
             elif any(n in self.changed for n in operands(node)):
                 raise GraphError(f"%{node.name} reads what depends on the number of layers", "layers that do not")
-        elif node in self.lists.items:
-            self.at[node] = copy_node(node, self.new, self.at.__getitem__)
-            self._pick(node)
-        else:
-            self._copy_outside(node)
+        self.at[node if block is None or new is None else (new, slot)] = made
+        if block == new:
+            self.names[node.name] = made.name
+        if node.target is GRAD_READY:
+            made.args = (made.args[0], self._named(str(made.args[1]), block, new))
+        meta.set_module_path(made, self._named(meta.module_path(made), block, new))
 
-    def _reads_in(self, node: Node, block: int) -> list[Node]:
-        """Operands of a node in a block; the last block left reads outside as the last of all did."""
+    def _reads_in(self, node: Node, block: int | None, new: int | None) -> list[Node]:
+        """Operands of a node; the last block left reads outside as the last of all did."""
         given = operands(node)
-        if block == self.kept - 1:
+        if new == self.count - 1 and block is not None and block != self.last:
             end = operands(self.repeats.blocks[self.last][self.repeats.places[node][1]])
-            given = [theirs if self._is_dropped(own) else own for own, theirs in zip(given, end, strict=True)]
-        return given
+            given = [
+                theirs if (self._block(own) or 0) > block else own for own, theirs in zip(given, end, strict=True)
+            ]  # fmt: skip
+        return [self._read(one, block, new) for one in given]
 
-    def _copy_outside(self, node: Node) -> None:
+    def _copy_outside(self, node: Node) -> Node:
         on_lists = self.lists.made.get(node) is node
-        columns, length = (self._columns(node), len(first_list(node))) if on_lists else (None, 0)
+        columns, length = (self.columns(node), len(first_list(node))) if on_lists else (None, 0)
         args = tuple(self._argument(a, columns, length) for a in node.args)
         kwargs = {k: self._argument(v, columns, length) for k, v in node.kwargs.items()}
         new = add_node(self.new, "call_function", node.target, args, kwargs, node.name)
         meta.copy(node, new)
-        self.at[node] = new
         if node in self.lists.made:
-            self._shorten(node, new)
+            self._resize(node, new)
         elif len(operands(new)) != len(operands(node)) or any(n in self.changed for n in operands(node)):
             self._make_again(node, new)
+        return new
 
-    def _columns(self, call: Node) -> list[int]:
-        """Places that are kept in the operand lists of a call."""
-        return [i for i, n in enumerate(first_list(call)) if not (isinstance(n, Node) and self._is_dropped(n))]
+    def _columns(self, call: Node) -> dict[tuple[int, int | None], int]:
+        """The places in the operand lists of a call, and the new blocks that they are for, with their new places."""
+        found = self._laid_out([*map(self._block, first_list(call))])
+        return {(i, new): place for place, (i, _, new) in enumerate(found)}
 
-    def _argument(self, given: Any, columns: Sequence[int] | None, length: int) -> Any:
+    def _argument(self, given: Any, columns: dict[tuple[int, int | None], int] | None, length: int) -> Any:
         if isinstance(given, Node):
-            return self.at[self._end(given)]
+            return self._read(given, None, None)
         if not isinstance(given, (list, tuple)):
             return given
         entries = cast(Sequence[Any], given)
-        blocks = {self.repeats.block(n) for n in entries if isinstance(n, Node)} - {None}
-        if columns is not None:
-            entries = [entries[i] for i in columns] if len(entries) == length else entries
-        elif blocks and blocks <= {0, self.last}:
-            entries = [self._end(n) if isinstance(n, Node) else n for n in entries]
-        else:
-            entries = [n for n in entries if not (isinstance(n, Node) and self._is_dropped(n))]
-        return [self.at[n] if isinstance(n, Node) else n for n in entries]
+        blocks = [*map(self._block, entries)]
+        places = [(i, blocks[i], new) for i, new in columns] if columns is not None and len(entries) == length else None
+        if places is None:
+            ends = columns is not None or {*blocks} - {None} <= {0, self.last}
+            places = [(i, None, None) for i in range(len(entries))] if ends else [*self._laid_out(blocks)]
+        return [self._read(n, *at) if isinstance(n := entries[i], Node) else n for i, *at in places]
 
-    def _pick(self, node: Node) -> None:
-        call, index = self.lists.items[node]
-        new = self.at[node]
-        new.args = (new.args[0], self._columns(call).index(index))
-
-    def _shorten(self, node: Node, new: Node) -> None:
-        """The results of a call on lists become shorter."""
-        keep = self._columns(self.lists.made[node])
+    def _resize(self, node: Node, new: Node) -> None:
+        """The results of a call on lists become shorter or longer."""
+        keep = [i for i, _ in self.columns(self.lists.made[node])]
 
         def cut(values: Any) -> Any:
             if not isinstance(values, (list, tuple)) or not values:
@@ -150,6 +197,8 @@ class _Fold:
         try:
             meta.recompute_value(new)
         except Exception as error:
-            raise GraphError(f"%{node.name} does not run with fewer layers: {error}", "one that does") from error
+            raise GraphError(
+                f"%{node.name} does not run with another number of layers: {error}", "one that does"
+            ) from error
         if meta.tensors(new) != meta.tensors(node):
             self.changed.add(node)
