@@ -204,6 +204,6 @@ def test_samples_that_another_process_disturbed_do_not_count() -> None:
     """A thread that had its core for a part of the time says how long the rest took, not how fast the core is."""
     quiet, disturbed = [(10.0, 10.0), (11.0, 10.9), (12.0, 11.8), (10.5, 10.4)], [(40.0, 10.0), (30.0, 11.0)] * 3
     samples = torch.tensor([*quiet, *disturbed], dtype=torch.float64)
-    assert usual(samples, apart=True) == 10.5
-    assert usual(samples, apart=False) == 30.0  # ranks that share a core have it for a part of the time in steps too
-    assert usual(samples[1:], apart=True) == 30.0  # three are too few to go by
+    assert usual(samples, 1.0) == 10.5
+    assert usual(samples, 2.0) == pytest.approx(20.8)  # a step meets the other rank, a short probe may not
+    assert usual(samples[1:], 1.0) == 30.0  # three are too few to go by

@@ -207,6 +207,7 @@ class MeasuredDevice:
         view_us: of a view. Views cost time only where the host that calls ops also computes them.
         bucket_copy_bytes_per_us: read plus written by copies into and out of buckets, which are in no cache; 0 for
             `memory_bytes_per_us`.
+        ranks_per_core: that share a core; the rates are those of all of them computing at once.
     """
 
     name: str
@@ -217,6 +218,7 @@ class MeasuredDevice:
     attention_flops_per_us: float = 0.0
     view_us: float = 0.0
     bucket_copy_bytes_per_us: float = 0.0
+    ranks_per_core: float = 1.0
 
     def peak_flops_per_us(self, dtype: str) -> float:
         """The rate of a large product. Only float32 is measured."""
