@@ -112,6 +112,7 @@ class Hardware:
         attention_flops_per_us: float = 0.0,
         view_us: float = 0.0,
         bucket_copy_bytes_per_us: float = 0.0,
+        product_bytes_per_us: float = 0.0,
         ranks_per_core: float = 1.0,
         collectives: Iterable[CollectiveCost] = (),
         name: str = "measured",
@@ -129,6 +130,7 @@ class Hardware:
             attention_flops_per_us: see `MeasuredDevice`.
             view_us: see `MeasuredDevice`.
             bucket_copy_bytes_per_us: see `MeasuredDevice`.
+            product_bytes_per_us: see `MeasuredDevice`.
             ranks_per_core: see `MeasuredDevice`.
             collectives: measured costs, at most one per kind.
             name: to display.
@@ -145,7 +147,7 @@ class Hardware:
             raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
         device = MeasuredDevice(
             name, flops_per_us, memory_bytes_per_us, launch_us, math_bytes_per_us, attention_flops_per_us, view_us,
-            bucket_copy_bytes_per_us, ranks_per_core,
+            bucket_copy_bytes_per_us, product_bytes_per_us, ranks_per_core,
         )  # fmt: skip
         given = {cost.kind: cost for cost in several}
         costs = tuple(given.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)

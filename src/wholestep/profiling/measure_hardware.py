@@ -42,12 +42,14 @@ def measure_hardware(world: World, stage_axis: str = "") -> Hardware:
         at, ranks = world.coordinate[stage_axis], world.mesh.axis_size(stage_axis)
         wires = (*wires, measure_messages(world.groups[stage_axis], ranks, at, crowded(world)))
     times, wires = _slowest(world, [*times, crowd], wires)
-    product, attention, math, moved, launch, view, carried, crowd = times
+    product, small, attention, math, moved, launch, view, carried, crowd = times
+    flop, product_byte = _of_products(product - launch, small - launch)
     return Hardware.measured(
-        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
+        flops_per_us=1 / flop, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
         math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention, view_us=view,
-        bucket_copy_bytes_per_us=1 / carried if carried else 0.0, ranks_per_core=crowd, collectives=wires,
+        bucket_copy_bytes_per_us=1 / carried if carried else 0.0,
+        product_bytes_per_us=1 / product_byte if product_byte else 0.0, ranks_per_core=crowd, collectives=wires,
     )  # fmt: skip
 
 
@@ -91,13 +93,28 @@ def _slowest(
     return found[: len(times)], tuple(costs)
 
 
+_PRODUCTS = (512, 384, 768), (256, 256, 1024)
+"""(m, k, n) of the products that are timed: of a step of some layers, and of a micro-batch of a narrower one."""
+
+
+def _of_products(large_us: float, small_us: float) -> tuple[float, float]:
+    """Microseconds of a multiplication or addition, and of a byte that products read or write, from the times of two
+    products. A byte takes none where the small one is not slower for its arithmetic.
+    """
+    (flops, moved), (few, some) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in _PRODUCTS)
+    byte_us = max((flops * small_us - few * large_us) / (flops * some - few * moved), 0.0)
+    each_us = (large_us - moved * byte_us) / flops
+    return (each_us, byte_us) if each_us > 0 and byte_us > 0 else (large_us / flops, 0.0)
+
+
 def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
     """What steps are made of, in sizes that a step has, of memory of their own; with operations, bytes or calls."""
-    rows, inner, columns = 512, 384, 768
+    (rows, inner, columns), small = _PRODUCTS
     heads, length, width = 4, 128, 64
     fill = torch.rand
 
     one, other = fill(rows, inner), fill(inner, columns)
+    panel, weight = fill(*small[:2]), fill(*small[1:])
     q, k, v = (fill(4, heads, length, width, requires_grad=True) for _ in range(3))
     wide, made, left, right, total = (fill(rows, 1024) for _ in range(5))
     little, sums = fill(8), fill(1024)
@@ -120,7 +137,8 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
         return little.view(2, 4), little.unsqueeze(0), little.expand(2, 8), little.detach()
 
     return {
-        "product": (lambda: torch.mm(one, other), 2.0 * rows * inner * columns),
+        "product": (lambda: torch.mm(one, other), 1.0),
+        "small product": (lambda: torch.mm(panel, weight), 1.0),
         "attention": (attention, 3.5 * 16.0 * heads * length * length * width),
         "math": (math, 7.0 * wide.nbytes),
         "bytes": (lambda: torch.add(left, right, out=total), 3.0 * left.nbytes),
