@@ -7,7 +7,7 @@ from typing import cast
 from torch.fx import Node
 
 import wholestep as ws
-from wholestep.cost.simulation import Clock, clock_of, sent_us
+from wholestep.cost.simulation import Clock, clock_of
 from wholestep.graph import meta
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.stage_part import part_of
@@ -58,11 +58,13 @@ class Stages:
             elif node.target in POINT_TO_POINT:
                 yield from self._message(node, stage, clock)
             elif is_collective(node) and node.args[-1] == self.local.stage_axis:
+                clock.run(node)
                 begun = self.met.setdefault(node.name, {})
-                begun[stage] = clock.now
+                begun[stage] = clock.begun[node]
                 yield from _until(lambda begun=begun: len(begun) == self.count)
-                clock.begun[node] = max(begun.values())
-                clock.done[node] = clock.begun[node] + sent_us(node, self.hardware, self.local.mesh)
+                late = max(begun.values()) - begun[stage]
+                clock.begun[node] += late
+                clock.done[node] += late
             else:
                 clock.run(node)
 

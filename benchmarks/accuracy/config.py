@@ -51,7 +51,8 @@ class Run:
         micro: sequences of a rank at a time; `accumulate` of them in a step.
         ac: none, full, products (kept, with attention), ops (every other product made again), attention.
         checkpointed: share of the layers that `full` recomputes; 1 for the others.
-        biased: linear layers add biases.
+        biases: that linear layers add: none, "own" with each product, or "late", those of a layer's last products with
+            the residual.
         normed: queries and keys are normalized, head by head.
         pure: gradients are scattered in half precision too.
         eight: large linear layers multiply in float8.
@@ -82,7 +83,7 @@ class Run:
     accumulate: int
     ac: str
     checkpointed: float
-    biased: bool
+    biases: str
     normed: bool
     pure: bool
     eight: bool
@@ -135,7 +136,8 @@ def read(row: Row) -> Run | str:
         bool(re.search(r"gpt|mpt", model)), replicate, shard, tp, style,
         tp > 1 and (stack.name.startswith("torchtitan") or "sequence parallel" in notes), micro, accumulate, recompute,
         _checkpointed(row["ac"].lower(), layers),
-        bool(re.search(r"gpt", model)), bool(re.search(r"qwen-?3|olmo-?2|gemma-?3", model)),
+        "late" if "gpt" in model else "own" if "mpt" in model else "",
+        bool(re.search(r"qwen-?3|olmo-?2|gemma-?3", model)),
         "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
         _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware), stages,
@@ -215,7 +217,7 @@ def _recompute(text: str, stack: ws.Stack) -> str | None:
     return stack.recompute if found == "attention" and stack.recompute in ("products", "ops") else found
 
 
-_STACKS = (  # the first whose pattern is found in source, reference, sharding, notes, compile and recomputation
+_STACKS = (  # the first whose pattern is found in source, reference, sharding, notes, compile, recomputation and dtype
     (r"vtrain|megatron-deepspeed", "megatron-deepspeed-2022"),
     (r"seqsel|2205\.05198|megatron-lm.*202[12]", "megatron-2022"),
     (r"megatron|nemo", "megatron"),
@@ -224,7 +226,8 @@ _STACKS = (  # the first whose pattern is found in source, reference, sharding, 
     (r"graph.?trainer|graph sac|regional inductor|autoresearch", "torchtitan-graph"),
     (r"simple.?fsdp|no inductor", "torchtitan-simple-fsdp"),
     (r"torchtitan|autoparallel", "torchtitan"), (r"maxtext|jax|xla", "xla"),
-    (r"deepspeed", "deepspeed"), (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
+    (r"deepspeed", "deepspeed"), (r"(llm.?foundry|mosaicml).*mode pure", "llm-foundry-2023-05"),
+    (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
 )  # fmt: skip
 _PULL = r"torchtitan.*?(?:pr #|pull/)(\d+)"
 _BY_PULL = (  # of torchtitan: below which number a pull request ran what; `cost.stack` has the commits
@@ -240,7 +243,8 @@ def _stack(row: Row) -> ws.Stack:
     """That of the row's column `stack`, where it has one; else of its source, compiled where the row says so."""
     if row.get("stack"):
         return ws.Stack.named(row["stack"])
-    said = " ".join(row.get(name, "") for name in ("source_id", "ref", "sharding", "notes", "compile", "ac")).lower()
+    named = ("source_id", "ref", "sharding", "notes", "compile", "ac", "dtype")
+    said = " ".join(row.get(name, "") for name in named).lower()
     name = next(stack for pattern, stack in _STACKS if re.search(pattern, said))
     pull = int(found[1]) if (found := re.search(_PULL, said)) else 0
     name = _GRAPH_PULLS.get(pull, name)

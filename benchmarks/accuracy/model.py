@@ -27,7 +27,7 @@ def _norm(run: Run) -> nn.Module:
     """
     if run.gated and not run.stack.fused_norms:
         return nn.RMSNorm(run.width)
-    return nn.LayerNorm(run.width, bias=run.biased)
+    return nn.LayerNorm(run.width, bias=bool(run.biases))
 
 
 class Attention(nn.Module):
@@ -37,13 +37,13 @@ class Attention(nn.Module):
         super().__init__()
         self.run = run
         inner, keys = run.heads * run.head, run.kv_heads * run.head
-        linear = partial(nn.Linear, bias=run.biased)
+        linear = partial(nn.Linear, bias=bool(run.biases))
         self.joint = run.stack.joint_qkv and run.kv_heads == run.heads
         if self.joint:
             self.qkv = linear(run.width, 3 * inner)
         else:
             self.q, self.k, self.v = linear(run.width, inner), linear(run.width, keys), linear(run.width, keys)
-        self.out = nn.Linear(inner, run.width, bias=False)
+        self.out = nn.Linear(inner, run.width, bias=run.biases == "own")
         norm = partial(nn.LayerNorm, run.head, bias=False) if run.normed else nn.Identity
         self.norm_q, self.norm_k, self.turn = norm(), norm(), Turn()
 
@@ -77,9 +77,9 @@ class Mlp(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        linear = partial(nn.Linear, bias=run.biased)
+        linear = partial(nn.Linear, bias=bool(run.biases))
         self.gate = linear(run.width, run.hidden) if run.gated else None
-        self.up, self.down = linear(run.width, run.hidden), nn.Linear(run.hidden, run.width, bias=False)
+        self.up, self.down = linear(run.width, run.hidden), nn.Linear(run.hidden, run.width, bias=run.biases == "own")
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, width)."""
@@ -87,15 +87,16 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each behind a norm. Biases of their last products are added with the residual, behind the
-    sum over ranks, as Megatron's `RowParallelLinear` has it (`skip_bias_add`).
+    """Attention and an MLP, each behind a norm. Late biases of their last products are added with the residual,
+    behind the sum over ranks, as Megatron's `RowParallelLinear` has it (`skip_bias_add`).
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.norm_1, self.attention = _norm(run), Attention(run)
         self.norm_2, self.mlp = _norm(run), Mlp(run)
-        self.bias_1, self.bias_2 = (nn.Parameter(torch.empty(run.width)) if run.biased else None for _ in range(2))
+        late = run.biases == "late"
+        self.bias_1, self.bias_2 = (nn.Parameter(torch.empty(run.width)) if late else None for _ in range(2))
 
     def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         """(batch, tokens, width)."""

@@ -7,6 +7,7 @@ batch share captures, rows of one mesh their programs, and rows that differ in l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -140,7 +141,7 @@ def _shape(run: Run) -> Run:
         per_node=0,
         stack=replace(run.stack, name="", source="", compiled=False, recorded=False, start_us=0.0, traced=False,
                       backward_start_us=0.0, flash_attention=2, expandable_segments=False, keeps_logits=False,
-                      waits=False, fused_loss=True, accumulates="own"),
+                      waits=False, fused_loss=True, accumulates="own", to_the_end=False),
     )  # fmt: skip
 
 
@@ -158,7 +159,16 @@ def _microseconds(
             clock.run(node)
             update += clock.now - before if phase(node) == "update" else 0.0
     gradients = sum(size_bytes(node) for given, node in local.placeholders() if given.role is Role.STATE) / 2
-    return Microseconds(clock.now, update, rates.device * hardware.bytes_us(3 * gradients))
+    step = clock.now + (_ends_us(local, clock.times or {}) if stack.to_the_end else 0.0)
+    return Microseconds(step, update, rates.device * hardware.bytes_us(3 * gradients))
+
+
+def _ends_us(local: ws.LocalGraph, times: Mapping[Node, float]) -> float:
+    """Microseconds of what recomputed layers lack of their forward, since nobody reads it."""
+    took = {"forward": 0.0, "backward": 0.0, "update": 0.0}  # modules are entered again in a backward that recomputes
+    for node, us in times.items():
+        took[phase(node)] += us if module_path(node).startswith("layers.") else 0.0
+    return max(took["forward"] - took["backward"], 0.0) if took["backward"] else 0.0
 
 
 @cache

@@ -142,6 +142,17 @@ def test_a_host_that_waits_before_each_pass_takes_longer() -> None:
     assert ahead * 1.001 < waits < ahead * 1.5
 
 
+def test_checkpoints_before_torch_2_1_run_a_layer_to_its_end() -> None:
+    """Its last product is the only one whose result no backward reads."""
+    stops = run_of(**SMALL)
+    ends = replace(stops, stack=replace(stops.stack, to_the_end=True))
+    more = simulated.step_s(ends, A100) - simulated.step_s(stops, A100)
+    added = A100.bytes_us(3 * 2 * 4096 * 2048)  # with the residual
+    assert more * 1e6 == pytest.approx(16 * (A100.matmul_us(1, 4096, 2048, 5632) + added), rel=0.01)
+    kept = replace(stops, ac="none")
+    assert simulated.step_s(replace(kept, stack=ends.stack), A100) == simulated.step_s(kept, A100)
+
+
 def test_a_run_is_read_from_its_columns() -> None:
     run = run_of(tokens_per_s_per_gpu="2048", step_time_s="", grad_accum="", global_batch="64", ac="selective op")
     assert (run.style, run.shard, run.replicate, run.accumulate, run.ac) == ("full", 16, 1, 4, "ops")
@@ -159,6 +170,7 @@ def test_sizes_of_layers_are_known_by_the_name_of_the_model(name: str) -> None:
     unknown = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len"), "")
     assert replace(run_of(**unknown, model=name), model="") == replace(run_of(), model="")
     assert config.read(RUN | unknown | {"model": "Llama-2-8B"}) == "no sizes of layers"
+    assert parameters(run_of(**unknown | {"seq_len": "2048"}, model="MPT-1b")) == 1_315_950_592  # as llm-foundry prints
     assert parameters(run_of(**unknown, model="Llama-3-70B")) == pytest.approx(70.6e9, rel=0.01)
     assert parameters(run_of(**unknown, model="Llama3.1-405B")) == pytest.approx(405.8e9, rel=0.01)
     assert parameters(run_of(**unknown | {"seq_len": "4096"}, model="Qwen3-32B")) == pytest.approx(32.8e9, rel=0.01)
@@ -232,6 +244,8 @@ def test_links_are_those_that_a_source_says(said: str, per_node: int, name: str,
         ({"source_id": "torchtitan_pr", "compile": "full inductor + cudagraph"}, "torchtitan-cudagraph"),
         ({"sharding": "FSDP", "compile": "yes"}, "fsdp-compile"), ({"sharding": "DeepSpeed ZeRO-3"}, "deepspeed"),
         ({"stack": "megatron"}, "megatron"), ({"source_id": "nemo_25"}, "megatron"), ({}, "fsdp"),
+        ({"ref": "mosaicml/llm-foundry", "dtype": "amp_bf16 (MP mode DEFAULT)"}, "llm-foundry-2023"),
+        ({"ref": "mosaicml/llm-foundry", "dtype": "bf16 (MP mode PURE)"}, "llm-foundry-2023-05"),
     ],
 )  # fmt: skip
 def test_the_stack_follows_from_the_source_or_is_named(row: dict[str, str], name: str) -> None:

@@ -58,5 +58,8 @@ def test_what_is_written_there_is_what_the_plain_functions_make(parts: int) -> N
             assert torch.equal(made, bucket.part_of_gather(joined, own, number, parts))
             assert made.is_contiguous()
         if parts > 1:
+            for number in range(3):
+                parted = bucket.part_of_scatter(joined, shapes, number, parts)
+                assert torch.equal(parted, bucket.part_of_scatter(joined, *bucket.of_one(shapes, number), parts))
             for op in ("sum", "avg", "max"):
                 assert torch.equal(buffers.add_parts(joined, parts, op), add_parts(joined, parts, op))

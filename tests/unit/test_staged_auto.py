@@ -48,15 +48,16 @@ def test_it_chooses_the_fastest_of_what_it_tried() -> None:
 
 
 @pytest.mark.full
-def test_more_micro_batches_where_few_do_not_fit() -> None:
+def test_less_memory_takes_rematerialization_and_then_more_micro_batches() -> None:
     free = chosen("pp=2", ws.Pipeline(schedule="1f1b"))
-    pieces = {row.name: row.needs_bytes for row in free.rows}
-    few, more = pieces["1f1b, 2 micro-batches"], pieces["1f1b, 4 micro-batches"]
+    needs = {row.name: row.needs_bytes for row in free.rows}
+    few, more = needs["1f1b, 2 micro-batches"], needs["1f1b, 4 micro-batches"]
     assert more < few
-    assert "2 micro-batches" in free.best.name
-    bound = chosen("pp=2", ws.Pipeline(schedule="1f1b"), memory_bytes=(few + more) // 2)
-    assert "4 micro-batches" in bound.best.name
-    assert bound.best.needs_bytes <= (few + more) // 2
+    for bound, name in ((few, free.best.name), (more, free.best.name), (round(0.9 * more), "1f1b, 4 micro-batches")):
+        best = chosen("pp=2", ws.Pipeline(schedule="1f1b"), memory_bytes=bound).best
+        assert best.name == name
+        assert best.needs_bytes <= bound
+        assert (best.batch_s > free.best.batch_s) == (bound < few)
     with pytest.raises(ws.PlanError, match=r"no pipeline fits: the nearest, 1f1b, \d micro-batches on pp=2, needs"):
         chosen("pp=2", ws.Pipeline(schedule="1f1b"), memory_bytes=1 << 16)
 

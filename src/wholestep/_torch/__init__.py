@@ -15,6 +15,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
 - _ops.OpOverload, OpOverloadPacket (1.12): the targets of graph nodes; public names of the two classes.
+- OpOverload._op (1.12): calls an op without a frame of Python; a call of the overload that has none.
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): creates nodes without a search for symbolic
   numbers in their arguments; an option of `create_node`.
 - loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.

@@ -27,6 +27,11 @@ def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
     return isinstance(target, OpOverload)
 
 
+def directly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of an op calls, without the Python in front of it; another function as it is."""
+    return cast(Any, function)._op if type(function) is OpOverload else function
+
+
 def overload_of(op: object) -> Any:
     """Return the only or default overload of a custom op or packet; any other value unchanged."""
     found: Any = getattr(op, "_opoverload", op)

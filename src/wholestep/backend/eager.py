@@ -201,7 +201,7 @@ class _Eager:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
-            target = self._bodies(node) or function_of(node)
+            target = self._bodies(node) or _torch.directly(function_of(node))
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"

@@ -21,7 +21,7 @@ from ..layout import resolve
 from ..mesh import TIME
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..partition.stage_program import POINT_TO_POINT
-from ..passes.bucket import OWN_APART, join_rows
+from ..passes.bucket import OWN_APART, READS_A_PLACE, join_rows, of_one
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
@@ -37,6 +37,8 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
     args = node.args
     if (piece := meta.piece(node)) is not None:
         coordinate = {**coordinate, TIME: piece}
+    if node.target in READS_A_PLACE:
+        args = (args[0], *of_one(cast(Any, args[1]), cast(int, args[2])), args[3])
     if node.target in RANK_DEPENDENT or (node.target in OWN_APART and args[-1] is not None):
         args = (*args[:-1], coordinate[str(args[-1])])
     if meta.is_ranked(node):

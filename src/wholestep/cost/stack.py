@@ -39,6 +39,7 @@ class Stack:
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
             attention, "ops" those of every other product.
+        to_the_end: a recomputed layer runs to its end, as torch's did before 2.1; else to the last tensor that is read.
         traced: the step is one graph, which keeps nothing that nobody reads; else selective recomputation keeps all
             that its policy names.
         expandable_segments: of the allocator (`cost.allocator`).
@@ -66,6 +67,7 @@ class Stack:
     overlaps: bool = True
     regathers: bool = True
     recompute: Recompute = "none"
+    to_the_end: bool = False
     traced: bool = False
     expandable_segments: bool = False
     joint_qkv: bool = False
@@ -123,6 +125,11 @@ _FULL = "pytorch/torchtitan experiments/graph_trainer, 53bad508f: everything com
 _APRIL = "the same before 9ed1a028d (28 April 2026): its memory policy keeps what FSDP gathers"
 _MARCH = "the same at fca8ab7be: every second product is kept, no buckets, no overlap; CUDA graphs since d98fa54b2"
 _TRAIN = "pytorch/torchtitan 83c879f18: norms of ops, foreach AdamW, logits in float32 held (until e29b6b4d4)"
+_FOUNDRY = (
+    "mosaicml/llm-foundry b2a43a147 (October 2023): torch 2.1.0 (benchmarking/sweep.sh), attention in Triton, one "
+    "Wqkv; mosaicml/composer: DecoupledAdamW, one op after another"
+)
+_FOUNDRY_MAY = "the same at 300cc5c58 (May 2023): torch 1.13.1, whose checkpoints run to their end"
 _MEGATRON = (
     "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum; the "
     "loss of 2022 is one op after another (mpu/cross_entropy.py); gradients in fp16 are added to buffers in fp16 "
@@ -132,7 +139,9 @@ STACKS = (
     Stack("wholestep", recorded=True, traced=True),
     Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
     Stack("fsdp", copies=True),
-    Stack("llm-foundry-2023", flash_attention=1),
+    Stack("llm-foundry-2023", flash_attention=1, fused_optimizer=False, joint_qkv=True, source=_FOUNDRY),
+    Stack("llm-foundry-2023-05", flash_attention=1, fused_optimizer=False, joint_qkv=True, to_the_end=True,
+          source=_FOUNDRY_MAY),
     Stack("fsdp-compile", copies=True, compiled=True, traced=True),
     Stack("torchtitan", copies=True, flash_attention=3, recompute="ops", expandable_segments=True, source=_TITAN),
     Stack("torchtitan-compile", copies=True, compiled=True, flash_attention=3, recompute="ops", traced=True,

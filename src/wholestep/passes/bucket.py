@@ -338,7 +338,9 @@ def pieces_of_gather(
     own: int | None = None,
 ) -> list[Tensor]:
     """What each rank but `own` sent of the tensors with these `numbers`, as views of a gathered bucket."""
-    return [row for number in numbers for row in _without(own, rows_of_gather(joined, outlines, number, parts))]
+    sizes = [prod(shape) for shape in shapes_of(outlines)]
+    sent: list[tuple[Tensor, ...]] = [torch.split(row, sizes) for row in _without(own, joined.view(parts, sum(sizes)))]
+    return [pieces[number] for number in numbers for pieces in sent]
 
 
 @priced_like(FREE)
@@ -391,6 +393,16 @@ def part_of_coalesced_shared_sum(
     shapes = shapes_of(outlines)
     starts = starts_in_row([prod(shape) // parts for shape in shapes], row.itemsize)
     return _from_rows(row, parts, starts[number], shapes[number])
+
+
+READS_A_PLACE = (part_of_gather, part_of_scatter, part_of_shared_sum)
+"""They read tensor `number`, which begins where those before it end."""
+
+
+def of_one(outlines: Sequence[Any], number: int) -> tuple[Sequence[Any], int]:
+    """Outlines and a number for the same place: one outline for all tensors before it, if their shapes are known."""
+    known = all(isinstance(one, tuple) for one in outlines)
+    return ([(sum(map(prod, outlines[:number])),), outlines[number]], 1) if known else (outlines, number)
 
 
 def _from_rows(rows: Tensor, parts: int, start: int, shape: tuple[int, ...]) -> Tensor:
