@@ -57,6 +57,10 @@ class Tuning:
     setup_memory_share: float = tuned(1.1, "x memory", "that a quick estimate of the peak may miss it by: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
     pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 78)
+    # -- orders of stages
+    order_memory_share: float = tuned(
+        0.1, "x pieces in flight", "above `1f1b`: what gradients of weights wait with is 8 % in a GPT", 99
+    )
     # -- memory
     remat_stages: int = tuned(32, "stages", "of targets between the peak and the bytes of inputs: a guess")
     remat_least_us: float = tuned(0.01, "us", "of recomputing a view: among free ones, the larger goes first")
@@ -103,6 +107,11 @@ class Tuning:
     beside_share: float = tuned(0.8, "share", "of a collective's time for which the rank computes beside it", 31)
     most_slower: float = tuned(4.0, "x", "that a collective may be beside computing: a guess")
     link_repeats: tuple[int, int] = tuned((1, 24), "calls, rows", "of the short collective; the least counts: a guess")
+    message_bytes: tuple[int, int, int] = tuned(
+        (4 << 10, 256 << 10, 1 << 20), "bytes", "of messages that are timed: links let some 256 KiB through at once", 99
+    )
+    message_rounds: int = tuned(6, "rounds", "of a message there and one back; the first does not count: a guess")
+    message_gap_s: float = tuned(0.005, "s", "of computing between messages, as a block is: a link rests meanwhile", 99)
     # -- trying schedules
     tried_factors: tuple[float, ...] = tuned(
         (1 / 16, 1 / 4, 4, 16), "x bucket sizes", "a factor of 2 is in the noise", 63

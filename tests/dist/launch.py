@@ -151,7 +151,7 @@ def _hang_text(ranks: list[tuple[BaseProcess, Connection]], late: list[int], tim
     return "\n".join(lines)
 
 
-def _usual(_: World) -> Hardware:
+def _usual(_: World, stage_axis: str) -> Hardware:
     return USUAL
 
 

@@ -76,7 +76,7 @@ def start(script: Path, options: list[str], world: int, folder: Path) -> Ranks:
     return ranks
 
 
-def _usual(_: World) -> Hardware:
+def _usual(_: World, stage_axis: str) -> Hardware:
     return USUAL
 
 

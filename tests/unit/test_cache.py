@@ -71,7 +71,7 @@ class Start:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalize, "measure_hardware", lambda world: MEASURED)
+    monkeypatch.setattr(finalize, "measure_hardware", lambda world, stages: MEASURED)
 
 
 @pytest.fixture
@@ -423,6 +423,6 @@ def test_warnings_come_once(tmp_path: Path) -> None:
 
 def test_the_world_is_not_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[World] = []
-    monkeypatch.setattr(finalize, "measure_hardware", lambda world: asked.append(world) or MEASURED)
+    monkeypatch.setattr(finalize, "measure_hardware", lambda world, stages: asked.append(world) or MEASURED)
     Start(rows=(128, 96), options={"memory_bytes": BUDGET, "schedule": None}).run("")
     assert len(asked) == 1

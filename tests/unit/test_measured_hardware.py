@@ -21,7 +21,12 @@ from wholestep.hardware.device import Work
 from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
-from wholestep.profiling.measure_hardware import measure_hardware, usual
+from wholestep.profiling.measure_hardware import (
+    _PRODUCTS,
+    _of_products,  # pyright: ignore[reportPrivateUsage]
+    measure_hardware,
+    usual,
+)
 
 MESH = ws.Mesh("dp=2")
 RATES = {
@@ -195,7 +200,7 @@ def test_steps_whose_collectives_take_processors_are_longer() -> None:
 def test_a_rank_alone_measures_no_link() -> None:
     found = measure_hardware(join(ws.Mesh("dp=1"), "cpu"))
     figures = asdict(found.device)
-    unmeasured = ("name", "bucket_copy_bytes_per_us")
+    unmeasured = ("name", "bucket_copy_bytes_per_us", "product_bytes_per_us")
     assert all(figures[name] > 0 for name in figures if name not in unmeasured)
     assert all(cost.start_us == 0 for cost in found.levels[0].costs)
 
@@ -204,6 +209,20 @@ def test_samples_that_another_process_disturbed_do_not_count() -> None:
     """A thread that had its core for a part of the time says how long the rest took, not how fast the core is."""
     quiet, disturbed = [(10.0, 10.0), (11.0, 10.9), (12.0, 11.8), (10.5, 10.4)], [(40.0, 10.0), (30.0, 11.0)] * 3
     samples = torch.tensor([*quiet, *disturbed], dtype=torch.float64)
-    assert usual(samples, apart=True) == 10.5
-    assert usual(samples, apart=False) == 30.0  # ranks that share a core have it for a part of the time in steps too
-    assert usual(samples[1:], apart=True) == 30.0  # three are too few to go by
+    assert usual(samples, 1.0) == 10.5
+    assert usual(samples, 2.0) == pytest.approx(20.8)  # a step meets the other rank, a short probe may not
+    assert usual(samples[1:], 1.0) == 30.0  # three are too few to go by
+
+
+def test_two_products_say_what_arithmetic_and_bytes_take() -> None:
+    """The device that is made of the rates prices both products, and those between them, as they were timed."""
+
+    def took(m: int, k: int, n: int) -> float:
+        return 2.0 * m * k * n * 1e-5 + 4.0 * (m * k + k * n + m * n) * 4e-4
+
+    each_us, byte_us = _of_products(*(took(*shape) for shape in _PRODUCTS))
+    assert (each_us, byte_us) == pytest.approx((1e-5, 4e-4))
+    device = hardware_with(flops_per_us=1 / each_us, product_bytes_per_us=1 / byte_us, memory_bytes_per_us=10_000)
+    assert device.matmul_us(1, 256, 256, 256, "float32") == pytest.approx(1 + took(256, 256, 256))
+    large_us = took(*_PRODUCTS[0])
+    assert _of_products(large_us, large_us / 4) == (large_us / (2.0 * 512 * 384 * 768), 0.0), "a faster small one"

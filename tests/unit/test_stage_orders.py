@@ -24,6 +24,7 @@ from wholestep.cost.stage_orders import (
 from wholestep.errors import GraphError
 from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message
+from wholestep.hardware.curves import CollectiveCost, sent_bytes
 from wholestep.partition.stage_actions import actions_of
 from wholestep.tuning import TUNING
 
@@ -188,3 +189,27 @@ def test_orders_of_blocks_that_are_no_chain_end(order: str) -> None:
     blocks, messages = with_blocks(costs)
     check_orders(actions_of(found.orders, blocks, messages), messages, by_stage(costs, blocks, 2), 4)
     assert sorted(task for tasks in found.orders for task in tasks) == [(n, i) for n in sorted(costs) for i in range(4)]
+
+
+def test_ranks_that_share_a_core_are_faster_while_others_wait() -> None:
+    """Blocks take what they take while all ranks compute: with two ranks on a core, one that is alone is twice as fast.
+    No core does more than one rank's work at a time, so a step takes at least what cores need for all blocks.
+    """
+    for ranks, crowd in ((2, 2.0), (4, 2.0), (4, 4.0), (3, 1.5)):
+        for name, build in NAMED.items():
+            costs = equal_stages(ranks, apart=name == "zero_bubble")
+            alone = build(costs, 6, ranks)
+            shared = simulate_orders(costs, 6, alone.orders, crowd=crowd)
+            assert shared.orders == alone.orders, name
+            least = 6 * sum(cost.us for cost in costs.values()) / ranks
+            assert least <= shared.us * (1 + 1e-9), name
+            assert shared.us <= alone.us, name
+            if crowd == ranks:  # one core, which is never idle
+                assert shared.us == pytest.approx(least), name
+
+
+def test_messages_beyond_a_burst_keep_to_the_rate_of_the_link() -> None:
+    cost = CollectiveCost("send", 100.0, 0.001, 10.0, 0.002, 5.0, 0.003, burst_bytes=1000.0, over_byte_us=1.0)
+    assert [cost.us(size) for size in (0, 1000, 1500)] == [100.0, 101.0, 601.0]
+    assert cost.end_us(1000) == pytest.approx(20.0)
+    assert sent_bytes("send", 1000, 2) == 1000, "to one other rank, whole"

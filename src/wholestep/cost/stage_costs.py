@@ -1,4 +1,4 @@
-"""Prices the blocks of a pipeline: what each takes alone, sends and leaves behind."""
+"""Prices the blocks of a pipeline: what each takes alone, with its ends of messages, sends and leaves behind."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ class BlockPrices:
         """Microseconds from a stage to the next one along `axis`."""
         return self.hardware.collective_us(SEND, size_bytes, self.mesh, axis)
 
+    def end_us(self, size_bytes: int, axis: str) -> float:
+        """Microseconds of computing that a message takes at each end."""
+        return self.hardware.message_end_us(size_bytes, self.mesh, axis)
+
 
 def block_costs(
     blocks: Sequence[Sequence[StageBlock]], messages: Mapping[str, Message], axis: str, prices: BlockPrices
@@ -58,11 +62,13 @@ def block_costs(
                 for name in block.gives for m in by_value.get((stage, name), ())
             )  # fmt: skip
             needs = tuple(name for name in block.takes if name in messages)
+            ends = [*needs, *(name for name, _, _ in sends)]
+            ends_us = sum(prices.end_us(messages[name].size_bytes, axis) for name in ends)
             after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
             holds, frees, work = memory.of(block)
             found[block.name] = BlockCost(
-                stage, clock.now, block.level, block.is_backward, block.is_filler, needs, after, sends, holds, work,
-                clock.waited, frees_bytes=frees,
+                stage, clock.now + ends_us, block.level, block.is_backward, block.is_filler, needs, after, sends, holds,
+                work, clock.waited, frees_bytes=frees,
             )  # fmt: skip
     return found
 

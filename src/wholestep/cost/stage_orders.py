@@ -141,11 +141,21 @@ class _Run:
 
     def run(self, task: Task, begin: float) -> list[Task]:
         """Run a task; returns the tasks that wait for nothing more."""
-        name, piece = task
+        return self.end(task, begin, begin + self.begin(task, begin))
+
+    def begin(self, task: Task, begin: float) -> float:
+        """A task begins; returns the microseconds that it takes."""
+        name = task[0]
         block, number = self.blocks[name], self.runs.get(name, 0)
         spent = block.run(number, self.pieces, begin - self.starts[block.stage])
-        self.runs[name], end = number + 1, begin + spent.us
+        self.runs[name] = number + 1
         self.waited[block.stage] += spent.waited_us
+        return spent.us
+
+    def end(self, task: Task, begin: float, end: float) -> list[Task]:
+        """A task ends; returns the tasks that wait for nothing more."""
+        name, piece = task
+        block = self.blocks[name]
         self.free[block.stage] = end
         self.spans.append((block.stage, name, piece, begin, end))
         found: list[Task] = []
@@ -198,11 +208,15 @@ def peaks(blocks: Mapping[str, BlockCost], orders: Orders) -> tuple[int, ...]:
 
 
 def simulate_orders(
-    blocks: Mapping[str, BlockCost], pieces: int, orders: Orders, starts: Sequence[float] = ()
+    blocks: Mapping[str, BlockCost], pieces: int, orders: Orders, starts: Sequence[float] = (), crowd: float = 1.0
 ) -> OrderResult:
-    """Run given orders, each stage from when it `starts` on. Raises GraphError if stages wait for each other."""
+    """Run given orders, each stage from when it `starts` on. `crowd`: ranks that share a core. Blocks take what they
+    take while all ranks compute, and less while some wait. Raises GraphError if stages wait for each other.
+    """
     run, at = _Run(blocks, pieces, len(orders), starts), [0] * len(orders)
-    moved = True
+    moved = crowd <= 1
+    if not moved:
+        _share_cores(run, orders, at, crowd)
     while moved:
         moved = False
         for stage, tasks in enumerate(orders):
@@ -217,8 +231,39 @@ def simulate_orders(
     return run.result()
 
 
-Admits = Callable[[int, int], bool]
-"""Whether a stage may begin another piece while so many are in flight on it."""
+def _share_cores(run: _Run, orders: Orders, at: list[int], crowd: float) -> None:
+    """Run `orders` from `at` on, where a task is as fast as the cores that waiting ranks leave let it be."""
+    now: float = 0.0
+    running = dict[int, tuple[Task, float, float]]()  # of a stage: its task, begin, and microseconds left
+    while True:
+        later: list[float] = []
+        for stage, tasks in enumerate(orders):
+            if stage in running or at[stage] == len(tasks) or run.waits[tasks[at[stage]]]:
+                continue
+            task = tasks[at[stage]]
+            begin = max(run.free[stage], run.ready_at[task])
+            if begin > now:
+                later.append(begin)
+            else:
+                running[stage] = task, now, run.begin(task, now)
+                at[stage] += 1
+        speed = min(crowd, len(orders) / len(running)) if running else 1.0
+        ends: dict[int, float] = {stage: now + left / speed for stage, (_, _, left) in running.items()}
+        if not ends and not later:
+            return
+        then: float = min([*later, *ends.values()])
+        for stage, (task, begin, left) in list(running.items()):
+            if ends[stage] <= then:
+                del running[stage]
+                run.end(task, begin, then)
+            else:
+                running[stage] = task, begin, left - (then - now) * speed
+        now = then
+
+
+def on_shared_cores(blocks: Mapping[str, BlockCost], pieces: int, found: OrderResult, crowd: float) -> OrderResult:
+    """`found`, an order of ranks with a core each, with the time that it takes where ranks share cores."""
+    return found if crowd <= 1 else replace(found, us=simulate_orders(blocks, pieces, found.orders, crowd=crowd).us)
 
 
 def list_schedule(
@@ -377,9 +422,9 @@ APART = ("auto", "zero_bubble")
 
 
 def simulated_orders(
-    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int
+    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int, crowd: float = 1.0
 ) -> dict[str, OrderResult]:
-    """All orders that are tried, by name. `cut`: the blocks with fillers apart."""
+    """All orders that are tried, by name. `cut`: the blocks with fillers apart; `crowd`: as in `simulate_orders`."""
     found = {
         "1f1b": one_forward_one_backward(whole, pieces, stages), "gpipe": gpipe(whole, pieces, stages),
         "interleaved": interleaved(whole, pieces, stages), "zero_bubble": zero_bubble(cut, pieces, stages),
@@ -393,12 +438,18 @@ def simulated_orders(
         limits = [max(1, min(wide, pieces) - stage) for stage in range(stages)]
         label = f"list of fillers, {wide} in flight or waiting"
         found[label] = list_schedule(cut, pieces, stages, limits, waiting=range(stages))
-    return found
+    return {name: on_shared_cores(blocks_of(one.orders, whole, cut), pieces, one, crowd) for name, one in found.items()}
 
 
-def fitting(found: Mapping[str, OrderResult], more_share: float = 0.0) -> list[str]:
-    """The names of orders that hold no more than `1f1b`, and this share of it, on the stage that then holds most; the
-    fastest first.
+def blocks_of(orders: Orders, whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
+    """The blocks that orders run: those of `cut`, with fillers apart, if they run a filler."""
+    fillers = cut.keys() - whole.keys()
+    return cut if any(name in fillers for tasks in orders for name, _ in tasks) else whole
+
+
+def fitting(found: Mapping[str, OrderResult], more_share: float = TUNING.order_memory_share) -> list[str]:
+    """The names of orders that hold at most this share more of pieces in flight than `1f1b`, on the stage that then
+    holds most; the fastest first.
     """
     most = {name: max(one.peak_bytes, default=0) for name, one in found.items()}
     fits = [name for name in found if most[name] <= most["1f1b"] * (1 + more_share)]
@@ -406,12 +457,12 @@ def fitting(found: Mapping[str, OrderResult], more_share: float = 0.0) -> list[s
 
 
 def best_order(
-    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int
+    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int, crowd: float = 1.0
 ) -> tuple[str, OrderResult, dict[str, float]]:
-    """The fastest order that holds no more than `1f1b`: its name, its result, and the microseconds of all that were
-    tried.
+    """The fastest order that holds about as much as `1f1b` at most: its name, its result, and the microseconds of all
+    that were tried.
     """
-    found = simulated_orders(whole, cut, pieces, stages)
+    found = simulated_orders(whole, cut, pieces, stages, crowd)
     name = fitting(found)[0]
     return name, found[name], {name: one.us for name, one in found.items()}
 

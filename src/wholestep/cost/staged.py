@@ -9,7 +9,17 @@ from ..graph.stage_part import StageParts
 from ..graph.text import human, seconds, table
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
-from .stage_orders import NAMED, BlockCost, OrderResult, Orders, Spent, best_order, simulate_orders
+from .stage_orders import (
+    NAMED,
+    BlockCost,
+    OrderResult,
+    Orders,
+    Spent,
+    best_order,
+    blocks_of,
+    on_shared_cores,
+    simulate_orders,
+)
 from .stage_work import StageWork
 from .timeline import STAGE, Span, Timeline
 
@@ -113,15 +123,15 @@ class StagedStep:
 
 def staged_step(
     works: Sequence[Sequence[_Chunk]], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
-    exchanges: Sequence[Exchange], pieces: int, order: str | StageParts,
+    exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float,
 ) -> StagedStep:  # fmt: skip
     """The step of ranks that have `works`, each with the number of its layers, and blocks `whole`, or `apart` where the
     order moves gradients of weights. `order`: by name, `auto`, or that of a program. Without blocks, stages run the
-    whole batch one after the other.
+    whole batch one after the other. `crowd`: ranks that share a core.
     """
     ranks = len(works)
-    name, loop, tried = _ordered(whole, apart, pieces, ranks, order)
-    costs = apart if any(task in apart and task not in whole for tasks in loop.orders for task, _ in tasks) else whole
+    name, loop, tried = _ordered(whole, apart, pieces, ranks, order, crowd)
+    costs = blocks_of(loop.orders, whole, apart)
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
     ends = dict[int, float]()  # of each stage: when its last block ends
@@ -146,7 +156,7 @@ def staged_step(
         if exchange.is_loop:
             begin = min(now)
             held = loop.peak_bytes
-            loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now])
+            loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now], crowd)
             loop = replace(loop, peak_bytes=held)
             stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
             for rank, block, _, _, end in loop.spans:
@@ -192,8 +202,9 @@ def _between(exchanges: Sequence[Exchange], at: int, rank: int) -> tuple[str, st
 
 
 def _ordered(
-    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, ranks: int, order: str | StageParts
-) -> tuple[str, OrderResult, Mapping[str, float]]:
+    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, ranks: int, order: str | StageParts,
+    crowd: float,
+) -> tuple[str, OrderResult, Mapping[str, float]]:  # fmt: skip
     """The order's name, the order, and the simulated microseconds of each order that was tried. Every run of a block
     takes what it takes in the middle of the loop.
     """
@@ -206,8 +217,9 @@ def _ordered(
     if not whole:
         return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
     if order == "auto":
-        return best_order(steady, cut, pieces, ranks)
-    loop = NAMED[order](cut if order == "zero_bubble" else steady, pieces, ranks)
+        return best_order(steady, cut, pieces, ranks, crowd)
+    costs = cut if order == "zero_bubble" else steady
+    loop = on_shared_cores(costs, pieces, NAMED[order](costs, pieces, ranks), crowd)
     return order, loop, {order: loop.us}
 
 

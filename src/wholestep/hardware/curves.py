@@ -56,6 +56,11 @@ class CollectiveCost:
         host_us, host_byte_us: time that the computing thread itself spends to start it; at least a launch.
         reduce_byte_us: time that the computing thread spends to sum received data.
         overlap_slowdown: how many times longer the collective takes while the rank computes.
+        burst_bytes, over_byte_us: a link may let a burst through before it keeps to its rate: each byte beyond
+            `burst_bytes` takes `over_byte_us` on it instead; 0 for a link without one.
+
+    Of `send`, `host_us` and `cpu_us` are what a message takes of the computing thread and of its core at each end, and
+    the time on the link is what is left of its way between the two.
     """
 
     kind: str
@@ -67,14 +72,25 @@ class CollectiveCost:
     host_byte_us: float = 0.0
     reduce_byte_us: float = 0.0
     overlap_slowdown: float = 1.0
+    burst_bytes: float = 0.0
+    over_byte_us: float = 0.0
 
     def us(self, sent: float) -> float:
         """Time on the link of a collective in which a rank sends `sent` bytes."""
-        return self.start_us + self.byte_us * sent
+        over = max(sent - self.burst_bytes, 0.0) if self.burst_bytes else 0.0
+        return self.start_us + self.byte_us * (sent - over) + self.over_byte_us * over
+
+    def end_us(self, sent: float) -> float:
+        """Time that the computing thread loses to a message at each of its ends."""
+        return self.host_us + self.cpu_us + (self.host_byte_us + self.cpu_byte_us) * sent
 
 
 def sent_bytes(kind: str, whole_bytes: float, ranks: int) -> float:
-    """Bytes that a rank sends in a ring: 2(W-1)/W of the whole buffer for an all-reduce, else (W-1)/W."""
+    """Bytes that a rank sends: a message to one other is sent whole; in a ring 2(W-1)/W of the whole buffer for an
+    all-reduce, else (W-1)/W.
+    """
+    if kind == "send":
+        return whole_bytes
     return (2 if kind == "all_reduce" else 1) * whole_bytes * (ranks - 1) / ranks
 
 

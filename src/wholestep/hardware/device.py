@@ -198,7 +198,7 @@ class MeasuredDevice:
     """The measured rates of one rank. Times in microseconds, rates in bytes or operations per microsecond.
 
     Args:
-        flops_per_us: of a large matrix product in float32.
+        flops_per_us: of a large matrix product in float32, beside `product_bytes_per_us`.
         memory_bytes_per_us: read plus written by elementwise ops.
         launch_us: of one op, however small.
         math_bytes_per_us: read plus written by ops that compute more than a sum per element (exp, norms, reductions);
@@ -207,6 +207,9 @@ class MeasuredDevice:
         view_us: of a view. Views cost time only where the host that calls ops also computes them.
         bucket_copy_bytes_per_us: read plus written by copies into and out of buckets, which are in no cache; 0 for
             `memory_bytes_per_us`.
+        product_bytes_per_us: read plus written by products, before and after their arithmetic, so that small products
+            are slower; 0 for no time.
+        ranks_per_core: that share a core; the rates are those of all of them computing at once.
     """
 
     name: str
@@ -217,16 +220,20 @@ class MeasuredDevice:
     attention_flops_per_us: float = 0.0
     view_us: float = 0.0
     bucket_copy_bytes_per_us: float = 0.0
+    product_bytes_per_us: float = 0.0
+    ranks_per_core: float = 1.0
 
     def peak_flops_per_us(self, dtype: str) -> float:
         """The rate of a large product. Only float32 is measured."""
         return self.flops_per_us
 
     def work_us(self, work: Work) -> float:
-        """One op: its launch, and the longer of its arithmetic and its memory traffic."""
+        """One op: its launch, and the longer of its arithmetic and its memory traffic; both, of products."""
         flops_per_us = self.attention_flops_per_us * work.speed if work.attention else 0.0
         bytes_per_us = (
             self.bucket_copy_bytes_per_us if work.bucketed else 0.0 if work.streams else self.math_bytes_per_us
         )
         computing = work.flops / (flops_per_us or self.flops_per_us)
+        if work.matmul and self.product_bytes_per_us:
+            computing += work.moved_bytes / self.product_bytes_per_us
         return self.launch_us + max(computing, work.moved_bytes / (bytes_per_us or self.memory_bytes_per_us))

@@ -112,6 +112,8 @@ class Hardware:
         attention_flops_per_us: float = 0.0,
         view_us: float = 0.0,
         bucket_copy_bytes_per_us: float = 0.0,
+        product_bytes_per_us: float = 0.0,
+        ranks_per_core: float = 1.0,
         collectives: Iterable[CollectiveCost] = (),
         name: str = "measured",
     ) -> Hardware:
@@ -128,6 +130,8 @@ class Hardware:
             attention_flops_per_us: see `MeasuredDevice`.
             view_us: see `MeasuredDevice`.
             bucket_copy_bytes_per_us: see `MeasuredDevice`.
+            product_bytes_per_us: see `MeasuredDevice`.
+            ranks_per_core: see `MeasuredDevice`.
             collectives: measured costs, at most one per kind.
             name: to display.
 
@@ -143,7 +147,7 @@ class Hardware:
             raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
         device = MeasuredDevice(
             name, flops_per_us, memory_bytes_per_us, launch_us, math_bytes_per_us, attention_flops_per_us, view_us,
-            bucket_copy_bytes_per_us,
+            bucket_copy_bytes_per_us, product_bytes_per_us, ranks_per_core,
         )  # fmt: skip
         given = {cost.kind: cost for cost in several}
         costs = tuple(given.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)
@@ -233,6 +237,11 @@ class Hardware:
         return self.device.view_us
 
     @property
+    def ranks_per_core(self) -> float:
+        """Ranks that share a core; 1 for described devices."""
+        return self.device.ranks_per_core if isinstance(self.device, MeasuredDevice) else 1.0
+
+    @property
     def bucket_bytes(self) -> int:
         """The bucket size at which starting a collective takes at most a twentieth of sending it: the smallest such
         power of two from 256 KiB to 64 MiB. Described links: an all-gather over two units of the outermost level.
@@ -284,6 +293,11 @@ class Hardware:
             return self.launch_us, 0.0
         sent = sent_bytes(kind, whole_bytes, mesh.axis_size(axis))
         return max(cost.host_us + cost.host_byte_us * sent, self.launch_us), cost.reduce_byte_us * sent
+
+    def message_end_us(self, size_bytes: float, mesh: Mesh, axis: str) -> float:
+        """Compute time that a rank loses to a message along `axis` which it sends or receives; 0 where not measured."""
+        cost = self._cost("send", mesh, axis)
+        return cost.end_us(size_bytes) if cost else 0.0
 
     def group_us(self, kind: str, whole_bytes: float, ranks: int, per_node: int | None = None) -> float:
         """`collective_us` of a group of `ranks` with `per_node` of them on each node; as many as fit if None."""

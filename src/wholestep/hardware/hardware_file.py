@@ -67,7 +67,7 @@ _ABOVE_0 = {
     "bytes_per_us", "least_ranks",
 }  # fmt: skip
 _ONE_OF = {"kind": KINDS, "algorithm": tuple(ALGORITHMS)}
-_AT_LEAST_1 = {"contention", "overlap_slowdown"}
+_AT_LEAST_1 = {"contention", "overlap_slowdown", "ranks_per_core"}
 _FILLED = {"ceilings", "levels", "regimes"}
 
 

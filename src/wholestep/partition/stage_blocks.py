@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import APART, NAMED, BlockCost, fitting, others_to_try, simulated_orders
+from ..cost.stage_orders import APART, NAMED, BlockCost, fitting, on_shared_cores, others_to_try, simulated_orders
 from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
@@ -49,9 +49,10 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     apart = StageCut(loop, count, True) if order in APART or order not in NAMED else whole
     cut_costs, others = apart.costs(axis, prices), tuple[str, ...]()
     if order in NAMED:
-        name, tried = order, {order: NAMED[order](cut_costs, loop.pieces, count)}
+        made = NAMED[order](cut_costs, loop.pieces, count)
+        name, tried = order, {order: on_shared_cores(cut_costs, loop.pieces, made, hardware.ranks_per_core)}
     else:
-        tried = simulated_orders(costs, cut_costs, loop.pieces, count)
+        tried = simulated_orders(costs, cut_costs, loop.pieces, count, hardware.ranks_per_core)
         name = fitting(tried)[0] if order == "auto" else order
         others = others_to_try(tried, name)
     found = tried[name]

@@ -39,7 +39,7 @@ class Pipeline:
         schedule: the order of blocks on each rank. `gpipe`: all forwards, then all backwards. `1f1b`: a backward as
             soon as there is one, with as few pieces in flight as keep all stages busy. `interleaved`: the same with
             several chunks of the model on each rank. `zero_bubble`: gradients of weights wait for idle time. `auto`:
-            the fastest of these and of list schedules, by simulation, that holds no more than `1f1b`.
+            the fastest of these and of list schedules, by simulation, that holds at most a tenth more than `1f1b`.
         chunks: stages on each rank; 2 with `interleaved`, else 1.
 
     Example:

@@ -207,7 +207,8 @@ def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Excha
             at_phase = "update" if phase(node) == "update" else "backward"
         if node.target is transfer:
             source, target = (ranks - 1 if at == last else cast(int, at) for at in node.args[1:3])
-            us = prices.sent_us(meta.size_bytes(node), local.stage_axis)
+            size = meta.size_bytes(node)
+            us = prices.sent_us(size, local.stage_axis) + 2 * prices.end_us(size, local.stage_axis)
             found.append(Exchange(source=source, target=target, us=us, phase=at_phase))
         else:
             found.append(Exchange(is_loop=loop_of(node) is not None, phase=at_phase))
@@ -239,7 +240,7 @@ def staged(
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
     return staged_step(
         [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
-        loops[0].pieces if loops else 1, order or shared or named,
+        loops[0].pieces if loops else 1, order or shared or named, prices.hardware.ranks_per_core,
     )  # fmt: skip
 
 
@@ -366,7 +367,7 @@ class ShortPipelines:
             for rank in range(setup.ranks)
         ]  # fmt: skip
         outside = _exchanges(found.steps[0].local, prices, setup.ranks)
-        return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order)
+        return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, prices.hardware.ranks_per_core)
 
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
         graph = self.capture(batch * setup.pieces, 1, self.layers)

@@ -22,38 +22,48 @@ from ..hardware.curves import CollectiveCost, sent_bytes
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
 from .measure_gpu import GpuRates, measure_gpu
+from .measure_messages import Products, measure_messages
 
 
-def measure_hardware(world: World) -> Hardware:
-    """The hardware, as the slowest rank and the slowest axis measure it."""
+def measure_hardware(world: World, stage_axis: str = "") -> Hardware:
+    """The hardware, as the slowest rank and the slowest axis measure it; with messages between stages along
+    `stage_axis`, if there is one.
+    """
     if world.device.startswith("cuda"):
         return _measure_gpus(world)
-    apart = _spare_cores(world) >= 0
+    crowd = _ranks_per_core(world)
     before = _computing(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
     rounds = torch.cat([before, _computing(world)], 1)  # others may compute during half of them
-    times = [usual(row, apart) for row in rounds]
+    times = [usual(row, crowd) for row in rounds]
     wires = max((wires for wires, _ in links), key=lambda wires: wires[0].byte_us, default=())
     times.append(max((carried for _, carried in links), default=0.0))
-    times, wires = _slowest(world, times, wires)
-    product, attention, math, moved, launch, view, carried = times
+    if stage_axis and links:
+        at, ranks = world.coordinate[stage_axis], world.mesh.axis_size(stage_axis)
+        wires = (*wires, measure_messages(world.groups[stage_axis], ranks, at, crowded(world)))
+    times, wires = _slowest(world, [*times, crowd], wires)
+    product, small, attention, math, moved, launch, view, carried, crowd = times
+    flop, product_byte = _of_products(product - launch, small - launch)
     return Hardware.measured(
-        flops_per_us=1 / product, memory_bytes_per_us=1 / moved, launch_us=launch,
+        flops_per_us=1 / flop, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
         math_bytes_per_us=1 / math, attention_flops_per_us=1 / attention, view_us=view,
-        bucket_copy_bytes_per_us=1 / carried if carried else 0.0, collectives=wires,
+        bucket_copy_bytes_per_us=1 / carried if carried else 0.0,
+        product_bytes_per_us=1 / product_byte if product_byte else 0.0, ranks_per_core=crowd, collectives=wires,
     )  # fmt: skip
 
 
-def usual(samples: Tensor, apart: bool) -> float:
+def usual(samples: Tensor, crowd: float) -> float:
     """The median of samples (n, 2), microseconds by the clock and of the processor: a step pays what is usual, not what
-    is best. Where ranks have cores of their own (`apart`), samples during which another process had the core are left
-    out, unless few are left. Where ranks share cores, the others are part of the job.
+    is best. Where ranks have cores of their own, samples during which another process had the core are left out, unless
+    few are left. Where `crowd` ranks share a core, a probe may be done before it is another one's turn: it counts as so
+    many times its processor time.
     """
     us, own_us = samples.unbind(1)
+    if crowd > 1:
+        return crowd * float(own_us.median())
     alone = own_us >= TUNING.undisturbed_share * us
-    enough = apart and int(alone.sum()) >= TUNING.undisturbed_rounds
-    return float((us[alone] if enough else us).median())
+    return float((us[alone] if int(alone.sum()) >= TUNING.undisturbed_rounds else us).median())
 
 
 def _measure_gpus(world: World) -> Hardware:
@@ -83,13 +93,28 @@ def _slowest(
     return found[: len(times)], tuple(costs)
 
 
+_PRODUCTS = (512, 384, 768), (256, 256, 1024)
+"""(m, k, n) of the products that are timed: of a step of some layers, and of a micro-batch of a narrower one."""
+
+
+def _of_products(large_us: float, small_us: float) -> tuple[float, float]:
+    """Microseconds of a multiplication or addition, and of a byte that products read or write, from the times of two
+    products. A byte takes none where the small one is not slower for its arithmetic.
+    """
+    (flops, moved), (few, some) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in _PRODUCTS)
+    byte_us = max((flops * small_us - few * large_us) / (flops * some - few * moved), 0.0)
+    each_us = (large_us - moved * byte_us) / flops
+    return (each_us, byte_us) if each_us > 0 and byte_us > 0 else (large_us / flops, 0.0)
+
+
 def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
     """What steps are made of, in sizes that a step has, of memory of their own; with operations, bytes or calls."""
-    rows, inner, columns = 512, 384, 768
+    (rows, inner, columns), small = _PRODUCTS
     heads, length, width = 4, 128, 64
     fill = torch.rand
 
     one, other = fill(rows, inner), fill(inner, columns)
+    panel, weight = fill(*small[:2]), fill(*small[1:])
     q, k, v = (fill(4, heads, length, width, requires_grad=True) for _ in range(3))
     wide, made, left, right, total = (fill(rows, 1024) for _ in range(5))
     little, sums = fill(8), fill(1024)
@@ -112,7 +137,8 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
         return little.view(2, 4), little.unsqueeze(0), little.expand(2, 8), little.detach()
 
     return {
-        "product": (lambda: torch.mm(one, other), 2.0 * rows * inner * columns),
+        "product": (lambda: torch.mm(one, other), 1.0),
+        "small product": (lambda: torch.mm(panel, weight), 1.0),
         "attention": (attention, 3.5 * 16.0 * heads * length * length * width),
         "math": (math, 7.0 * wide.nbytes),
         "bytes": (lambda: torch.add(left, right, out=total), 3.0 * left.nbytes),
@@ -241,13 +267,22 @@ def crowded(world: World) -> float:
 
 def _spare_cores(world: World) -> float:
     """How many cores of this host each rank has beside those of its threads; negative where ranks share cores."""
+    return len(os.sched_getaffinity(0)) / _ranks_here(world) - torch.get_num_threads()
+
+
+def _ranks_per_core(world: World) -> float:
+    """Ranks that share a core of this host, at least 1."""
+    return max(_ranks_here(world) * torch.get_num_threads() / len(os.sched_getaffinity(0)), 1.0)
+
+
+def _ranks_here(world: World) -> int:
+    """Ranks of the job on this host."""
     if world.mesh.size == 1:
-        return len(os.sched_getaffinity(0)) - torch.get_num_threads()
+        return 1
     mine = torch.tensor([crc32(socket.gethostname().encode())])
     names = [torch.empty_like(mine) for _ in range(world.mesh.size)]
     dist.all_gather(names, mine)
-    ranks = sum(bool(name == mine) for name in names)
-    return len(os.sched_getaffinity(0)) / ranks - torch.get_num_threads()
+    return sum(bool(name == mine) for name in names)
 
 
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
@@ -299,7 +334,7 @@ def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tup
     """
     times, rows = often
     lasts_us = times * alone.us
-    products = _Products(TUNING.beside_share * lasts_us / 1e6)
+    products = Products(TUNING.beside_share * lasts_us / 1e6)
     stretch, others, longer = list[float](), list[float](), list[float]()
     for _ in range(rows):
         products()
@@ -313,26 +348,6 @@ def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tup
         stretch.append(products.us / max(done_us, products.us / TUNING.most_slower))
     busy = share * statistics.mean(others) + max(statistics.median(longer), 0.0)
     return max(statistics.median(stretch), 1.0), busy / times
-
-
-class _Products:
-    """Computes for so many seconds. Of the last call: products, microseconds of the clock and of this thread."""
-
-    count: int
-    us: float
-    own_us: float
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.one, self.other = torch.full((128, 384), 0.5), torch.full((384, 768), 0.5)
-        self.made = torch.empty(128, 768)
-
-    def __call__(self) -> None:
-        self.count, start, own = 0, time.perf_counter(), time.thread_time()
-        while self.count == 0 or time.perf_counter() < start + self.seconds:
-            torch.mm(self.one, self.other, out=self.made)
-            self.count += 1
-        self.us, self.own_us = (time.perf_counter() - start) * 1e6, (time.thread_time() - own) * 1e6
 
 
 def seconds(run: Callable[[], object], device: str) -> float:

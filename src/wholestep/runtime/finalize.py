@@ -173,9 +173,16 @@ class Finalizer:
         if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
-                self.hardware = self.choices.earlier.hardware or measure_hardware(self.world)
+                self.hardware = self.choices.earlier.hardware or measure_hardware(self.world, self._stage_axis())
         self.choices.note(hardware=self.hardware)
         return self.hardware
+
+    def _stage_axis(self) -> str:
+        """The axis of stages, whose messages are measured too; empty without a pipeline."""
+        if self.options.plan is not None:
+            return self.options.plan.stage_axis
+        pipeline = self.options.strategies.pipeline
+        return pipeline.axis if pipeline is not None else ""
 
     def passes(self, local: LocalGraph) -> tuple[Pass, ...]:
         """What schedules `local`, or a stage of it, without a budget."""
