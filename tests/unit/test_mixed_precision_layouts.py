@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
 from wholestep.graph.meta import one_tensor
+from wholestep.graph.nodes import node_at
 from wholestep.graph.ops import GRAD_READY
 
 HALF = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(torch.bfloat16, torch.float32))
@@ -73,6 +74,19 @@ def test_activations_are_summed_in_the_dtype_in_which_they_are_computed() -> Non
         if "reduce" in str(node.target):
             sent.setdefault(str(node.args[-1]), set()).add(one_tensor(node).dtype)
     assert sent == {"tp": {torch.bfloat16}, "dp": {torch.float32}}
+
+
+def test_gradients_are_reduced_as_they_were_computed() -> None:
+    """In bfloat16: those of products in bfloat16 are not cast to float32 and back, those in float32 are cast."""
+    reduced = ws.MixedPrecision(torch.bfloat16, torch.bfloat16), ws.MixedPrecision(None, torch.bfloat16)
+    makers: list[set[str]] = []
+    for precision in reduced:
+        graph = captured(options=ws.CaptureOptions(mixed_precision=precision))
+        local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")))
+        sent = [node for node in local.graph.nodes if "reduce_scatter" in str(node.target)]
+        assert {one_tensor(node).dtype for node in sent} == {torch.bfloat16}
+        makers.append({str(node_at(node, 0).target) for node in sent})
+    assert makers == [{"aten.mm.default"}, {"aten._to_copy.default"}]
 
 
 def test_gradients_are_complete_while_the_backward_runs() -> None:

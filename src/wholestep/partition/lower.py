@@ -390,6 +390,8 @@ class _Lowering:
         return lambda: self._cast(finish(), whole.dtype)
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if _widens(node, dtype):
+            return node_at(node, 0)
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
@@ -417,6 +419,20 @@ class _Lowering:
         pairs = zip(whole.stride, row_major(shape), strict=True)
         stride = tuple(0 if of_whole == 0 else step for of_whole, step in pairs)  # expanded dims stay expanded
         return TensorMeta(shape, stride, whole.dtype, whole.device)
+
+
+def _widens(node: Node, dtype: torch.dtype) -> bool:
+    """Return whether a node casts a value of `dtype` to one with more bits, and does nothing else: cast back, it is the
+    same.
+    """
+    if node.target is not aten._to_copy.default:
+        return False
+    given, made = meta.tensor(node_at(node, 0)), meta.one_tensor(node)
+    return (
+        given is not None
+        and given == replace(made, dtype=dtype)
+        and torch.promote_types(dtype, made.dtype) == made.dtype
+    )
 
 
 def _is_transposed(node: Node) -> bool:
