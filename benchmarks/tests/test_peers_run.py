@@ -112,7 +112,7 @@ def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     ranks = wait_for(lambda: (found := children(process.pid)) and len(found) == 4 and found)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: not any(alive(rank) for rank in ranks), 20)
+    wait_for(lambda: not any(alive(rank) for rank in ranks))  # one that still imports torch notices afterwards
     if may_shape():
         assert namespaces(process.pid)
         subprocess.run([*COMMAND, "clean"], cwd=ROOT, check=True, capture_output=True)
