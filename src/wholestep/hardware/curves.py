@@ -60,7 +60,7 @@ class CollectiveCost:
             `burst_bytes` takes `over_byte_us` on it instead; 0 for a link without one.
 
     Of `send`, `host_us` and `cpu_us` are what a message takes of the computing thread and of its core at each end, and
-    the time on the link is what is left of its way between the two.
+    the rest of its way between the two is the time on the link.
     """
 
     kind: str

@@ -46,7 +46,7 @@ class _Message:
 
     @property
     def link_us(self) -> float:
-        """What is left of its way between the two ends."""
+        """The rest of its way, between the two ends."""
         return max(self.way_us - 2 * (self.own_us + self.core_us), 0.0)
 
 
