@@ -22,9 +22,9 @@ from wholestep.hardware.hardware_file import from_json, to_json
 from wholestep.passes.bucket import Bucket
 from wholestep.passes.write_into_buckets import WriteIntoBuckets, multiply_into, new_bucket, put_pieces
 from wholestep.profiling.measure_hardware import (
-    _PRODUCTS,
-    _of_products,  # pyright: ignore[reportPrivateUsage]
+    PRODUCTS,
     measure_hardware,
+    of_products,
     usual,
 )
 
@@ -220,9 +220,9 @@ def test_two_products_say_what_arithmetic_and_bytes_take() -> None:
     def took(m: int, k: int, n: int) -> float:
         return 2.0 * m * k * n * 1e-5 + 4.0 * (m * k + k * n + m * n) * 4e-4
 
-    each_us, byte_us = _of_products(*(took(*shape) for shape in _PRODUCTS))
+    each_us, byte_us = of_products(*(took(*shape) for shape in PRODUCTS))
     assert (each_us, byte_us) == pytest.approx((1e-5, 4e-4))
     device = hardware_with(flops_per_us=1 / each_us, product_bytes_per_us=1 / byte_us, memory_bytes_per_us=10_000)
     assert device.matmul_us(1, 256, 256, 256, "float32") == pytest.approx(1 + took(256, 256, 256))
-    large_us = took(*_PRODUCTS[0])
-    assert _of_products(large_us, large_us / 4) == (large_us / (2.0 * 512 * 384 * 768), 0.0), "a faster small one"
+    large_us = took(*PRODUCTS[0])
+    assert of_products(large_us, large_us / 4) == (large_us / (2.0 * 512 * 384 * 768), 0.0), "a faster small one"

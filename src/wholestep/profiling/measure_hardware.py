@@ -43,7 +43,7 @@ def measure_hardware(world: World, stage_axis: str = "") -> Hardware:
         wires = (*wires, measure_messages(world.groups[stage_axis], ranks, at, crowded(world)))
     times, wires = _slowest(world, [*times, crowd], wires)
     product, small, attention, math, moved, launch, view, carried, crowd = times
-    flop, product_byte = _of_products(product - launch, small - launch)
+    flop, product_byte = of_products(product - launch, small - launch)
     return Hardware.measured(
         flops_per_us=1 / flop, memory_bytes_per_us=1 / moved, launch_us=launch,
         link_us=wires[0].start_us if wires else 0.0, link_bytes_per_us=1 / wires[0].byte_us if wires else 1.0,
@@ -93,15 +93,15 @@ def _slowest(
     return found[: len(times)], tuple(costs)
 
 
-_PRODUCTS = (512, 384, 768), (256, 256, 1024)
+PRODUCTS = (512, 384, 768), (256, 256, 1024)
 """(m, k, n) of the products that are timed: of a step of some layers, and of a micro-batch of a narrower one."""
 
 
-def _of_products(large_us: float, small_us: float) -> tuple[float, float]:
+def of_products(large_us: float, small_us: float) -> tuple[float, float]:
     """Microseconds of a multiplication or addition, and of a byte that products read or write, from the times of two
     products. A byte takes none where the small one is not slower for its arithmetic.
     """
-    (flops, moved), (few, some) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in _PRODUCTS)
+    (flops, moved), (few, some) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in PRODUCTS)
     byte_us = max((flops * small_us - few * large_us) / (flops * some - few * moved), 0.0)
     each_us = (large_us - moved * byte_us) / flops
     return (each_us, byte_us) if each_us > 0 and byte_us > 0 else (large_us / flops, 0.0)
@@ -109,7 +109,7 @@ def _of_products(large_us: float, small_us: float) -> tuple[float, float]:
 
 def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
     """What steps are made of, in sizes that a step has, of memory of their own; with operations, bytes or calls."""
-    (rows, inner, columns), small = _PRODUCTS
+    (rows, inner, columns), small = PRODUCTS
     heads, length, width = 4, 128, 64
     fill = torch.rand
 
