@@ -111,20 +111,31 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
+SEQUENCE: dict[str, Any] = {
+    "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)), "blocks.*.norm_*": "sequence",
+}  # fmt: skip
+
+
 @pytest.mark.full
 def test_what_is_read_in_several_layouts_is_sent_once() -> None:
     """A gradient between two stages, sharded along tokens: products read it gathered, the residual as it is."""
-    styles: dict[str, Any] = {
-        "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
-        "blocks.*.norm_*": "sequence",
-    }  # fmt: skip
-    sequence = [ws.Pipeline(stages=[["blocks.0"], ["blocks.1"]], micro_batches=2), ws.TensorParallel(styles, axis="tp")]
+    sequence = [ws.Pipeline(stages=[["blocks.0"], ["blocks.1"]], micro_batches=2), ws.TensorParallel(SEQUENCE)]
     found = compare(one_device(2, False, 0.0), "pp=2,tp=2", sequence)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
     graph = ws.capture(train, *maker(2, False, 0.0)(), *batches(8, 1)[0])
     local = ws.partition(graph, ws.plan(graph, "pp=2,tp=2", sequence))
     sent = [(one.source, one.target) for one in parts_of(local)[0].messages.values()]
     assert sorted(sent) == [(0, 1), (1, 0)]
+
+
+def test_the_backward_of_a_stage_gathers_activations_again() -> None:
+    pipeline, again = ws.Pipeline(micro_batches=2), ws.TensorParallel(SEQUENCE, reshard_after_forward=True)
+    found = compare(one_device(2, False, 0.0), "pp=2,tp=2", [pipeline, again])
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    gathers = [
+        sum("all_gather" in str(node.target) for node in block.body.nodes) for block in parts_of(found.local)[0].blocks
+    ]
+    assert gathers == [2, 4]  # the two layers of a stage; in the backward, of gradients too
 
 
 def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:

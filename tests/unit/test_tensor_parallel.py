@@ -29,6 +29,7 @@ from tests.together import Comparison, OneDevice, compare
 from tests.tp_models import MLP, Llama, Normed, SimpleModel, next_token, squares, step_of
 from wholestep import DataParallel, TensorParallel
 from wholestep.capture import capture_step
+from wholestep.cost.memory import peak_memory
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.storage import shared_operand
@@ -311,6 +312,21 @@ def test_llama(name: str, mesh: str) -> None:
     if name == "SEQUENCE":
         assert counts["all_gather"] == 9  # before q k v, w1 w3 and the head; their backwards but the head's
         assert counts["reduce_scatter"] <= 11
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_the_backward_gathers_activations_again(mesh: str) -> None:
+    """What q k v, w1 w3 and the head read, once more for the gradients of their weights: less is kept until then."""
+    one = OneDevice(builder(Llama, layers=3), step_of(next_token), tokens(8, 32))
+    found: list[LocalGraph] = []
+    for again in (False, True):
+        tensor = TensorParallel(models.SEQUENCE, reshard_after_forward=again)
+        found.append(check(one, mesh, [dp(), tensor] if "dp" in mesh else tensor).local)
+    kept, freed = found
+    assert collectives(freed)["tp"] == collectives(kept)["tp"] + Counter(all_gather=7)
+    for passes in ([], ws.pipeline()):
+        before, after = (peak_memory(ws.run_passes(one, passes)) for one in found)
+        assert after.size_bytes - after.rest_bytes < 0.95 * (before.size_bytes - before.rest_bytes)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])

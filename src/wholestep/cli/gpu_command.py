@@ -104,8 +104,9 @@ class GpuPlanner:
         try:
             overlapped = self.options.async_tp
             self.tensor = ws.TensorParallel.of(
-                module, axis=self.options.tp_axis, async_tp=cast(Any, overlapped and overlapped.value)
-            )
+                module, axis=self.options.tp_axis, async_tp=cast(Any, overlapped and overlapped.value),
+                reshard_after_forward=self.options.tp_regather,
+            )  # fmt: skip
         except PlanError as error:
             self.screen.note(f"without tensor parallelism: {error.found}")
             self.tensor = None
@@ -141,6 +142,7 @@ class GpuPlanner:
         asked = {name: getattr(self.options, name) for name in names} | {"hardware": self.machine}
         given = {name: getattr(value, "value", value) for name, value in asked.items() if value not in (None, "eager")}
         more = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+        more += ["--tp-regather"] * self.options.tp_regather
         return " ".join([f"--hf {self.spec.config} --seq {self.seq}", *more])
 
     @property

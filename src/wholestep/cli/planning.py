@@ -149,7 +149,7 @@ def request(
 ) -> PlanRequest:  # fmt: skip
     """The request with tensor parallelism by `--tp`; else by the model's `own_plan` where the mesh has the axis."""
     own = mesh if own_plan else ""
-    tensor = tensor_parallel(found, step.tp or [], step.tp_axis, own, hardware, step.async_tp)
+    tensor = tensor_parallel(found, step.tp or [], step.tp_axis, own, hardware, step.async_tp, step.tp_regather)
     return PlanRequest(found, mesh, hardware, planned_on, step, tensor, **asked)
 
 
@@ -277,17 +277,24 @@ def compared(shown: Screen, asked: PlanRequest) -> Done:
 
 
 def tensor_parallel(
-    target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: ws.Hardware, async_tp: str | None = None
+    target: Target,
+    tp: Sequence[str],
+    axis: str,
+    mesh: str,
+    hardware: ws.Hardware,
+    async_tp: str | None = None,
+    again: bool = False,
 ) -> Strategy | ws.WholestepError | None:
     """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose. An error,
     which is not raised, if the model has no plan.
     """
-    options: Any = {"async_tp": str(async_tp) if async_tp else None}  # an enum on the command line
+    options: Any = {"async_tp": str(async_tp) if async_tp else None, "reshard_after_forward": again}
     if list(tp) == ["auto"]:
         return ws.TensorParallel("auto", axis=axis, hardware=hardware, **options)
     if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):
-        if async_tp:
-            refuse("--async-tp without tensor parallelism: needed an axis of --tp")
+        if async_tp or again:
+            name = "--async-tp" if async_tp else "--tp-regather"
+            refuse(f"{name} without tensor parallelism: needed an axis of --tp")
         return None
     if not tp or list(tp) in (["model"], ["sequence"]):
         if list(tp) == ["sequence"]:

@@ -70,6 +70,9 @@ class SharedOptions:
     )
     tp: Tp = None
     async_tp: AsyncTp = None
+    tp_regather: Annotated[
+        bool, _option("Activations that --tp gathers are gathered again in the backward, and not kept until then.")
+    ] = False
     tp_axis: Annotated[str, _option("The axis of --tp; with --hf, of the model's own plan.")] = "tp"
     recompute: Annotated[
         Recompute | None, _option("In the backward: none, selective or full of each layer, auto to fit --memory.")

@@ -1,12 +1,14 @@
-"""Chooses which gathered parameters stay in memory between forward and backward.
+"""Chooses which gathered parameters and activations stay in memory between forward and backward.
 
 The step alternates between forward and backward segments. A parameter is gathered once per segment. Gathered
 parameters are kept from forward to backward within the plan's budget, shortest time between uses first; other
-parameters are re-gathered in the backward, and their views and casts recomputed.
+parameters are re-gathered in the backward, and their views and casts recomputed. So are activations along the axes that
+the plan names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -27,9 +29,9 @@ from ..plan.plan import Plan
 class Regions:
     """The forward and backward segments of a step, and the lifetimes of gathered parameters in these.
 
-    `segment` numbers the segments; `source` maps views and casts of a parameter to it; parameters in `regathered` are
-    gathered in each segment; `on_demand` are their views and casts. Casts to float8 are gathered as parameters are, and
-    made once: their scale needs all of the parameter.
+    `segment` numbers the segments; `source` maps views and casts of a parameter to it; parameters and activations in
+    `regathered` are gathered in each segment; `on_demand` are their views and casts. Casts to float8 are gathered as
+    parameters are, and made once: their scale needs all of the parameter.
     """
 
     segment: dict[Node, int]
@@ -41,6 +43,10 @@ class Regions:
     def of(self, node: Node, segment: int, gathers: bool = True) -> int:
         """Return the segment for which a value is computed: `segment` if it is re-gathered, else 0 (for all)."""
         return segment if gathers and self.source.get(node) in self.regathered else 0
+
+    def is_backward(self, segment: int) -> bool:
+        """Return whether a segment is of a backward: the first is of the forward, and they alternate."""
+        return segment % 2 == 1
 
 
 def gathers(have: Layout, want: Layout) -> bool:
@@ -56,19 +62,34 @@ def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
             if meta.is_backward(node) != backward:
                 backward, current = not backward, current + 1
             segment[node] = current
-    source = _derived(graph, plan)
-    regathered = _regathered(graph, plan, segment, source)
+    have = {
+        node: plan.storage[given.name] for given, node in graph.placeholders()
+        if given.role is Role.PARAM and plan.storage[given.name].is_sharded
+    } | _activations(graph, plan)  # fmt: skip
+    source = _derived(graph, have)
+    regathered = _regathered(graph, plan, segment, source, have)
     on_demand = {n for n, p in source.items() if n is not p and p in regathered and not _is_float8_cast(n)}
     return Regions(segment, source, regathered, on_demand, current)
 
 
-def _derived(graph: TrainGraph, plan: Plan) -> dict[Node, Node]:
-    """Map each sharded parameter, and each view and cast of only one of them, to the parameter."""
-    source = {
-        node: node
-        for given, node in graph.placeholders()
-        if given.role is Role.PARAM and plan.storage[given.name].is_sharded
-    }
+def _activations(graph: TrainGraph, plan: Plan) -> dict[Node, Layout]:
+    """Layouts of what the forward computes and gathers along the axes of `plan.options.regathered_along`."""
+    along, found = set(plan.options.regathered_along), dict[Node, Layout]()
+    for node in graph.graph.nodes if along else ():
+        if node.op != "call_function" or meta.is_backward(node):
+            continue
+        for given, want in zip(operands(node), plan.decisions[node.name].operands, strict=False):
+            decision = plan.decisions.get(given.name)
+            if given.op == "call_function" and decision is not None and len(decision.outputs) == 1:
+                have = decision.reshards_to or decision.outputs[0]
+                if along & (set(have.shard_axes()) - set(want.shard_axes())):
+                    found[given] = have
+    return found
+
+
+def _derived(graph: TrainGraph, sources: Iterable[Node]) -> dict[Node, Node]:
+    """Map each of `sources`, and each view and cast of only one of them, to it."""
+    source = {node: node for node in sources}
     for node in graph.graph.nodes:
         given = operands(node)
         derived = (node.target in CHEAP and len(given) == 1) or _torch.is_getitem(node.target)
@@ -96,13 +117,17 @@ def _scaled_param(node: Node, source: dict[Node, Node]) -> Node | None:
     return source[node]
 
 
-def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source: dict[Node, Node]) -> set[Node]:
-    """Return the parameters used in several segments that the plan names, or that exceed its budget."""
+def _regathered(
+    graph: TrainGraph, plan: Plan, segment: dict[Node, int], source: dict[Node, Node], have: Mapping[Node, Layout]
+) -> set[Node]:
+    """Return the parameters used in several segments that the plan names, or that exceed its budget, and the
+    activations. `have`: the layout of each.
+    """
     budget, named = plan.options.keep_gathered_bytes, frozenset(plan.options.regathered)
-    if budget is None and not named:
-        return set()
     chosen = {node for given, node in graph.placeholders() if given.name in named}
-    stored = {node: plan.storage[given.name] for given, node in graph.placeholders()}
+    chosen |= {node for node in have if node.op == "call_function"}
+    if budget is None and not chosen:
+        return set()
     uses, held = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
     for order, node in enumerate(graph.graph.nodes):
         if node.op != "call_function" or node in source:
@@ -110,7 +135,7 @@ def _regathered(graph: TrainGraph, plan: Plan, segment: dict[Node, int], source:
         wants = plan.decisions[node.name].operands
         for given, want in zip(operands(node), wants, strict=False):
             param = source.get(given)
-            if param is None or not gathers(stored[param], want):
+            if param is None or not gathers(have[param], want):
                 continue
             uses.setdefault(param, []).append((segment[node], order))
             made = meta.tensor(given)

@@ -187,7 +187,7 @@ class _Lowering:
             new = self._call(node, decision, region)
         self.at[key], self.layouts[node] = new, decision.outputs
         if node in self.regions.on_demand:
-            self.regathered.add(new)
+            self._note_regathered(new, node, region)
         if decision.reshards_to is not None:
             self.started[key] = self._begin(node, new, decision.outputs[0], decision.reshards_to)
             self.layouts[node] = (decision.reshards_to,)
@@ -322,8 +322,13 @@ class _Lowering:
         self.moved[key] = lambda: done
         if self.regions.source.get(node) in self.regions.regathered and gathers(have, want):
             while (last := cast(Node, last.next)).op != "root":
-                self.regathered.add(last)
+                self._note_regathered(last, node, region)
         return done
+
+    def _note_regathered(self, new: Node, node: Node, region: int) -> None:
+        self.regathered.add(new)
+        if self.regions.source[node].op == "call_function" and self.regions.is_backward(region):
+            meta.set_backward(new)  # a stage computes it with the first that reads it
 
     def _transposed(self, node: Node, source: Layout, want: Layout, region: int) -> Node:
         """Return the transpose `node`, or its copy, of its operand gathered to `source`: what else reads that needs no

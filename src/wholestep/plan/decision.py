@@ -41,7 +41,8 @@ class Options:
     are re-gathered (0: all, None: none). `regathered` names further ones. `reduce_dtype` is the dtype of gradient
     reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
     piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
-    `order`: of the blocks of stages, as `Pipeline.schedule`.
+    `order`: of the blocks of stages, as `Pipeline.schedule`. `regathered_along`: axes along which the backward gathers
+    activations again that the forward has gathered.
     """
 
     keep_gathered_bytes: int | None = None
@@ -50,6 +51,7 @@ class Options:
     regathered: tuple[str, ...] = ()
     reduces_each_piece: bool = False
     order: str = ""
+    regathered_along: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

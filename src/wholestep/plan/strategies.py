@@ -172,8 +172,15 @@ class Strategies:
 
     def async_axes(self, mesh: Mesh) -> tuple[tuple[str, str], ...]:
         """The axes along which products and collectives overlap in blocks, each with "exact" or "fast"."""
+        return tuple((p.axis, p.async_tp) for p in self._tensor(mesh) if p.async_tp)
+
+    def regathered_along(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which the backward gathers activations again."""
+        return tuple(p.axis for p in self._tensor(mesh) if p.reshard_after_forward)
+
+    def _tensor(self, mesh: Mesh) -> list[TensorParallel | SolvedLayouts]:
         tensor = [part for part in self.parts if isinstance(part, (TensorParallel, SolvedLayouts))]
-        return tuple((p.axis, p.async_tp) for p in tensor if p.async_tp and mesh.axis_size(p.axis) > 1)
+        return [part for part in tensor if mesh.axis_size(part.axis) > 1]
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Raise PlanError if the completed plan breaks a promise of one of the strategies."""

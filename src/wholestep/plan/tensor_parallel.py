@@ -41,6 +41,8 @@ class _OneAxis:
 
     axis: str
     input_dim: BatchDim | None
+    async_tp: AsyncTP | None
+    reshard_after_forward: bool
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         mesh.axis_size(self.axis)
@@ -49,6 +51,11 @@ class _OneAxis:
     @property
     def shares_batches(self) -> bool:
         return self.input_dim is not None
+
+    @property
+    def _options(self) -> str:
+        more = f", async ({self.async_tp})" if self.async_tp else ""
+        return more + (", activations re-gathered" if self.reshard_after_forward else "")
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
         dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
@@ -83,6 +90,9 @@ class TensorParallel(_OneAxis):
             are cut into blocks that overlap, where that is simulated to gain. `"exact"`: only where blocks compute the
             same bits; `"fast"`: also where sums are rounded otherwise, and through symmetric memory where GPUs have it.
             None: nothing is cut.
+        reshard_after_forward: activations that are gathered along the axis, as column-parallel layers gather what
+            `"sequence"` shards, are freed after the forward, and gathered again in the backward: as Megatron's sequence
+            parallelism does. False: they are kept.
         hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
         pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
             `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
@@ -100,6 +110,7 @@ class TensorParallel(_OneAxis):
     input_dim: BatchDim | None = None
     strict: bool = True
     async_tp: AsyncTP | None = None
+    reshard_after_forward: bool = False
     hardware: Hardware | None = None
     pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
     replicated: tuple[str, ...] = ()
@@ -193,8 +204,7 @@ class TensorParallel(_OneAxis):
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
         more = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
-        more += f", async ({self.async_tp})" if self.async_tp else ""
-        return f"tensor parallel on {self.axis}{more}"
+        return f"tensor parallel on {self.axis}{more}{self._options}"
 
     def _head(self, modules: Modules, named: Mapping[str, ModuleStyle]) -> str:
         """With `loss_parallel`, the last column-parallel layer, whose results stay sharded."""
@@ -290,6 +300,7 @@ class SolvedLayouts(_OneAxis):
     solution: str = ""
     input_dim: BatchDim | None = None
     async_tp: AsyncTP | None = None
+    reshard_after_forward: bool = False
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Storage layouts of the parameters that the step has, and of their optimizer state."""
@@ -305,8 +316,7 @@ class SolvedLayouts(_OneAxis):
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        more = f", async ({self.async_tp})" if self.async_tp else ""
-        return f"tensor parallel on {self.axis}, layouts solved for{more}"
+        return f"tensor parallel on {self.axis}, layouts solved for{self._options}"
 
 
 # -- attention heads -----------------------------------------------------------------------------------

@@ -39,7 +39,15 @@ class IlpResult:
 
     def layouts(self, tensor: TensorParallel) -> SolvedLayouts:
         """The layouts as a strategy in place of `tensor`."""
-        return SolvedLayouts(tensor.axis, self.params, self.pins, str(self), tensor.input_dim, tensor.async_tp)
+        return SolvedLayouts(
+            tensor.axis,
+            self.params,
+            self.pins,
+            str(self),
+            tensor.input_dim,
+            tensor.async_tp,
+            tensor.reshard_after_forward,
+        )
 
     def __str__(self) -> str:
         made = self.solution
