@@ -16,7 +16,7 @@ def tables() -> Iterator[Table]:
                "memory GB/s", "reached", "host us an op", "slower beside NCCL", "from")  # fmt: skip
     yield Table("Assumed of devices", "shares of the peaks of data sheets", columns, tuple(rows))
     columns = ("stack", "ops on elements fused", "norms fused", "loss fused", "flash attention", "update fused",
-               "buckets copied", "overlap", "regathers", "regathers activations", "recompute", "CUDA graph",
+               "buckets copied", "overlap", "regathers", "recompute", "CUDA graph",
                "host us a kernel", "from")  # fmt: skip
     said = "which kernels exist; recompute where a run does not say"
     yield Table("Assumed of stacks", said, columns, tuple(map(_stack, STACKS)))
@@ -24,8 +24,8 @@ def tables() -> Iterator[Table]:
 
 def _stack(one: ws.Stack) -> tuple[str, ...]:
     flags = (one.compiled, one.fused_norms, one.compiled and one.fused_loss, one.fused_optimizer, one.copies,
-             one.overlaps, one.regathers, one.regathers_activations, one.recorded)  # fmt: skip
-    fused, norms, loss, update, copied, overlap, again, gathered, recorded = ("yes" if flag else "" for flag in flags)
+             one.overlaps, one.regathers, one.recorded)  # fmt: skip
+    fused, norms, loss, update, copied, overlap, again, recorded = ("yes" if flag else "" for flag in flags)
     host = f"{one.start_us:g}" if one.start_us else ""
     attention = str(one.flash_attention or "none")
     return (
@@ -38,7 +38,6 @@ def _stack(one: ws.Stack) -> tuple[str, ...]:
         copied,
         overlap,
         again,
-        gathered,
         one.recompute,
         recorded,
         host,

@@ -205,7 +205,7 @@ def strategies(run: Run) -> list[Any]:
             # all heads behind these norms, each rotated on every rank
             whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
             named |= dict.fromkeys((f"layers.*.attention.{name}" for name in ("norm_q", "norm_k", "turn")), whole)
-        made.append(ws.TensorParallel(named, "tp", reshard_after_forward=run.stack.regathers_activations))
+        made.append(ws.TensorParallel(named, axis="tp"))
     return made
 
 

@@ -246,6 +246,13 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
     assert [line.split("  ")[0] for line in text.splitlines() if line.endswith(" s") and " on dp" in line[:30]]
 
 
+@NEEDS_HF
+def test_a_plan_that_gathers_activations_again(tiny: str):
+    code, text = run("--hf", tiny, "--mesh", "dp=2,tp=2", "--tp", "sequence", "--tp-regather")
+    assert code == 0, text
+    assert "tensor parallel on tp, loss parallel, activations re-gathered" in text
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

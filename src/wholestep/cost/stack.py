@@ -37,7 +37,6 @@ class Stack:
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
-        regathers_activations: sequence parallelism keeps pieces of what it gathers, and gathers again in the backward.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
             attention, "ops" those of every other product.
         to_the_end: a recomputed layer runs to its end, as torch's did before 2.1; else to the last tensor that is read.
@@ -67,7 +66,6 @@ class Stack:
     copies: bool = False
     overlaps: bool = True
     regathers: bool = True
-    regathers_activations: bool = False
     recompute: Recompute = "none"
     to_the_end: bool = False
     traced: bool = False
@@ -135,8 +133,7 @@ _FOUNDRY_MAY = "the same at 300cc5c58 (May 2023): torch 1.13.1, whose checkpoint
 _MEGATRON = (
     "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum; the "
     "loss of 2022 is one op after another (mpu/cross_entropy.py); gradients in fp16 are added to buffers in fp16 "
-    "(model/distributed.py), those in bf16 by the product that makes them (gradient_accumulation_fusion); sequence "
-    "parallelism saves its pieces, and gathers again (tensor_parallel/layers.py, arXiv 2205.05198)"
+    "(model/distributed.py), those in bf16 by the product that makes them (gradient_accumulation_fusion)"
 )
 STACKS = (
     Stack("wholestep", recorded=True, traced=True),
@@ -173,9 +170,9 @@ STACKS = (
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False,
           fused_optimizer=False, traced=True, keeps_logits=True, source=_TRAIN),
     Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, accumulates="product",
-          regathers_activations=True, source=_MEGATRON),
+          source=_MEGATRON),
     Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
-          accumulates="half", regathers_activations=True, source=_MEGATRON),
+          accumulates="half", source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
           start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, accumulates="half",
           source=_MEASURED),
