@@ -128,7 +128,7 @@ def test_what_is_read_in_several_layouts_is_sent_once() -> None:
     assert sorted(sent) == [(0, 1), (1, 0)]
 
 
-def test_the_backward_of_a_stage_gathers_activations_again() -> None:
+def test_a_stage_regathers_activations_for_its_backward() -> None:
     pipeline, again = ws.Pipeline(micro_batches=2), ws.TensorParallel(SEQUENCE, reshard_after_forward=True)
     found = compare(one_device(2, False, 0.0), "pp=2,tp=2", [pipeline, again])
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"

@@ -247,7 +247,7 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
 
 
 @NEEDS_HF
-def test_a_plan_that_gathers_activations_again(tiny: str):
+def test_a_plan_that_regathers_activations(tiny: str):
     code, text = run("--hf", tiny, "--mesh", "dp=2,tp=2", "--tp", "sequence", "--tp-regather")
     assert code == 0, text
     assert "tensor parallel on tp, loss parallel, activations re-gathered" in text

@@ -71,7 +71,7 @@ class SharedOptions:
     tp: Tp = None
     async_tp: AsyncTp = None
     tp_regather: Annotated[
-        bool, _option("Activations that --tp gathers are gathered again in the backward, and not kept until then.")
+        bool, _option("Activations that --tp gathers are re-gathered for the backward instead of kept.")
     ] = False
     tp_axis: Annotated[str, _option("The axis of --tp; with --hf, of the model's own plan.")] = "tp"
     recompute: Annotated[

@@ -41,8 +41,8 @@ class Options:
     are re-gathered (0: all, None: none). `regathered` names further ones. `reduce_dtype` is the dtype of gradient
     reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
     piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
-    `order`: of the blocks of stages, as `Pipeline.schedule`. `regathered_along`: axes along which the backward gathers
-    activations again that the forward has gathered.
+    `order`: of the blocks of stages, as `Pipeline.schedule`. `regathered_along`: axes along which activations are
+    re-gathered for the backward.
     """
 
     keep_gathered_bytes: int | None = None

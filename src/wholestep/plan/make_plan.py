@@ -87,15 +87,8 @@ def make_plan(
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     each = mesh.pieces > 1 and options.kind.shards_gradients
     order = strategies.pipeline.schedule if strategies.pipeline else ""
-    chosen = Options(
-        keep,
-        reduce_dtype,
-        options.broadcast_buffers,
-        options.regathered,
-        each,
-        order,
-        strategies.regathered_along(mesh),
-    )
+    along = strategies.regathered_along(mesh)
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along)
     notes = differences(graph) if per_rank else ()
     created = _created(graph, rest, grad_targets, owner_axis)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}

@@ -175,7 +175,7 @@ class Strategies:
         return tuple((p.axis, p.async_tp) for p in self._tensor(mesh) if p.async_tp)
 
     def regathered_along(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes along which the backward gathers activations again."""
+        """The axes along which activations are re-gathered for the backward."""
         return tuple(p.axis for p in self._tensor(mesh) if p.reshard_after_forward)
 
     def _tensor(self, mesh: Mesh) -> list[TensorParallel | SolvedLayouts]:

@@ -91,8 +91,8 @@ class TensorParallel(_OneAxis):
             same bits; `"fast"`: also where sums are rounded otherwise, and through symmetric memory where GPUs have it.
             None: nothing is cut.
         reshard_after_forward: activations that are gathered along the axis, as column-parallel layers gather what
-            `"sequence"` shards, are freed after the forward, and gathered again in the backward: as Megatron's sequence
-            parallelism does. False: they are kept.
+            `"sequence"` shards, are freed after the forward and re-gathered for the backward, as in Megatron's sequence
+            parallelism. False: they are kept.
         hardware: for `"auto"`, the same on all ranks; by default `Hardware.default()`, a slow CPU on a slow link.
         pinned: layouts along the axis, by glob, that `"auto"` has to use for parameters and for the results of modules:
             `{"lm_head": Shard(2), "embed.weight": Replicate()}`.
