@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 class Regions:
     """The forward and backward segments of a step, and the lifetimes of gathered parameters in these.
 
-    `segment` numbers the segments; `source` maps views and casts of a parameter to it; parameters and activations in
+    `segment` numbers the segments; `source` maps views and casts of a parameter or activation to it; those in
     `regathered` are gathered in each segment; `on_demand` are their views and casts. Casts to float8 are gathered as
     parameters are, and made once: their scale needs all of the parameter.
     """

@@ -108,7 +108,7 @@ def written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> L
 @dataclass
 class _Lowering:
     """`once`: calls whose results are the same for every piece, with the operands of which they read only the shape.
-    `regathered`: nodes that gather a parameter for one segment of the step, with its views and casts.
+    `regathered`: nodes that gather a parameter or activation for one segment of the step, with its views and casts.
     """
 
     train: TrainGraph
