@@ -192,7 +192,8 @@ def rows_are_separate(found: TensorMeta) -> bool:
 
 def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return `made` if it has these strides (ignoring dims of size 1), else a copy with them."""
-    if all(a == b or size == 1 for a, b, size in zip(made.stride(), stride, made.shape, strict=True)):
+    found = made.stride()
+    if found == stride or all(a == b or size == 1 for a, b, size in zip(found, stride, made.shape, strict=True)):
         return made
     if not overlaps(made.shape, stride):
         return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
