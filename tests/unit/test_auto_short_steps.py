@@ -104,7 +104,7 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     ("hardware", "mesh", "tensor", "least"),
     [
         pytest.param("slow", "dp=4,tp=2", PAIRS, 12, marks=pytest.mark.full),
-        ("dgx-h100", "dp=4,tp=2", PAIRS, 7),
+        pytest.param("dgx-h100", "dp=4,tp=2", PAIRS, 7, marks=pytest.mark.full),
         ("two levels", "node=4,rank=8", None, 7),
     ],
 )

@@ -205,8 +205,8 @@ def check_equal(ours: ws.TrainGraph, theirs: ws.TrainGraph) -> None:
 
 
 # -- the graph of the smaller model ----------------------------------------------------------
-STEPS = [(clipped, "adamw"), (plain, "sgd"), (by_hand, "adamw-foreach"), (decayed, "adamw-fused")]
-MORE_STEPS = [(clipped, name) for name in OPTIMIZERS if name != "adamw"] + [(by_hand, "adamw")]
+STEPS = [(clipped, "adamw"), (by_hand, "adamw-foreach"), (decayed, "adamw-fused")]
+MORE_STEPS = [(clipped, name) for name in OPTIMIZERS if name != "adamw"] + [(plain, "sgd"), (by_hand, "adamw")]
 
 
 @pytest.mark.parametrize(
