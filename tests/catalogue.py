@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from tests.conftest import few
+
 Batch = dict[str, Tensor]
 
 
@@ -91,6 +93,14 @@ def _recipes() -> dict[str, Recipe]:
 
 
 OPTIMIZERS: dict[str, Recipe] = _recipes()
+
+
+def _class_and_options(name: str) -> dict[str, str]:
+    kind, _, variant = name.partition("-")
+    return {"class": kind, "variant": variant}
+
+
+RECIPES = few(OPTIMIZERS, _class_and_options)  # each class and each variant in `make test`
 
 
 # -- training steps -----------------------------------------------------------------------

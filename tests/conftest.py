@@ -14,7 +14,7 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,20 @@ def covering(rows: Sequence[Mapping[str, int]]) -> set[int]:
     return chosen
 
 
+def few(values: Iterable[Any], of: Callable[[Any], Mapping[str, Any]]) -> list[Any]:
+    """`values` for `parametrize`, marked `full` but for those that `covering` chooses by what `of` says of each."""
+    values = list(values)
+    chosen = covering([{key: hash(value) for key, value in of(one).items()} for one in values])
+    return [one if n in chosen else pytest.param(one, marks=pytest.mark.full) for n, one in enumerate(values)]
+
+
 def mark_crosses(items: list[pytest.Item]) -> None:
-    """Of each test marked `crossed`, mark `full` what `covering` leaves out of the product of its parameters."""
+    """Of each test marked `crossed`, mark `full` what `covering` leaves out of the product of its usual parameters."""
     crosses: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed"):
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+            continue
+        if item.get_closest_marker("crossed"):
             crosses.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cross in crosses.values():
         chosen = covering([{name: id(value) for name, value in one.callspec.params.items()} for one in cross])

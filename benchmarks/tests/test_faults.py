@@ -100,7 +100,7 @@ IN_A_SAVE = Kill(1, False, "save", 2, 0.0, 4, 0.05)
 AFTER_A_STEP = Kill(0, True, "step", 3, 0.5, 0, 0.0)
 
 
-@pytest.mark.parametrize("kill", [IN_A_SAVE, AFTER_A_STEP])
+@pytest.mark.parametrize("kill", [IN_A_SAVE, pytest.param(AFTER_A_STEP, marks=pytest.mark.full)])
 def test_a_job_that_is_killed_goes_on_to_the_same_bits(kill: Kill) -> None:
     setup = Setup(2, "zero1", "", "auto", "one_cycle", "per_rank", False)
     case = replace(case_of(0), setup=setup, every=2, keep=1, wait=True, kills=(kill,))

@@ -1,8 +1,8 @@
 """Run one function on several gloo ranks of this machine and hand back what each returned.
 
-Ranks are fresh processes, forked from a server that has torch imported already, so a job of two ranks costs well under
-a second and no state leaks from one job to the next. What a rank would measure of the machine at its first call is
-told to it, the same in every run; jobs that are about measuring say so.
+Ranks are fresh processes, forked from a server that has torch imported and a step captured already (`warm.py`), so a
+job of two ranks costs well under a second and no state leaks from one job to the next. What a rank would measure of
+the machine at its first call is told to it, the same in every run; jobs that are about measuring say so.
 """
 
 import faulthandler
@@ -46,6 +46,7 @@ PRELOAD = [
     "torch.fx.experimental.validator",
     "torch.testing._internal.composite_compliance",
     "wholestep",
+    "tests.dist.warm",
 ]
 USUAL = Hardware.measured(
     flops_per_us=77_000.0, memory_bytes_per_us=18_000.0, launch_us=28.0, link_us=200.0, link_bytes_per_us=1_100.0,

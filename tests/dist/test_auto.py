@@ -48,7 +48,7 @@ def _same_bits(rank: int, world: int, auto: ws.Auto) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("styles", [None, ("fully_shard",), ("zero1",)])
+@pytest.mark.parametrize("styles", [None, ("fully_shard",), pytest.param(("zero1",), marks=pytest.mark.full)])
 def test_the_bits_of_the_template(styles: Any) -> None:
     first, second = run_ranks(_same_bits, 2, ws.Auto(styles=styles))
     assert first == second

@@ -51,7 +51,7 @@ def _equal(rank: int, world: int, style: str) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_a_backend_from_outside_computes_what_eager_does(style: str) -> None:
     for found in run_ranks(_equal, 2, style):
         assert found == {"interpreted": True, "plain": True, "splitting": True}

@@ -35,7 +35,7 @@ def options_of(kind: str) -> dict[str, Any]:
     }[kind]
 
 
-USUAL = ("Auto", "budget", "solved and sharded")
+USUAL = ("Auto", "solved and sharded")
 KINDS = ("fully_shard", "across steps", "Auto", "budget", "solved", "solved for a machine", "solved and sharded")
 
 
@@ -85,7 +85,9 @@ def test_a_second_start_measures_and_searches_nothing(kind: str, tmp_path: Path)
     assert not Path(folders[1]).exists()
 
 
-@pytest.mark.parametrize("kind", ["fully_shard", "Auto", "budget"])
+@pytest.mark.parametrize(
+    "kind", ["budget", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("fully_shard", "Auto"))]
+)
 def test_the_cache_changes_no_numbers(kind: str, tmp_path: Path) -> None:
     """Ranks are given batches of other sizes; the first one's choices hold for both."""
     folders = [str(tmp_path)] * 2
@@ -187,6 +189,7 @@ def fails(rank: int, world: int, folder: str, failing: int, auto: bool) -> tuple
     return attempt(compiled, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_compile_is_an_error_on_all(failing: int, auto: bool, tmp_path: Path) -> None:

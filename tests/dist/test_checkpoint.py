@@ -116,7 +116,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s in ("fully_shard", "zero1") else pytest.mark.full) for s in STYLES]
+    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
 )
 def test_continues_exactly_on_two(style: str, tmp_path: Path) -> None:
     run_ranks(_continue, 2, style, "sgd" if style in ("zero1", "fully_shard") else "adamw", str(tmp_path))

@@ -53,7 +53,7 @@ def each_alone(rank: int, ranks: int) -> None:
                 assert got.storage_offset() * got.itemsize % ALIGNED_BYTES == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_each_tensor_is_what_it_would_be_alone(ranks: int) -> None:
     run_ranks(each_alone, ranks)
 
@@ -77,6 +77,7 @@ def whole(param: Tensor) -> Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("ranks", "style", "width"), [(2, "fully_shard", 37), (3, "fully_shard", 37), (2, "zero1", 36), (3, "zero1", 36)]
 )

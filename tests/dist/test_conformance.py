@@ -174,9 +174,17 @@ def _named(jobs: list[Job], prefix: str) -> dict[str, Job]:
 
 
 def _usual(jobs: dict[str, Job]) -> set[str]:
-    """Jobs of `make test`: each case, optimizer, style, mesh and schedule occurs, and what single tests look at."""
+    """Jobs of `make test`: each case, options of optimizers, style, mesh and schedule occurs, and what single tests
+    look at. Classes of optimizers are those of `test_optimizers`.
+    """
     rows = [
-        {"case": j.case, "recipe": j.recipe, "style": j.parallel.style, "mesh": j.mesh, "schedule": j.schedule}
+        {
+            "case": j.case,
+            "options": j.recipe.partition("-")[2],
+            "style": j.parallel.style,
+            "mesh": j.mesh,
+            "schedule": j.schedule,
+        }
         for j in jobs.values()
     ]
     few = covering([{key: hash(value) for key, value in row.items()} for row in rows])

@@ -112,6 +112,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "option", "inner"), RUNS)
 def test_trains_as_plain_ddp(name: str, option: str, inner: str) -> None:
     results = run_ranks(_train, 2, name, option, inner)

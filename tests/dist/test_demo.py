@@ -146,6 +146,7 @@ def test_resumed_on_another_style_and_number_of_ranks(
     assert ours["differences"]["DDP"] < 1e-6  # DDP started from the same checkpoint
 
 
+@pytest.mark.full
 def test_checkpoint_of_other_data_is_refused(interrupted: tuple[Path, int]) -> None:
     options = parse(["--quick", "--resume", "--seed", "1", "--dir", str(interrupted[0])])
     model = quick_model()

@@ -65,7 +65,7 @@ SLOW = ws.Hardware.measured(
         ("rowwise", "replicate", "dp=2", False),
         ("tensorwise", "fully_shard", "dp=2", False),
         ("tensorwise", "", "tp=2", True),
-        ("rowwise", "", "tp=2", True),
+        pytest.param("rowwise", "", "tp=2", True, marks=FULL),
         pytest.param("tensorwise", "replicate", "dp=2", False, marks=FULL),
         pytest.param("rowwise", "fully_shard", "dp=2", False, marks=FULL),
         *(
@@ -114,7 +114,7 @@ def _in_blocks(rank: int, world: int, recipe: str, mesh: str) -> tuple[bool, int
     ("recipe", "mesh"),
     [
         ("tensorwise", "tp=2"),
-        ("rowwise", "tp=2"),
+        pytest.param("rowwise", "tp=2", marks=FULL),
         pytest.param("tensorwise", "tp=4", marks=FULL),
         pytest.param("rowwise", "dp=2,tp=2", marks=FULL),
     ],

@@ -55,7 +55,7 @@ def messages(rank: int, world: int, mesh: str) -> None:
     assert found.ranks_per_core == max(1.0, world / len(os.sched_getaffinity(0)))
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, "pp=2"), (3, "pp=3")])
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "pp=2"), pytest.param(3, "pp=3", marks=pytest.mark.full)])
 def test_ranks_measure_messages_between_stages(ranks: int, mesh: str) -> None:
     run_ranks(messages, ranks, mesh)
 

@@ -88,12 +88,6 @@ def test_the_same_as_without(data: dict[str, Any], semantics: str, pieces: int, 
         assert loops == 2
 
 
-def test_with_all_passes() -> None:
-    for worst, loops in run_ranks(_trains, 2, STYLES[-1] | {"semantics": "global"}, 3, {}):
-        assert worst < 1e-10
-        assert loops == 2
-
-
 def _chooses(rank: int, world: int, share: float) -> tuple[float, int, str, float]:
     """Beside the same without micro-batches: the worst difference, the pieces, what the plan says, the share of the
     peak that is left.

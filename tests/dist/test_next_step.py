@@ -62,7 +62,9 @@ def _against_ddp(rank: int, world: int, style: str) -> dict[str, float]:
     return {"losses": losses, "before": before, "after": after, "again": _worst(_whole(ours), theirs)}
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=() if s in ("zero1", "fully_shard") else pytest.mark.full) for s in STYLES]
+)
 def test_equal_to_ddp_after_a_flush(style: str) -> None:
     for found in run_ranks(_against_ddp, 2, style):
         assert found["losses"] < TOLERANCE
@@ -83,7 +85,7 @@ def _own_sizes(rank: int, world: int, style: str) -> dict[str, float]:
     return {"losses": losses, "params": _worst(_whole(ours), theirs)}
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [pytest.param(s, marks=() if s == "zero1" else pytest.mark.full) for s in STYLES])
 def test_ranks_may_change_programs_alone(style: str) -> None:
     for found in run_ranks(_own_sizes, 2, style):
         assert found["losses"] < TOLERANCE
@@ -123,7 +125,7 @@ def _looks(rank: int, world: int, style: str, folder: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_whoever_looks_sees_whole_steps(style: str, tmp_path: Path) -> None:
     for found in run_ranks(_looks, 2, style, str(tmp_path)):
         assert len(found) >= 7

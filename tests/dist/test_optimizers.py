@@ -92,7 +92,9 @@ def _own_shapes(rank: int, world: int, style: str, at_once: bool, folder: str) -
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=() if s in ("default", "fully_shard") else pytest.mark.full) for s in STYLES]
+)
 def test_state_of_shapes_of_its_own(style: str, at_once: bool, tmp_path: Any) -> None:
     """What has the parameter's shape rests as the style says, all else whole."""
     for found in run_ranks(_own_shapes, 2, style, at_once, str(tmp_path)):

@@ -45,6 +45,7 @@ def _trains(rank: int, world: int, style: str, semantics: str) -> float:
     return max((whole(a.detach()) - b).abs().max().item() for a, b in pairs)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("semantics", ["global", "per_rank"])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_what_goes_by_memory(style: str, semantics: str) -> None:

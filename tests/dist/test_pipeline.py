@@ -48,7 +48,7 @@ def _texts(rank: int, world: int, style: Any) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s in ("fully_shard", "hybrid") else pytest.mark.full) for s in STYLES]
+    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
 )
 def test_the_offline_program_is_the_compiled_one(style: str) -> None:
     assert run_ranks(_texts, 2, style)[0] == []

@@ -84,7 +84,7 @@ def train(rank: int, world: int, style: str, rows: tuple[tuple[int, ...], ...], 
 @pytest.mark.parametrize(
     ("style", "world"),
     [
-        pytest.param(style, world, marks=() if (style, world) in {("zero1", 2), ("replicate", 2)} else FULL)
+        pytest.param(style, world, marks=() if (style, world) == ("zero1", 2) else FULL)
         for world in (2, 4)
         for style in (*STYLES, *(("hybrid",) if world == 4 else ()))
     ],

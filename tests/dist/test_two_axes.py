@@ -28,7 +28,9 @@ def trained(
     return params, set(step.local_graph.collectives())
 
 
-@pytest.mark.parametrize("schedule", [None, ws.Schedule(bucket_bytes=3000, first_bucket_bytes=500)])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(None, marks=pytest.mark.full), ws.Schedule(bucket_bytes=3000, first_bucket_bytes=500)]
+)
 def test_shared_sums_are_the_sums(schedule: ws.Schedule | None) -> None:
     """Up to the order in which ranks are added."""
     found = run_ranks(trained, 4, SHARES, schedule)

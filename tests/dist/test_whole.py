@@ -108,7 +108,9 @@ def _dropped(rank: int, world: int, style: str) -> None:
     same(both)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
+)
 def test_what_is_not_to_be_kept_is_dropped(style: str) -> None:
     run_ranks(_dropped, 2, style)
 
@@ -180,7 +182,7 @@ def _frozen(rank: int, world: int, style: str) -> None:
     same(both)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_what_is_frozen_inside_stays_so(style: str) -> None:
     run_ranks(_frozen, 2, style)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import wholestep as ws
 from tests.together import OneDevice, compare
 from tests.tp_models import MLP, squares, step_of
-from tests.unit.test_auto_short_steps import FAST, GRAPHS, LAYERS, PAIRS, deep
+from tests.unit.test_auto_short_steps import FAST, LAYERS, PAIRS, WIDTHS, deep
 from tests.unit.test_optimal import QUICK_LINK
 from tests.unit.test_tensor_parallel import builder, floats
 from wholestep.capture import capture_step
@@ -45,7 +45,7 @@ def planned(found: SearchResult, graph: ws.TrainGraph) -> Iterator[tuple[str, ws
 
 
 # -- over data-parallel axes -----------------------------------------------------------------------
-@pytest.mark.parametrize("mesh", ["dp=4", "replicate=2,shard=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=4", pytest.param("replicate=2,shard=2", marks=pytest.mark.full), "dp=2,tp=2"])
 def test_whole_is_whole_in_every_candidate(mesh: str) -> None:
     graph, axes = mlp(), ws.Mesh(mesh).names
     free = auto().search(graph, mesh)
@@ -194,7 +194,7 @@ def test_what_breaks_a_wish_is_planned_with_few_layers_only(monkeypatch: pytest.
     monkeypatch.setattr(
         resolve, "make_plan", lambda graph, *rest: planned.append(len(graph.graph.nodes)) or plan(graph, *rest)
     )
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     with pytest.raises(ws.PlanError, match=r"'head' is to be cut along dim 0 over dp: \w+ is another value on each"):
         auto(hardware=FAST, pinned={"head": {"dp": Shard(0)}}, solve=False).search(graph, "dp=8")
     assert planned
@@ -225,7 +225,7 @@ def test_the_plan_goes_through_a_file() -> None:
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.full), "dp=3", "dp=2,tp=2"])
 def test_what_is_wanted_computes_the_same(mesh: str) -> None:
     one = OneDevice(builder(MLP, hidden=32), step_of(squares), floats(6, 12))
     data = ws.DataParallel(semantics="global")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from tests.unit.test_auto import GRAPHS, PAIRS, train
+from tests.unit.test_auto import PAIRS, graph_of, train
 from tests.unit.test_auto_short_steps import FAST, deep
 from wholestep.layout import REPLICATED, AxisState
 from wholestep.plan.strategies import compose
@@ -24,8 +24,8 @@ NODES = ws.Hardware.preset("dgx-h100")
 @pytest.mark.full
 def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
     auto, seen = ws.Auto(hardware=NODES, tensor=PAIRS), list[str]()
-    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
-    plain = replace(auto, solve=False).search(GRAPHS["blocks"], "auto=16")
+    found = auto.search(graph_of("blocks"), "auto=16", watch=seen.append)
+    plain = replace(auto, solve=False).search(graph_of("blocks"), "auto=16")
     ranked = list(dict.fromkeys(str(row.mesh) for row in plain.rows if row.status in ("chosen", "slower", "bounded")))
     solved = [name.removeprefix("solve for layouts on ") for name in seen if name.startswith("solve ")]
     assert solved == ranked[:3]
@@ -33,7 +33,7 @@ def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
     assert found.best.batch_s <= plain.best.batch_s
     assert {(row.name, row.mesh) for row in plain.rows} < {(row.name, row.mesh) for row in found.rows}
     assert found.solved is not None
-    planned = ws.plan(GRAPHS["blocks"], "auto=16", auto)
+    planned = ws.plan(graph_of("blocks"), "auto=16", auto)
     assert any(note.startswith("solved: ") for note in planned.notes)
     assert planned.objective is not None
     assert 0 < planned.objective.model_bound_s <= planned.objective.model_s
@@ -42,7 +42,7 @@ def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
 def test_how_many_meshes_are_solved_for() -> None:
     seen: list[str] = []
     auto = ws.Auto(hardware=NODES, tensor=PAIRS, solved_meshes=0)
-    found = auto.search(GRAPHS["blocks"], "auto=16", watch=seen.append)
+    found = auto.search(graph_of("blocks"), "auto=16", watch=seen.append)
     assert not [name for name in seen if name.startswith("solve ")]
     assert found.solved is None
     with pytest.raises(ws.PlanError, match=r"Auto\(solved_meshes=-1\)"):

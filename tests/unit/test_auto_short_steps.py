@@ -1,6 +1,7 @@
 """A deep step is searched on short ones: the same winner as with all layers, and what it costs within a few percent."""
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -64,13 +65,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, words: Tensor) -> 
     return loss.detach()
 
 
+@lru_cache
 def deep(width: int, layers: int = LAYERS) -> ws.TrainGraph:
     with torch.device("meta"):
         model, words = Deep(width, layers), torch.empty(8, 64, dtype=torch.int64)
     return ws.capture(train, model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), words)
 
 
-GRAPHS = {"wide": deep(2048), "narrow": deep(256)}
+WIDTHS = {"wide": 2048, "narrow": 256}
 
 
 def search(graph: ws.TrainGraph, hardware: Any, short: FoldedStep | None, memory: int | None = None) -> SearchResult:
@@ -90,7 +92,7 @@ def short_of(graph: ws.TrainGraph, hardware: Any) -> FoldedStep:
 @pytest.mark.parametrize(("kind", "hardware"), [("wide", "slow"), ("wide", "dgx-h100"), ("narrow", "dgx-h100")])
 def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     """And its figures are those of the whole step, to the last bit."""
-    graph, hardware = GRAPHS[kind], MACHINES[hardware]
+    graph, hardware = deep(WIDTHS[kind]), MACHINES[hardware]
     long, short = search(graph, hardware, None), search(graph, hardware, short_of(graph, hardware))
     assert short.best.batch_s == long.best.batch_s
     assert short.best.costs == long.best.costs
@@ -102,7 +104,7 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     ("hardware", "mesh", "tensor", "least"),
     [
         pytest.param("slow", "dp=4,tp=2", PAIRS, 12, marks=pytest.mark.full),
-        ("dgx-h100", "dp=4,tp=2", PAIRS, 7),
+        pytest.param("dgx-h100", "dp=4,tp=2", PAIRS, 7, marks=pytest.mark.full),
         ("two levels", "node=4,rank=8", None, 7),
     ],
 )
@@ -135,7 +137,7 @@ def priced(graph: ws.TrainGraph, template: Template, hardware: Any, mesh: ws.Mes
     "hardware", [pytest.param(name, marks=() if name == "slow" else pytest.mark.full) for name in MACHINES]
 )
 def test_bounds_are_those_of_all_layers(hardware: str) -> None:
-    graph, hardware = GRAPHS["wide"], MACHINES[hardware]
+    graph, hardware = deep(WIDTHS["wide"]), MACHINES[hardware]
     short = short_of(graph, hardware)
     for template in templates(MESH, PAIRS):
         assert not isinstance(template.strategies, ws.WholestepError)
@@ -153,7 +155,7 @@ def test_budgets_as_with_all_layers() -> None:
     """One that only some candidates keep to, and one under all their peaks: what the whole step then holds is within
     the budget, in about the time of a search with all layers.
     """
-    graph, short = GRAPHS["wide"], short_of(GRAPHS["wide"], FAST)
+    graph, short = deep(WIDTHS["wide"]), short_of(deep(WIDTHS["wide"]), FAST)
     least = min(row.costs.peak_bytes for row in search(graph, FAST, None).rows if row.costs is not None)
     for budget in (least + 1000, least - least // 40):
         long, found = search(graph, FAST, None, budget), search(graph, FAST, short, budget)
@@ -164,7 +166,7 @@ def test_budgets_as_with_all_layers() -> None:
 
 
 def test_values_are_made_again_alike_in_equal_layers() -> None:
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     short, strategies = short_of(graph, FAST), compose(ws.DataParallel("fully_shard", reshard_after_forward=True))
     few, more, whole = (ws.partition(g, ws.plan(g, MESH, strategies)) for g in (*map(short.with_blocks, FEWEST), graph))
     memory = FitMemory(0, FAST, gathers=False, after=ws.pipeline(FAST))
@@ -180,7 +182,7 @@ def test_values_are_made_again_alike_in_equal_layers() -> None:
 
 @pytest.mark.full
 def test_a_refusal_tells_the_truth() -> None:
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     with pytest.raises(ws.PlanError) as refused:
         search(graph, FAST, short_of(graph, FAST), 1_000_000)
     said = re.search(r"memory_bytes='([^']+)' or more", str(refused.value))
@@ -193,9 +195,9 @@ def test_shallow_steps_are_left_whole() -> None:
 
 
 def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
-    graph = GRAPHS["narrow"]
+    graph = deep(WIDTHS["narrow"])
     one, both = (compose(ws.DataParallel("zero1", axis=axis)) for axis in ("dp", None))
-    wide, narrow = short_of(GRAPHS["wide"], FAST), short_of(graph, FAST)
+    wide, narrow = short_of(deep(WIDTHS["wide"]), FAST), short_of(graph, FAST)
     assert wide.blocks(MESH, one) == FEWEST
     assert narrow.blocks(MESH, one) is None
     assert wide.blocks(MESH, both) is None, "twice as many for a second hop"
@@ -204,7 +206,7 @@ def test_buckets_that_hold_many_layers_need_more_of_them() -> None:
 
 def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
     """One of them is cut by tensor parallelism, the others are not."""
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     short = short_of(graph, FAST)
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
     run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short))
@@ -215,7 +217,7 @@ def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
 
 def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
     """By what is alike in all of them; figures of the best are of what it does itself, in all layers."""
-    graph, data = GRAPHS["wide"], ws.DataParallel("replicate", axis="dp")
+    graph, data = deep(WIDTHS["wide"]), ws.DataParallel("replicate", axis="dp")
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
     template = Template("odd", (data, odd), symmetric=(data, PAIRS))
     said: list[str] = []
@@ -230,7 +232,7 @@ def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
 
 def test_a_pattern_for_each_layer() -> None:
     """Patterns that name layers name none in a short step: all layers are planned."""
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     styles = {f"layers.{i}.{one}": how for i in range(LAYERS) for one, how in (("up", "colwise"), ("down", "rowwise"))}
     row = Template("each", (ws.DataParallel("replicate", axis="dp"), ws.TensorParallel(styles)))
     run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short_of(graph, FAST)))
@@ -239,7 +241,7 @@ def test_a_pattern_for_each_layer() -> None:
 
 
 def test_auto_says_what_is_extrapolated() -> None:
-    graph = GRAPHS["wide"]
+    graph = deep(WIDTHS["wide"])
     found = ws.Auto(hardware=FAST, tensor=PAIRS).search(graph, MESH)
     assert found.folded is not None
     assert any(row.blocks is not None and row.costs is not None for row in found.rows)

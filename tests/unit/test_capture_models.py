@@ -27,6 +27,7 @@ def with_sgd(model: Callable[[], nn.Module], dtype: torch.dtype = F64, **options
     return make
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("recipe", ["AdamW-plain", "SGD-momentum"])
 @pytest.mark.parametrize("case", CASES)
 def test_catalogue(case: str, recipe: str) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 
 import wholestep as ws
-from tests.catalogue import CASES, OPTIMIZERS, Recipe
+from tests.catalogue import CASES, OPTIMIZERS, RECIPES, Recipe
 from tests.eager import batches, same_as_eager
 from tests.steps import mse as train
 
@@ -37,7 +37,7 @@ def tiny(recipe: str | Recipe = "AdamW-plain") -> Callable[[], Made]:
     return make
 
 
-@pytest.mark.parametrize("recipe", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_first_and_later_steps(recipe: str) -> None:
     """From empty state, with no warm-up. Only SGD's dampening makes a first step that differs in kind."""
     step = same_as_eager(train, tiny(recipe), CALLS)
@@ -168,6 +168,7 @@ def test_eager_step_in_between() -> None:
 
 
 # -- clipping -----------------------------------------------------------------------------
+@pytest.mark.crossed
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf"), 3.0])
 def test_clip_grad_norm(norm: float, foreach: bool | None) -> None:

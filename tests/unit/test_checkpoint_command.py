@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from tests.steps import mean_square as train_step
 from wholestep.cli import app
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of one step, the second with larger weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
-    step = ws.compile(train_step)
+    step, root = ws.compile(train_step), tmp_path_factory.mktemp("original") / "runs"
     for number in range(2):
         step(model, optimizer, torch.randn(6, 4))
-        ws.save(tmp_path / "runs", step, extra={"epoch": number, "sched\x1bule": {}})
-    return tmp_path / "runs"
+        ws.save(root, step, extra={"epoch": number, "sched\x1bule": {}})
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path, original: Path) -> Path:
+    """A copy of `original`, which the test may change."""
+    return shutil.copytree(original, tmp_path / "runs")
 
 
 def run(*args: Any) -> tuple[int, str]:

@@ -120,6 +120,7 @@ def make(case: Case) -> nn.Module:
     return model
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("case", "inner"),
     [
@@ -277,6 +278,7 @@ HARD: dict[str, tuple[Callable[[], nn.Module], list[tuple[Tensor, ...]], dict[st
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", HARD)
 def test_hard_graphs(name: str, inner: str) -> None:

@@ -50,6 +50,7 @@ def products(graph: ws.TrainGraph) -> list[str]:
     return [n.meta["custom"].get("module", "") for n in found]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_is_that_by_hand(recipe: Recipe, dtype: torch.dtype) -> None:

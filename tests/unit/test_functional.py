@@ -197,7 +197,7 @@ WRITE: list[Callable[[Tensor, Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.full if n >= 20 else ()) for n in range(60)])
 def test_random_writes(seed: int) -> None:
     """Views of views of one tensor, written and read in random order."""
 

@@ -1,6 +1,5 @@
 """`torch.amp.GradScaler` in a compiled step: scaled, checked, skipped and updated as in eager."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +71,9 @@ def scales(fn: Callable[..., Any], make: Any, given: Any, **options: Any) -> lis
     return [state["scale"] for state in eager]
 
 
-@pytest.mark.parametrize(("optimizer", "style"), list(itertools.product(OPTIMIZERS, STYLES)))
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_and_skipped_steps(optimizer: str, style: str) -> None:
     found = scales(plain, scaled(optimizer), calls((2,)), parallel=ws.DataParallel(style))
     assert found == [1024, 1024, 2048, 1024, 1024, 2048]  # grown, backed off, grown again

@@ -77,6 +77,7 @@ def kept(found: Comparison) -> set[str]:
     return {".".join(part for part in name.split(".") if not part.isdigit()) for name in cut}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mesh", BOTH)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_layers_of_columns_and_rows_gather_nothing(name: str, mesh: str) -> None:
@@ -85,6 +86,7 @@ def test_layers_of_columns_and_rows_gather_nothing(name: str, mesh: str) -> None
     assert len(kept(found)) >= 8
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mesh", BOTH)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "aria_text"])
 def test_packed_experts(name: str, mesh: str) -> None:
@@ -116,7 +118,7 @@ def test_other_words(name: str, word: str, cut: str) -> None:
     assert cut in kept(check(name))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.full)])
 def test_experts_apart(name: str) -> None:
     """`grouped_gemm`: each rank holds some of the experts, with their biases; their weights are never reduced."""
     found = check(name, experts=True)

@@ -1,6 +1,5 @@
 """Hooks of modules, parameters and optimizers: those that there are now run in a compiled step, as in eager."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,9 +49,10 @@ HOOKS: dict[str, Callable[[Any, Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "first", "style"), list(itertools.product(HOOKS, [0, 2], ["replicate", "fully_shard"]))
-)
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_that_come_and_go(kind: str, first: int, style: str) -> None:
     handles: dict[int, Any] = {}
 

@@ -132,6 +132,7 @@ class OnTwoDevices(torch.fx.Interpreter):
         return args[0].narrow(0, 0, args[0].shape[0] // 2).clone() if "reduce_scatter" in name else args[0].clone()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard", "stages", "stages and shards"])
 def test_host_and_device_meet_only_where_tensors_are_moved(style: str, fused: bool) -> None:

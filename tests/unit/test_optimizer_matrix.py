@@ -3,16 +3,19 @@
 import contextlib
 import io
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import wholestep as ws
+from tests.conftest import few
 from tests.optimizers import Kind, build, data, of_others, of_torch, train_by_closure
 from tests.steps import mse as train
 
 CALLS = 6
+MOST_USED = {"Adan", "ADOPT", "Lamb", "Lion", "SCION", "Shampoo", "StableAdamW"}  # others are `full`
 
 
 def refuse(kind: Kind, dtype: torch.dtype) -> None:
@@ -67,7 +70,18 @@ def check(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
             assert differences(kind, dtype) <= tolerance
 
 
-@pytest.mark.parametrize("kind", list(of_torch()), ids=str)
+def _of_name(kind: Kind) -> dict[str, str]:
+    name, _, given = kind.name.rstrip(")").partition("(")
+    form = next((word for word in given.split(",") if word.startswith(("foreach", "fused"))), "")
+    return {"class": name, "options": given.removesuffix(form), "form": form}
+
+
+def _of_library(kind: Kind) -> dict[str, Any]:
+    used = kind.name if kind.name in MOST_USED else ""
+    return {"library": kind.library, "refused": kind.refused, "closure": kind.closure, "used": used}
+
+
+@pytest.mark.parametrize("kind", few(of_torch(), _of_name), ids=str)
 def test_all_of_torch_in_float64(kind: Kind) -> None:
     """Counters are in float32, as in any script: what eager computes of them in Python is in double here too."""
     check(kind, torch.float64, 1e-12)
@@ -79,9 +93,7 @@ def test_torch_in_float32(kind: Kind) -> None:
     check(kind, torch.float32, 5e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if "=" in kind.name else ()) for kind in of_others()], ids=str
-)
+@pytest.mark.parametrize("kind", few(of_others(), _of_library), ids=str)
 def test_other_libraries_in_float64(kind: Kind) -> None:
     check(kind, torch.float64, 1e-12)
 

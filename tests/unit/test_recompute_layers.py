@@ -34,6 +34,7 @@ def blocks(layers: int = 4, width: int = 64) -> ws.TrainGraph:
     return ws.capture(mean_square, model, torch.optim.AdamW(model.parameters(), fused=True), x)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("case", ["twice", "micro-batches", "tokens"])
 def test_the_same_bits(case: str, kind: Any) -> None:

@@ -67,6 +67,7 @@ class Run:
 
 
 @pytest.mark.smoke
+@pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("after", [1, 7])
@@ -80,6 +81,7 @@ def test_from_state_dicts(optimizer: str, scheduler: str, after: int) -> None:
     assert len(set(expected)) == CALLS
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("called", [False, True])
 def test_from_a_checkpoint(scheduler: str, called: bool, tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_one_optimizer_for_each_bucket() -> None:
     assert sorted(lengths(fused)) == [2, 4, 4]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("lists", [False, True], ids=["one by one", "lists, as on GPUs"])
 @pytest.mark.parametrize(("style", "ops"), [("replicate", 1), ("fully_shard", 1), ("zero1", 3)])
 def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, ops: int, lists: bool) -> None:
@@ -158,6 +159,7 @@ def test_one_optimizer_where_a_norm_over_all_gradients_scales_them(style: str, o
     assert_same_on_all_ranks(before, after, 2)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("style", "mesh"), [("fully_shard", "dp=2"), ("fully_shard", "dp=3"), ("hybrid", "a=2,b=2")])
 @pytest.mark.parametrize("bucket_bytes", [20_000, None])
 def test_gpus_send_tensors_from_where_they_are(style: str, mesh: str, bucket_bytes: int | None) -> None:
@@ -193,6 +195,7 @@ def assert_same_on_all_ranks(before: ws.LocalGraph, after: ws.LocalGraph, ranks:
             assert torch.equal(a, b)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 @pytest.mark.parametrize("bucket_bytes", [1000, 20000, None])
 def test_what_two_axes_cut_is_gathered_and_scattered_in_two_hops(style: str, bucket_bytes: int | None) -> None:
@@ -402,6 +405,7 @@ def test_moving_needs_split_optimizers() -> None:
         ws.run_passes(layers(2, 16), [CrossStep()])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])
 def test_no_copies_are_left_behind_the_optimizer(style: str, fused: bool) -> None:
@@ -527,6 +531,7 @@ def test_products_are_made_in_their_bucket() -> None:
     assert (names[1].count("multiply_into"), names[1].count("put_pieces")) == (4, 2)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("ranks", "dtype", "scale"),
     [(2, torch.float32, 0.5), (4, torch.bfloat16, 0.25), (3, torch.float32, 1.0), (2, torch.float16, 1.0)],
@@ -590,6 +595,7 @@ def test_pieces_that_a_gpu_writes_together_are_the_same_bits(dtype: torch.dtype,
     assert torch.equal(together, one_by_one)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("case", ["convolutions", "recurrent", "micro-batches"])
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 def test_bounds_on_gradients_where_several_are_made_at_once(case: str, style: str) -> None:

@@ -99,6 +99,7 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], order: str) -> None
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("pieces", [1, 4, 8])
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
 def test_loops_compute_what_one_device_does(mesh: str, pieces: int) -> None:
@@ -159,8 +160,7 @@ def planned(stages: int, order: Any, pieces: int) -> LocalGraph:
 
 
 @pytest.mark.parametrize("order", [
-    "1f1b", "interleaved",
-    pytest.param("gpipe", marks=pytest.mark.full), pytest.param("zero_bubble", marks=pytest.mark.full),
+    "1f1b", *(pytest.param(one, marks=pytest.mark.full) for one in ("interleaved", "gpipe", "zero_bubble")),
 ])  # fmt: skip
 def test_peaks_of_stages_are_as_predicted(order: str) -> None:
     """Bytes of tensors while the program of a stage runs, with what it sends and receives."""
@@ -174,7 +174,9 @@ def test_peaks_of_stages_are_as_predicted(order: str) -> None:
                 assert predicted.size_bytes == pytest.approx(measured, rel=0.05 if order == "gpipe" else 0.01)
 
 
-@pytest.mark.parametrize("order", ["1f1b", "gpipe", pytest.param("interleaved", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "order", ["1f1b", *(pytest.param(one, marks=pytest.mark.full) for one in ("gpipe", "interleaved"))]
+)
 def test_a_budget_is_met_in_each_stage(order: str) -> None:
     local, prices = planned(2, order, 8), BlockPrices(MACHINE, ws.Mesh("pp=2"))
     before = max(ws.peak_memory(stage_program(local, stage)).size_bytes for stage in range(2))
@@ -200,7 +202,7 @@ def test_a_stage_with_more_pieces_in_flight_recomputes_more() -> None:
     assert counts[0] > counts[1] >= counts[2] == 0
 
 
-@pytest.mark.parametrize("part", [0.8, 0.4, 0.1])
+@pytest.mark.parametrize("part", [0.8, pytest.param(0.4, marks=pytest.mark.full), 0.1])
 def test_a_budget_is_met_in_a_loop(part: float) -> None:
     parallel = ws.MicroBatches(4)
     local = ws.partition(wide(), ws.plan(wide(), "dp=1", parallel))

@@ -107,6 +107,7 @@ def test_a_step_is_one_in_float32_that_is_rounded(options: dict[str, Any]) -> No
     assert changed > 20, "and not always the nearest"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 @pytest.mark.parametrize("mesh", ["dp=2", "node=2,gpu=1"])
 def test_shards_are_rounded_as_the_whole(style: str, mesh: str) -> None:
@@ -184,6 +185,7 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was(monkeypatch: pytest.Mo
 HALF, FULL = "bfloat16", "float32"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("param", "reduce"), [(HALF, FULL), (HALF, HALF), (FULL, HALF)])
 @pytest.mark.parametrize(
     ("mesh", "style"),

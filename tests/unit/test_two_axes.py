@@ -51,6 +51,7 @@ def whole(local: ws.LocalGraph) -> dict[tuple[str, str], int]:
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("axis", [None, ("gpu", "node")])
 @pytest.mark.parametrize("style", ["zero1", "zero2", "fully_shard", "default"])
 def test_links_between_nodes_carry_pieces(graph: ws.TrainGraph, style: str, axis: tuple[str, ...] | None) -> None:
@@ -61,6 +62,7 @@ def test_links_between_nodes_carry_pieces(graph: ws.TrainGraph, style: str, axis
         assert carried[kind, "node"] * INSIDE == carried[kind, "gpu"]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "dgx-h100+ethernet-100"])
 @pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
 def test_two_axes_take_as_long_as_one(bulky: ws.TrainGraph, style: str, name: str) -> None:
@@ -125,6 +127,7 @@ def updated(capture: Capture, mesh: str, hardware: ws.Hardware, schedule: str) -
     return params, set(local.collectives())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["none", "buckets", "without copies"])
 @pytest.mark.parametrize("mesh", ["node=2,gpu=2", "node=2,gpu=3", "node=3,gpu=4", "rack=2,node=2,gpu=2"])
 def test_shared_sums_are_the_same_numbers(odd: Capture, mesh: str, schedule: str) -> None:
@@ -166,6 +169,7 @@ def test_buckets_grow_with_the_group(large: ws.TrainGraph, style: str) -> None:
     assert sizes[-1] * 3 <= HOPPER.spare_bytes
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=64", "dp=512", "node=64,gpu=8"])
 def test_no_fixed_size_is_much_faster(large: ws.TrainGraph, mesh: str, style: str) -> None:
