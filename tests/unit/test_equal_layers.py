@@ -185,6 +185,8 @@ def check_against_capture(deep: ws.TrainGraph, shallow: ws.TrainGraph, blocks: i
     if few is not None:
         long = fold(shallow, few, found_in(deep).count + few.count - blocks)
         check_equal(long, deep)
+        calls = [[node.name for node in one.graph.nodes if node.op != "placeholder"] for one in (long, deep)]
+        assert calls[0] == calls[1], "nodes are named as in a capture"
         named = [[one for one in graph.inputs if one.role is not Role.CONST] for graph in (long, deep)]
         assert (named[0], long.outputs) == (named[1], deep.outputs), "layers are numbered as in the deep model"
 

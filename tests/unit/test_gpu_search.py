@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import wholestep as ws
-from wholestep.cli import app, gpu_command, hf
+from wholestep.cli import app, gpu_command, hf, planning
 from wholestep.cli.gpu_command import sweep_of
 from wholestep.cli.hf import ModelSpec, build
+from wholestep.cli.screen import Screen
+from wholestep.cli.target import Target
 from wholestep.cost.reserved import reserved_bytes
 from wholestep.passes.bucket_sizes import smaller_buckets
 from wholestep.plan.strategies import compose
@@ -218,8 +221,28 @@ def test_all_layers_are_captured_where_one_differs(tiny: str) -> None:
     assert made == [4, 4, LAYERS]
 
 
-def test_the_command(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one core and with two it finds the same, and what the first setup reserves is said by a copy."""
+@pytest.mark.parametrize(("micro_batches", "refused"), [(1, False), (3, False), (1, True)])
+def test_few_layers_stand_for_all_on_the_command_line(
+    micro_batches: int, refused: bool, tiny: str
+) -> None:
+    """To the letter; all are captured where transformers has no model of few."""
+    target, asked = build(ModelSpec(tiny, seq=64, micro_batches=micro_batches)), list[int]()
+
+    def with_layers(count: int) -> Target:
+        asked.append(count)
+        if refused:
+            raise ws.PlanError("4 layers", "all", "give all")
+        return build(ModelSpec(tiny, layers=count))
+
+    captured = ws.capture(target.step, *target.args, options=ws.CaptureOptions(kernels="cuda"))
+    short = replace(target, with_layers=with_layers)
+    assert str(planning.captured_for(Screen(Console(stderr=True)), short, H100)) == str(captured)
+    assert asked == [4]
+
+
+@pytest.mark.parametrize(("sequences", "kind"), [(8, int), (16, Costs)])
+def test_the_command(sequences: int, kind: type, flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one core and with two it finds the same: copies say what a setup costs, and what the first one reserves."""
     out, answers, made = tmp_path / "search.json", list[object](), list[Any]()
 
     class Noted(Ahead[object]):
@@ -232,13 +255,14 @@ def test_the_command(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for cores in (1, 2):
         monkeypatch.setattr(gpu_command, "usable_cores", lambda cores=cores: cores)
         code, said = run(
-            "--hf", flat, "--gpus", "8", "--global-batch", "8", "--seq", "64", "--style", "zero1", "--tokens", "1B",
-            "--price", "2/h", "--json", str(out),
+            "--hf", flat, "--gpus", "8", "--global-batch", str(sequences), "--seq", "64", "--style", "zero1",
+            "--tokens", "1B", "--price", "2/h", "--json", str(out),
         )  # fmt: skip
         assert code == 0, said
         made.append(json.loads(out.read_text()))
     assert made[0] == made[1]
-    assert answers == [made[0]["setups"][0]["figures"]["reserved_bytes"]]
+    assert isinstance(answers[0], kind)
+    assert kind is Costs or answers == [made[0]["setups"][0]["figures"]["reserved_bytes"]]
     texts = (
         "tokens/s/GPU",
         "the first: zero1 on",
@@ -250,7 +274,7 @@ def test_the_command(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for text in texts:
         assert text in said
     assert made[0]["format"] == "wholestep search"
-    assert made[0]["setups"][0]["figures"]["step_tokens"] == 8 * 64
+    assert made[0]["setups"][0]["figures"]["step_tokens"] == sequences * 64
     command = next(line for line in said.splitlines() if line.startswith("to plan it")).split("wholestep plan ")[1]
     code, said = run(*command.split())
     assert code == 0, said

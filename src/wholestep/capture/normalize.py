@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph
-from ..graph.nodes import node_at, redirect
+from ..graph.nodes import name_in_order, node_at, redirect
 from ..graph.op_kinds import CHEAP
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import with_plain_sizes
@@ -52,7 +51,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     outputs = _name_outputs(graph, traced, keep_grads)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
-    _rename(graph, inputs)
+    name_in_order(graph, [given.name for given in inputs])
     if traced.stand_ins.symbols is not None:
         with_plain_sizes(graph, traced.stand_ins.symbols)
     names = tuple(node.name for node in losses if node in set(graph.nodes))
@@ -274,27 +273,3 @@ def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> li
         else:
             kept.append(given)
     return kept
-
-
-def _rename(graph: Graph, inputs: list[Input]) -> None:
-    """Give nodes readable names: inputs keep theirs, other nodes are named by their op and numbered in order."""
-    for node in graph.nodes:
-        node.name = f"__{node.name}"
-    taken: dict[str, int] = {}
-
-    def fresh(base: str) -> str:
-        base = re.sub(r"\W+", "_", base).strip("_") or "v"
-        base = f"v{base}" if base[0].isdigit() else base
-        taken[base] = taken.get(base, -1) + 1
-        name = f"{base}_{taken[base]}" if taken[base] else base
-        return name if taken[base] == 0 or name not in taken else fresh(name)
-
-    placeholders = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.name = fresh(next(placeholders).name)
-            node.target = node.name
-        elif node.op == "call_function":
-            node.name = fresh(getattr(node.target, "__name__", "op").split(".")[0])
-        else:
-            node.name = node.op

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from wholestep.errors import first_line
-from wholestep.graph.gc_control import collector_paused
+from wholestep.errors import PlanError, first_line
+from wholestep.graph.gc_control import made_to_last
 from wholestep.typed_json import MalformedError, parse
 
 from .screen import Screen
@@ -51,8 +51,13 @@ def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
+@made_to_last()
 def build(wanted: ModelSpec) -> Target:
-    """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1."""
+    """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1.
+
+    Raises:
+        PlanError: transformers has no such model.
+    """
     if importlib.util.find_spec("transformers") is None:
         refuse("--hf needs transformers: pip install 'wholestep[hf]'")
     import torch
@@ -65,7 +70,10 @@ def build(wanted: ModelSpec) -> Target:
             options = {"dtype": getattr(torch, wanted.dtype), "trust_remote_code": False}
             model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
     except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
-        refuse(f"{wanted.config} is not a causal language model of transformers: {first_line(error)}")
+        raise PlanError(
+            f"{wanted.config} is not a causal language model of transformers: {first_line(error)}",
+            "a configuration of one", "give another --hf, or a function that builds the model",
+        ) from error  # fmt: skip
     if wanted.recompute != "none":
         _checkpoint(model, wanted)
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
@@ -75,7 +83,8 @@ def build(wanted: ModelSpec) -> Target:
     shape = wanted.batch, length
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(wanted.micro_batches)]
     name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
-    return Target(name, train_step, (model, _optimizer(wanted.optimizer, model), {"tokens": tokens}))
+    args = model, _optimizer(wanted.optimizer, model), {"tokens": tokens}
+    return Target(name, train_step, args, with_layers=lambda layers: build(replace(wanted, layers=layers)))
 
 
 def _checkpoint(model: Any, wanted: ModelSpec) -> None:
@@ -187,7 +196,7 @@ def spec_of(hf: str | None, **options: Any) -> ModelSpec | None:
 
 def load(shown: Screen, target: str | None, spec: ModelSpec | None) -> Target:
     """The step of `spec`; without one, that of the function `target`."""
-    with shown.stage("model") as details, collector_paused():
+    with shown.stage("model") as details:
         if spec is None:
             assert target is not None, "checked before"
             return from_function(target)

@@ -21,6 +21,7 @@ from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
 from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.search_result import SearchResult
+from wholestep.planner.short_steps import ShortSteps
 from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
 from wholestep.report.figures import Figures
@@ -170,12 +171,32 @@ def capture(
 
 def captured_for(shown: Screen, target: Target, hardware: ws.Hardware) -> ws.TrainGraph:
     """The step as one graph, with the kernels that run on `hardware`."""
-    return capture(shown, target, options=ws.CaptureOptions(kernels="cuda" if hardware.has_gpus else None))
+    return _captured(shown, target, hardware, ws.CaptureOptions(kernels="cuda" if hardware.has_gpus else None))
 
 
 def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
-    return capture(shown, asked.target, stage, asked.options.capture_options(asked.target, asked.hardware))
+    target, hardware = asked.target, asked.hardware
+    return _captured(shown, target, hardware, asked.options.capture_options(target, hardware), stage)
+
+
+def _captured(
+    shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions, stage: str = "capture"
+) -> ws.TrainGraph:
+    """The step as one graph; that of a model of `--hf` from few of its layers, where all are equal."""
+    make, model = target.with_layers, target.args[0]
+    layers = getattr(model.config, "num_hidden_layers", None) if make else None
+    if make is None or not isinstance(layers, int):
+        return capture(shown, target, stage, options)
+
+    def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
+        some = target if count == layers else replace(target, args=(*make(count).args[:2], target.args[2]))
+        return ws.capture(some.step, *some.args, options=options)
+
+    with shown.stage(stage) as details:
+        graph = ShortSteps(short, layers, hardware, model=model).whole_step(1)
+        details.append(f"{len(graph.graph.nodes):,} operations")
+    return graph
 
 
 def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:

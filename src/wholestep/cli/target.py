@@ -55,12 +55,15 @@ HardwareName = Annotated[str | None, typer.Option(help="A preset (dgx-h100, ...)
 
 @dataclass(frozen=True)
 class Target:
-    """A training step, called as `step(*args, **kwargs)`; `name` is its name on the command line."""
+    """A training step, called as `step(*args, **kwargs)`; `name` is its name on the command line.
+    `with_layers`: the step of the model with so many layers, for a batch that may be another.
+    """
 
     name: str
     step: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    with_layers: Callable[[int], Target] | None = None
 
     def models(self) -> list[nn.Module]:
         """The modules among the arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -121,3 +122,27 @@ def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: s
     node = graph.create_node(op, target, name=name)
     _torch.set_operands(node, args, kwargs)
     return node
+
+
+def name_in_order(graph: Graph, inputs: Sequence[str]) -> None:
+    """Give nodes readable names: `inputs` for placeholders, other nodes are named by their op and numbered in order."""
+    for node in graph.nodes:
+        node.name = f"__{node.name}"
+    taken: dict[str, int] = {}
+
+    def fresh(base: str) -> str:
+        base = re.sub(r"\W+", "_", base).strip("_") or "v"
+        base = f"v{base}" if base[0].isdigit() else base
+        taken[base] = taken.get(base, -1) + 1
+        name = f"{base}_{taken[base]}" if taken[base] else base
+        return name if taken[base] == 0 or name not in taken else fresh(name)
+
+    placeholders = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.name = fresh(next(placeholders))
+            node.target = node.name
+        elif node.op == "call_function":
+            node.name = fresh(getattr(node.target, "__name__", "op").split(".")[0])
+        else:
+            node.name = node.op

@@ -44,6 +44,11 @@ class Ahead(Generic[T]):
         except (EOFError, pickle.UnpicklingError):  # it did not come to its end
             return None
 
+    @property
+    def ended(self) -> bool:
+        """True once it has returned, or failed."""
+        return bool(select.select([self._pipe], [], [], 0)[0])
+
     def drop(self) -> None:
         """End the copy."""
         os.kill(self.process, signal.SIGKILL)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 from ..cost.reserved import reserved_bytes
 from ..cost.staged import StagedStep
@@ -117,7 +118,8 @@ class GpuSearch:
         param_bytes: of the model.
         kinds: of recomputation, of which the first that fits is the fastest.
         styles: that may be used; all if None.
-        cores: with several, what the fastest setup reserves is found out in a copy of this process.
+        cores: with several, the next setup is simulated, or what the fastest one reserves found out, in a copy of this
+            process.
     """
 
     steps: ShortSteps
@@ -130,6 +132,7 @@ class GpuSearch:
     watch: Watch = unwatched
     cores: int = 1
     copies: dict[str, Ahead[int | None]] = field(default_factory=dict[str, "Ahead[int | None]"])
+    simulating: dict[str, Ahead[Costs | float]] = field(default_factory=dict[str, "Ahead[Costs | float]"])
 
     def __post_init__(self) -> None:
         self.estimate = SetupEstimate(self.steps, self.hardware, self.tensor.axis if self.tensor else "")
@@ -183,20 +186,31 @@ class GpuSearch:
             added.append(max(held - sum(added), 0))  # what is not cut along tensor parallelism before it is complete
         return reserved_bytes(local, self.hardware, self.steps.software.stack, added, summed)
 
-    def _begin(self, setup: Setup) -> None:
-        """Find out on another core what this setup reserves, rather than what another one does."""
-        if self.cores > 1 and self.hardware.has_gpus and str(setup) not in self.copies:
-            self.drop()
-            self.copies[str(setup)] = Ahead(partial(self._reserved, setup))
+    def _begin(self, best: Sequence[Setup], then: Setup | None) -> None:
+        """Begin on another core, if that is idle: what the fastest of several in `best` reserves, or the setup that is
+        simulated `then`.
+        """
+        if self.cores < 2:
+            return
+        chosen = self.hardware.has_gpus and len(best) > (then is not None)
+        first = min(best, key=step_s) if chosen else None
+        if first is not None and str(first) not in self.copies:
+            _drop(self.copies)
+        if not all(copy.ended for copy in (*self.copies.values(), *self.simulating.values())):
+            return
+        if first is not None and str(first) not in self.copies:
+            self.copies[str(first)] = Ahead(partial(self._reserved, first))
+        elif then is not None and str(then) not in self.simulating:
+            self.simulating[str(then)] = Ahead(partial(self._costs, then, float("inf")))
 
     def drop(self) -> None:
         """End what runs on another core."""
-        while self.copies:
-            self.copies.popitem()[1].drop()
+        _drop(self.copies)
+        _drop(self.simulating)
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
-        best, alike = list[Setup](), Counter[tuple[object, ...]]()
+        best, alike = list[Setup](), Counter[tuple[int, int]]()
         waiting, put_off = sorted(fit, key=lambda one: one.estimate_s), list[Setup]()
         while waiting or put_off:
             again = not waiting  # others do not fill the page
@@ -206,21 +220,25 @@ class GpuSearch:
             if late or (full and again) or len(best) >= TUNING.most_setups:
                 lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
                 continue
-            group = self.estimate.split(setup.mesh), setup.batch
+            group = self._group(setup)
             if not again and alike[group] >= TUNING.setups_alike:
                 put_off.append(setup)  # of a kind that is shown already
                 continue
-            if not best:
-                self._begin(setup)
+            shown = alike + Counter([group])
+            then = next((one for one in waiting if shown[self._group(one)] < TUNING.setups_alike), None)
+            self._begin(best or [setup], then if len(best) + 1 < TUNING.setups_shown else None)  # then no bound ends it
             found = self._simulated(setup, fastest if full else float("inf"))
             if found.why and (heavier := self._recomputing_more(found)) is not None:
                 insort(put_off if again else waiting, heavier, key=lambda one: one.estimate_s)
                 continue
             alike[group] += found.costs is not None
             (lost if found.why else best).append(found)
-            if best:
-                self._begin(min(best, key=step_s))
+        _drop(self.simulating)
         return best
+
+    def _group(self, setup: Setup) -> tuple[int, int]:
+        """Equal for setups whose ranks compute the same."""
+        return self.estimate.split(setup.mesh), setup.batch
 
     def _setups(self, ranks: int, sequences: int) -> Iterator[Setup]:
         """A setup for each mesh, template and size of micro-batch, with the least recomputation that seems to fit."""
@@ -333,8 +351,11 @@ class GpuSearch:
         simulated further.
         """
         self.watch(str(setup))
+        copy = self.simulating.pop(str(setup), None)
+        known = copy.result() if copy else None
+        self.cores = 1 if copy and copy.silent else self.cores
         try:
-            found = self._costs(setup, fastest_s)
+            found = known or self._costs(setup, fastest_s)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
         if not isinstance(found, Costs):
@@ -378,3 +399,8 @@ class GpuSearch:
             f"at most {human(self.memory_bytes)} on a rank",
             f"give more --gpus, more --memory than {human_at_least(self.memory_bytes)}, or a shorter --seq",
         )
+
+
+def _drop(copies: dict[str, Ahead[Any]]) -> None:
+    while copies:
+        copies.popitem()[1].drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -104,10 +105,11 @@ class ShortSteps:
         return self.known[batch]
 
     def _captured(self, batch: int, layers: int) -> FoldedStep | TrainGraph:
-        if 2 * layers <= self.layers:
-            graph, left_out = self.capture(batch, 1, layers), self.layers - layers
-            folded = fold_step(graph, self.hardware, layers_left_out=left_out, software=self.software)
-            if folded is not None and (self.model is None or layers_alike(self.model, folded.repeats)):
+        with suppress(PlanError):  # no model has so few
+            graph = self.capture(batch, 1, layers) if 2 * layers <= self.layers else None
+            left_out = self.layers - layers
+            folded = graph and fold_step(graph, self.hardware, layers_left_out=left_out, software=self.software)
+            if folded and (self.model is None or layers_alike(self.model, folded.repeats)):
                 return folded
         graph = self.capture(batch, 1, self.layers)
         return fold_step(graph, self.hardware, software=self.software) or graph
@@ -123,6 +125,10 @@ class ShortSteps:
         if key not in self.several:
             self.several[key] = self.capture(batch, micro_batches, layers)
         return self.several[key]
+
+    def whole_step(self, batch: int) -> TrainGraph:
+        """The step of one micro-batch with all layers."""
+        return self._graph(self.step(batch), None, batch, 1)
 
     def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> MadeStep:
         """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
@@ -160,8 +166,7 @@ class ShortSteps:
         Raises:
             PlanError: it cannot be planned.
         """
-        graph = self._graph(self.step(batch), None, batch, 1)
-        local = planned_program(graph, mesh, strategies, None, self.hardware)[1]
+        local = planned_program(self.whole_step(batch), mesh, strategies, None, self.hardware)[1]
         return run_passes(local, passes_of(kind, self.hardware), owned=True)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies) -> int:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from ...errors import GraphError
 from .. import meta
 from ..graph import Input, Output, Role, TrainGraph
-from ..nodes import add_node, copy_node, operands
+from ..nodes import add_node, copy_node, name_in_order, operands
 from ..ops import GRAD_READY
 from ..verify import check_train_graph
 from .blocks import ListCalls, Place, first_list, owner_block
@@ -24,8 +24,8 @@ from .repeats import Repeats
 
 def fold(graph: TrainGraph, repeats: Repeats, blocks: int) -> TrainGraph:
     """`graph` with the first `blocks` of its equal blocks, or with more, copies of the second behind it. Readers of the
-    last block read the last one that is there, and lists over all layers are shorter or longer. What is not copied
-    keeps its name, but for the numbers of layers behind copies.
+    last block read the last one that is there, and lists over all layers are shorter or longer. What is left of more
+    keeps its name; nodes of more than there were are named as a capture names them.
 
     Numbers that Python code of the step computed from its number of layers stay as they are. Raises GraphError: no
     block is left, or shapes depend on the number of layers.
@@ -49,7 +49,7 @@ class _Fold:
         self.copies = [[new for new, old in enumerate(sources) if old == block] for block in range(repeats.count)]
         self.lists = ListCalls(graph.graph)
         self.pattern = re.compile(re.escape(repeats.prefix) + r"\.(\d+)(?=[./]|$)")
-        self.new, self.at, self.names = Graph(), dict[Node | Place, Node](), dict[str, str]()
+        self.new, self.at, self.copied = Graph(), dict[Node | Place, Node](), dict[str, Node]()
         self.changed: set[Node] = set()
         self.columns = cache(self._columns)
 
@@ -70,7 +70,9 @@ class _Fold:
             outputs.append(replace(out, target=self._named(out.target, old, block)))
             made.append(self._read(node, old, block) if isinstance(node, Node) else node)
         self.new.output(tuple(made))
-        losses = tuple(self.names[name] for name in self.train.losses if name in self.names)
+        if self.count > self.repeats.count:
+            name_in_order(self.new, [one.name for one in inputs])
+        losses = tuple(self.copied[name].name for name in self.train.losses if name in self.copied)
         return replace(
             self.train, graph=self.new, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants,
             losses=losses,
@@ -133,7 +135,7 @@ class _Fold:
                 raise GraphError(f"%{node.name} reads what depends on the number of layers", "layers that do not")
         self.at[node if block is None or new is None else (new, slot)] = made
         if block == new:
-            self.names[node.name] = made.name
+            self.copied[node.name] = made
         if node.target is GRAD_READY:
             made.args = (made.args[0], self._named(str(made.args[1]), block, new))
         meta.set_module_path(made, self._named(meta.module_path(made), block, new))
