@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import wholestep as ws
 from tests.steps import model_file
-from wholestep.cli import app, planning
+from wholestep.cli import app
 
 STEP = model_file("nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)", "64, 256")
 
@@ -141,12 +142,17 @@ def flat(tmp_path: Path) -> str:
 def test_several_sizes_are_what_each_is_alone(flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured for a size and for all: positions that the model counts itself need no mask, which had guards."""
     traced = list[object]()
-    original = planning.captured
-    monkeypatch.setattr(planning, "captured", lambda *given: traced.append(given) or original(*given))
+    original = ws.capture
+
+    def counted(*args: Any, **options: Any) -> ws.TrainGraph:
+        traced.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(ws, "capture", counted)
     shared = "--hf", flat, "--mesh", "dp=4", "--batch", "2", "--json", str(tmp_path / "sizes.json")
     code, said = run(*shared, "--seq", "16,32,24,64")
     assert code == 0, said
-    assert "capture for all sizes" in said
+    assert said.count("captured for all sizes") == 1
     assert len(traced) == 1  # 16
     rows = json.loads((tmp_path / "sizes.json").read_text())["sizes"]
     for row in rows[1:]:  # filled in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -183,20 +183,26 @@ def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.Tr
 def _captured(
     shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions, stage: str = "capture"
 ) -> ws.TrainGraph:
-    """The step as one graph; that of a model of `--hf` from few of its layers, where all are equal."""
-    make, model = target.with_layers, target.args[0]
-    layers = getattr(model.config, "num_hidden_layers", None) if make else None
-    if make is None or not isinstance(layers, int):
+    if target.with_layers is None:
         return capture(shown, target, stage, options)
-
-    def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
-        some = target if count == layers else replace(target, args=(*make(count).args[:2], target.args[2]))
-        return ws.capture(some.step, *some.args, options=options)
-
     with shown.stage(stage) as details:
-        graph = ShortSteps(short, layers, hardware, model=model).whole_step(1)
+        graph = of_few_layers(target, hardware, lambda some: ws.capture(some.step, *some.args, options=options))
         details.append(f"{len(graph.graph.nodes):,} operations")
     return graph
+
+
+def of_few_layers(target: Target, hardware: ws.Hardware, made: Callable[[Target], ws.TrainGraph]) -> ws.TrainGraph:
+    """The step of a model of `--hf` as one graph, from what is `made` of few of its layers where all are equal."""
+    make, model = target.with_layers, target.args[0]
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if make is None or not isinstance(layers, int):
+        return made(target)
+
+    def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
+        some = make(count)
+        return made(target if count == layers else replace(some, args=(*some.args[:2], target.args[2])))
+
+    return ShortSteps(short, layers, hardware, model=model).whole_step(1)
 
 
 def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import wholestep as ws
@@ -16,6 +17,7 @@ from . import planning
 from .hf import with_sizes
 from .planning import PlanRequest
 from .screen import Screen
+from .target import Target
 
 _TOKENS = "batch['tokens']"  # how the batches of `hf.train_step` are called
 _WORTH = 2  # sizes that are still to come: a capture with symbols takes longer than one for a size
@@ -38,38 +40,65 @@ def simulated(
     """The step at each size: `simulate` takes a request and its graph."""
     (longest,) = {tokens.shape[1] for tokens in asked.target.args[2]["tokens"]}
     sizes = list(product(batches, lengths or (longest,)))
-    graphs, rows = _Graphs(shown, sizes), list[SizeRow]()
+    steps, rows = _Steps(sizes), list[SizeRow]()
     for batch, seq in sizes:
         at = replace(asked, target=with_sizes(asked.target, batch, seq))
-        rows.append(SizeRow(batch, seq, *simulate(at, graph=graphs.of(at, batch, seq))))
+        options = at.options.capture_options(at.target, at.hardware)
+        with shown.stage(f"step of batch {batch}, seq {seq}") as details:
+            graph = planning.of_few_layers(at.target, at.hardware, partial(steps.of, options, (batch, seq)))
+            details.append(steps.how)
+        rows.append(SizeRow(batch, seq, *simulate(at, graph=graph)))
+    for why in steps.whys():
+        shown.note(f"each size is captured: {why}")
     return rows
 
 
 @dataclass
+class _Steps:
+    """A step as a graph, for each of `sizes` and for several numbers of layers; `how` the last one was made."""
+
+    sizes: Sequence[tuple[int, int]]
+    known: dict[str, _Graphs] = field(default_factory=dict[str, "_Graphs"])
+    how: str = ""
+
+    def of(self, options: ws.CaptureOptions, size: tuple[int, int], target: Target) -> ws.TrainGraph:
+        """The graph for a size, which `target` has."""
+        graphs = self.known.setdefault(target.name, _Graphs(self.sizes))
+        known, tried = len(graphs.captured), graphs.tried
+        graph = graphs.of(target, options, size)
+        captured = "captured" if len(graphs.captured) > known else ""
+        self.how = captured or ("filled in" if tried else "captured for all sizes, filled in")
+        return graph
+
+    def whys(self) -> set[str]:
+        """Why no graph has symbols."""
+        return {graphs.why for graphs in self.known.values() if graphs.why}
+
+
+@dataclass
 class _Graphs:
-    """The step as a graph, for each of `sizes`. With symbols it is, for a size that was captured, to the letter what
-    was captured; else each size is captured.
+    """A step as a graph, for each of `sizes`. With symbols it is, for a size that was captured, to the letter what was
+    captured; else each size is captured, and `why` says why.
     """
 
-    shown: Screen
     sizes: Sequence[tuple[int, int]]
     symbolic: Capture | None = None
     captured: dict[tuple[int, int], ws.TrainGraph] = field(default_factory=dict[tuple[int, int], ws.TrainGraph])
+    why: str = ""
     done: int = 0
-    _tried: bool = False
+    tried: bool = False
 
-    def of(self, at: PlanRequest, batch: int, seq: int) -> ws.TrainGraph:
-        """The graph for a size."""
+    def of(self, target: Target, options: ws.CaptureOptions, size: tuple[int, int]) -> ws.TrainGraph:
+        """The graph for a size, which `target` has."""
         left, self.done = len(self.sizes) - self.done, self.done + 1
         against = next(filter(self._has_no_one, self.captured), None)
-        if left >= _WORTH and not self._tried and against is not None and self._has_no_one((batch, seq)):
-            self._tried = True
-            self.symbolic = self._with_symbols(at, against)
-        if self.symbolic is not None and (sizes := _sizes(self.symbolic, batch, seq)) is not None:
+        if left >= _WORTH and not self.tried and against is not None and self._has_no_one(size):
+            self.tried = True
+            self.symbolic = self._with_symbols(target, options, against)
+        if self.symbolic is not None and (sizes := _sizes(self.symbolic, *size)) is not None:
             return instantiated(self.symbolic.graph, sizes)
-        graph = planning.captured(self.shown, at, f"capture batch {batch}, seq {seq}")
-        self.captured[batch, seq] = graph
-        return graph
+        self.captured[size] = ws.capture(target.step, *target.args, options=options, **target.kwargs)
+        return self.captured[size]
 
     @property
     def _vary(self) -> tuple[int, ...]:
@@ -80,21 +109,19 @@ class _Graphs:
         """Whether symbols apply to a size: torch treats 1 apart."""
         return all(size[dim] > 1 for dim in self._vary)
 
-    def _with_symbols(self, at: PlanRequest, against: tuple[int, int]) -> Capture | None:
+    def _with_symbols(self, target: Target, options: ws.CaptureOptions, against: tuple[int, int]) -> Capture | None:
         """The step for all sizes; None where that is not, for one of them, what was captured."""
-        names = find_state(at.target.step, at.target.args, at.target.kwargs, {})[3]
+        names = find_state(target.step, target.args, target.kwargs, {})[3]
         dims = {name: self._vary for name in names if name.startswith(_TOKENS)}
-        why = "another graph is captured with symbols"
-        with self.shown.stage("capture for all sizes"):
-            try:
-                options = at.options.capture_options(at.target, at.hardware)
-                made = capture_step(at.target.step, at.target.args, at.target.kwargs, options, dynamic=dims)
-                sizes = _sizes(made, *against)
-                if sizes is not None and str(instantiated(made.graph, sizes)) == str(self.captured[against]):
-                    return made
-            except ws.WholestepError as error:
-                why = error.found.splitlines()[0]
-        self.shown.note(f"each size is captured: {why}")
+        self.why = "another graph is captured with symbols"
+        try:
+            made = capture_step(target.step, target.args, target.kwargs, options, dynamic=dims)
+            sizes = _sizes(made, *against)
+            if sizes is not None and str(instantiated(made.graph, sizes)) == str(self.captured[against]):
+                self.why = ""
+                return made
+        except ws.WholestepError as error:
+            self.why = error.found.splitlines()[0]
         return None
 
 
