@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -16,8 +16,10 @@ from ..cost.simulation import Clock, arrivals_after, start
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import named_bodies, put_bodies
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
+from ..partition.accumulators import ACCUMULATORS
 from .base import InPlace, Pass, batch_dependent, meets_stages
 
 _NEVER = float("inf")
@@ -110,22 +112,38 @@ def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
-    """The graph with its collectives in the order `names`; other nodes keep their order as far as possible. Raises
-    RankMismatchError if the graph has other collectives, or they cannot run in that order.
+    """The graph with its collectives, and those of the bodies that it runs for pieces, in the order `names`; other
+    nodes keep their order as far as possible. Raises RankMismatchError if the graph has other collectives, or they
+    cannot run in that order.
     """
-    calls = [n for n in local.graph.nodes if n.op == "call_function"]
-    collectives = {n.name: n for n in calls if is_collective(n)}
-    if list(collectives) == list(names):
+    found = collectives_of(local)
+    if found == list(names):
         return local
+    if sorted(found) != sorted(names):
+        raise _other_order(len(found), len(names))
+    place = {name: number for number, name in enumerate(names)}
+    made = replace(local, graph=_with_collectives_in(local.graph, place, ""))
+    bodies = named_bodies(made.graph).items()
+    put_bodies(made.graph, {body: _with_collectives_in(body, place, f"{name}/") for name, body in bodies})
+    return made
+
+
+def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> Graph:
+    """A copy of a graph, or of the body that `label` begins the names of, with its collectives in order."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    collectives = sorted((n for n in calls if is_collective(n)), key=lambda n: place[label + n.name])
     before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in calls}
-    if sorted(collectives) == sorted(names):
-        for first, second in pairwise(names):
-            before[collectives[second]].append(collectives[first])
-        order = _sorted(calls, before)
-        if len(order) == len(calls):
-            return replace(local, graph=_in_order(local.graph, order))
-    raise RankMismatchError(
-        f"this rank cannot run its {len(collectives)} collectives in the order of the first rank's {len(names)}",
+    for first, second in pairwise(collectives):
+        before[second].append(first)
+    order = _sorted(calls, before)
+    if len(order) < len(calls):
+        raise _other_order(len(place), len(place))
+    return _in_order(graph, order)
+
+
+def _other_order(found: int, wanted: int) -> RankMismatchError:
+    return RankMismatchError(
+        f"this rank cannot run its {found} collectives in the order of the first rank's {wanted}",
         "ranks whose programs differ only in sizes of the batch",
         "pass schedule=None, or batches for which the step is the same",
     )
@@ -147,8 +165,10 @@ def in_one_order(steady: LocalGraph) -> LocalGraph:
 
 
 def collectives_of(local: LocalGraph) -> list[str]:
-    """Names of the collectives of `local`, in order."""
-    return [n.name for n in local.graph.nodes if is_collective(n)]
+    """Names of the collectives of `local`, in order, then those of the bodies that it runs for pieces."""
+    found = [n.name for n in local.graph.nodes if is_collective(n)]
+    bodies = named_bodies(local.graph).items()
+    return found + [f"{name}/{n.name}" for name, body in bodies for n in body.nodes if is_collective(n)]
 
 
 def _stages_in_turn(local: LocalGraph, order: list[Node]) -> list[Node]:
@@ -380,8 +400,10 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
         if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in given)):
             gradients.add(node)
-        elif meta.value(node) is not None or (
-            is_collective(node) and (later_stages or not communicated.issuperset(given))
+        elif (
+            meta.value(node) is not None
+            or _sums_pieces(node, communicated)
+            or (is_collective(node) and (later_stages or not communicated.issuperset(given)))
         ):
             todo.append(node)
         elif is_wait(node) or communicated.issuperset(given):
@@ -393,6 +415,11 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             main.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
     return varying, main
+
+
+def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:
+    """True for what adds up a value of a piece that ranks have not exchanged: it frees that value."""
+    return node.target in ACCUMULATORS and not any(given in communicated for given in node.all_input_nodes)
 
 
 def _carries_stages(local: LocalGraph, node: Node) -> bool:
