@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.together import OneDevice, compare
+from wholestep.cost.stage_costs import BlockPrices
 from wholestep.errors import RankMismatchError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
@@ -23,6 +24,7 @@ from wholestep.graph.nodes import is_collective, is_wait, node_at
 from wholestep.passes.bucket import GATHER
 from wholestep.passes.in_bodies import InBodies
 from wholestep.passes.overlap import collectives_of, with_collectives_in
+from wholestep.planner.staged_plan import stage_passes, staged
 
 CPUS, GPUS = ws.Hardware.default(), ws.Hardware.preset("dgx-h100")
 AGAIN = ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=True)
@@ -113,6 +115,34 @@ def test_tensor_parallel_beside_it(style: str) -> None:
         edit=lambda local: ws.run_passes(local, passes),
     )  # fmt: skip
     assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
+TENSOR = ws.TensorParallel(
+    {"0.0": "colwise", "1.0": "rowwise", "2.0": "colwise"}, axis="tp", reshard_after_forward=True
+)
+
+
+@pytest.mark.parametrize("beside", [[TENSOR], [replace(ZERO2, axis="dp")]], ids=["tp", "zero2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages(schedule: Any, beside: list[Any]) -> None:
+    """Blocks of stages, whose first and last runs are written out."""
+    mesh = f"pp=2,{'tp' if beside[0] is TENSOR else 'dp'}=2"
+    parallel = [*beside, ws.Pipeline(micro_batches=4, schedule=schedule)]
+    found = compare(one_device(16), mesh, parallel, passes=_passes(CPUS, bucket_bytes=900, first_bucket_bytes=900))
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
+def test_products_run_beside_exchanges_of_activations() -> None:
+    """A stage adds up gradients of weights while it would wait for activations, and is simulated so."""
+    graph, hardware = one_device(64, 512, 6).capture.graph, GPUS
+    tensor = ws.TensorParallel({f"{i}.0": "colwise" if i % 2 == 0 else "rowwise" for i in range(6)}, axis="tp")
+    parallel = [tensor, ws.Pipeline(micro_batches=4, schedule="1f1b")]
+    local = ws.partition(graph, ws.plan(graph, "pp=2,tp=4", parallel, hardware=hardware))
+    prices = BlockPrices(hardware, local.mesh)
+    passes = _flat(stage_passes(local.mesh, local.stage_axis, prices))
+    made, plain = (staged(local, prices, passes=some) for some in (passes, _without(passes)))
+    assert made.step_us < plain.step_us
+    assert made.waited_us < plain.waited_us
 
 
 @pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -10,11 +10,13 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
-from ..graph.loop import loop_of
+from ..graph.loop import bodies_of, loop_of
 from ..graph.nodes import copy_graph, is_collective, node_at, operands
 from ..graph.op_kinds import FREE
+from ..graph.stage_part import StageBlock, part_of
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import accumulate_early, add_up
+from ..partition.stage_blocks import with_blocks
 from .base import InPlace, batch_dependent
 from .bucket import CUTS, Bucket
 from .limit_inflight import LimitInflight
@@ -24,10 +26,10 @@ from .sink_waits import SinkWaits
 
 @dataclass(frozen=True)
 class InBodies(InPlace):
-    """Merges and overlaps the collectives of each piece of the batch, by the passes that do so for a whole step. What a
-    piece starts it waits for itself, so that pieces stay as they are to each other.
+    """Merges and overlaps the collectives of each piece of the batch, in loops and in blocks of stages, by the passes
+    that do so for a whole step. What a run of a body starts it waits for itself: to others it is as it was.
 
-    Merged are gathers of parameters, and reduce-scatters of gradients.
+    Merged are gathers of parameters, and reductions of gradients. Bitwise the same, but for merged all-reduces.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
@@ -42,16 +44,29 @@ class InBodies(InPlace):
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Schedule the bodies of `local`."""
-        varying: set[Node] | None = None
-        for node in local.graph.nodes:
-            if (loop := loop_of(node)) is not None and any(map(is_collective, loop.body.nodes)):
-                varying = batch_dependent(local) if varying is None else varying
-                body = of_piece(local, node, varying, copy_graph(loop.body))
-                for one in self.inner:
-                    body = one.change(body)
-                _let_go(body.graph)
-                node.target = loop.with_body(body.graph)
+        bodied = [node for node in local.graph.nodes if any(map(_communicates, bodies_of(node)[1]))]
+        varying = batch_dependent(local) if bodied else set[Node]()
+        for node in bodied:
+            if loop := loop_of(node):
+                body = copy_graph(loop.body)
+                node.target = loop.with_body(self._scheduled(of_piece(local, node, varying, body)))
+            elif part := part_of(node):
+                made = [
+                    self._scheduled(of_block(local, node, varying, block)) if _communicates(block.body) else block.body
+                    for block in part.blocks
+                ]
+                node.target = with_blocks(part, made, local.mesh, self.hardware)
         return local
+
+    def _scheduled(self, body: LocalGraph) -> Graph:
+        for one in self.inner:
+            body = one.change(body)
+        _let_go(body.graph)
+        return body.graph
+
+
+def _communicates(body: Graph) -> bool:
+    return any(map(is_collective, body.nodes))
 
 
 def _let_go(graph: Graph) -> None:
@@ -75,10 +90,23 @@ def of_piece(local: LocalGraph, at: Node, varying: Collection[Node], body: Graph
     """What the loop `at`, whose body is `body`, does with a piece, as a program: its inputs that depend on the batch,
     as nodes `varying` do, are its batch; what it accumulates is gradients of earlier calls.
     """
-    given, inputs = operands(at), list[Input]()
-    for number, node in enumerate(node for node in body.nodes if node.op == "placeholder"):
-        depends = number < len(given) and given[number] in varying
-        role = Role.GRAD if number >= len(given) else Role.BATCH if depends else Role.PARAM
-        inputs.append(Input(node.name, role, meta.one_tensor(node)))
+    given = operands(at)
+    roles = [Role.BATCH if one in varying else Role.PARAM for one in given]
+    count = sum(node.op == "placeholder" for node in body.nodes)
+    return _program(local, body, [*roles, *[Role.GRAD] * (count - len(given))])
+
+
+def of_block(local: LocalGraph, at: Node, varying: Collection[Node], block: StageBlock) -> LocalGraph:
+    """What a block of the part `at` of a stage does with a piece, as a program."""
+    part = part_of(at)
+    assert part is not None, "a part of a stage"
+    roles = {name: Role.GRAD for name, _ in part.totals}
+    roles |= {name: Role.PARAM for name, one in zip(part.operands, operands(at), strict=False) if one not in varying}
+    return _program(local, copy_graph(block.body), [roles.get(name, Role.BATCH) for name in block.takes])
+
+
+def _program(local: LocalGraph, body: Graph, roles: Sequence[Role]) -> LocalGraph:
+    given = (node for node in body.nodes if node.op == "placeholder")
+    inputs = tuple(Input(n.name, role, meta.one_tensor(n)) for n, role in zip(given, roles, strict=True))
     outputs = tuple(Output("result", end.name) for end in operands(next(iter(reversed(body.nodes)))))
-    return replace(local, graph=body, inputs=tuple(inputs), outputs=outputs, layouts=(), stage_axis="", stage=None)
+    return replace(local, graph=body, inputs=inputs, outputs=outputs, layouts=(), stage_axis="", stage=None)

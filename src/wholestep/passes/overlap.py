@@ -29,7 +29,8 @@ _NEVER = float("inf")
 class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
-    Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in order of
+    Arithmetic of the forward and backward keeps its order, but for gradients that only sums over pieces read: these are
+    computed while the rank would wait for activations. Gathers of parameters start ahead of their use, in order of
     use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them (by the program's sizes), wait
     for it. Optimizer updates that feed a parameter all-gather are issued as soon as
     their gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the
@@ -210,7 +211,9 @@ class _Work:
     `arrivals`: when each carried input is complete, in microseconds since the start. `order`: the new order; `placed`
     has the nodes in it. `in_flight`: started gathers that nothing waited for yet, in bytes. `queue`: reductions that
     are carried to the next call, by urgency. `first_use`: position of the first reader of a node in the forward and
-    backward. `carried`: updates with carried gradients, and when they can run.
+    backward. `carried`: updates with carried gradients, and when they can run. `exchanges`: waits for activations.
+    `waiting`: sums of gradients of a piece that nothing else in the piece reads, to run beside an exchange; those in
+    `left` have waited for one already.
     """
 
     local: LocalGraph
@@ -222,6 +225,9 @@ class _Work:
     queue: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
     first_use: dict[Node, int] = field(default_factory=dict[Node, int])
     carried: dict[Node, float] = field(default_factory=dict[Node, float])
+    exchanges: set[Node] = field(default_factory=set[Node])
+    waiting: list[Node] = field(default_factory=list[Node])
+    left: set[Node] = field(default_factory=set[Node])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
@@ -237,15 +243,20 @@ class _Work:
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
         self._learn_carried([n for n in calls if n not in varying])
+        spare = _read_by_sums(calls)
+        self.exchanges = {n for n in calls if is_wait(n) and n in main and n in varying and n not in spare}
+        exchanges = len(self.exchanges)
         for node in calls:
             if node in urgency:
                 heappush(self.queue, (urgency[node], len(self.queue), node))
+            elif node in spare and exchanges > 0:
+                self.waiting += [node] if node.target in ACCUMULATORS else []
             elif node in main and (node in varying or _carries_stages(self.local, node)):
-                for needed in _cone(node, self.assigned):
-                    self._gather_ahead(needed)
-                    while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
-                        self._place_all(_cone(late, self.placed))
-                    self._place_all(_cone(needed, self.placed))
+                self._place_main(node)
+            if node in self.exchanges:
+                exchanges -= 1
+                while self.waiting and not exchanges:
+                    self._place_main(self.waiting.pop(0))
             while self.queue and self.clock.links_free <= self.clock.now:
                 self._place_all(_cone(heappop(self.queue)[2], self.placed))
         while self.queue:
@@ -253,6 +264,22 @@ class _Work:
         while (late := self.tail.next(_NEVER, lambda _: True)) is not None:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
+
+    def _place_main(self, node: Node) -> None:
+        for needed in _cone(node, self.assigned):
+            self._gather_ahead(needed)
+            while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
+                self._place_all(_cone(late, self.placed))
+            self._place_all(_cone(needed, self.placed))
+
+    def _fill(self, wait: Node) -> None:
+        """Add up gradients as long as the rank would only wait, and those that another wait has left, whose operands
+        are held for them.
+        """
+        waiting, self.waiting = self.waiting, []
+        while waiting and (waiting[0] in self.left or self.clock.now < self.clock.done.get(node_at(wait, 0), 0.0)):
+            self._place_main(waiting.pop(0))
+        self.waiting, self.left = waiting, set(waiting)
 
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
         """Reductions to be carried to the next call, with the position at which that call first needs their results."""
@@ -291,6 +318,8 @@ class _Work:
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
             if node not in self.placed:
+                if self.waiting and node in self.exchanges:
+                    self._fill(node)
                 if is_wait(node) and self.carried:
                     self._update_carried(self.clock.done.get(node_at(node, 0), 0.0))
                 self.clock.run(node)
@@ -415,6 +444,16 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             main.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
     return varying, main
+
+
+def _read_by_sums(calls: Sequence[Node]) -> set[Node]:
+    """Sums over pieces, and what these alone read of the backward, with its waits."""
+    found = set[Node]()
+    for node in reversed(calls):
+        alone = bool(node.users) and found.issuperset(node.users) and not is_collective(node)
+        if node.target in ACCUMULATORS or (alone and meta.is_backward(node)):
+            found.add(node)
+    return found
 
 
 def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:
