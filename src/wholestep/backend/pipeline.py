@@ -15,6 +15,7 @@ from ..passes.bucket_sizes import resized
 from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
 from ..passes.fold_repeats import FoldRepeats
+from ..passes.in_bodies import InBodies
 from ..passes.offload import Offload
 from ..passes.overlap import Overlap, SameOrder
 from ..passes.peel_pieces import PeelPieces
@@ -66,7 +67,7 @@ def stage_pipeline(
     return made if overlaps else tuple(one for one in made if not isinstance(one, _OVERLAPPING))
 
 
-_OVERLAPPING = (PeelPieces, SplitOptimizer, Overlap, SinkWaits)
+_OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)
 
 
 def pipeline(

@@ -70,8 +70,6 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     """
     _torch.count_our_collectives()
     graph = of_owner(local.graph, coordinate[local.owner_axis]) if local.owner_axis else copy_graph(local.graph)
-    if exchange:
-        in_buckets(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for given, layout, node in zip(local.inputs, local.layouts, placeholders, strict=True):
         if any(isinstance(size, SizeInt) for size in given.meta.shape):
@@ -91,6 +89,8 @@ def _bind(
 ) -> None:
     """Bind the nodes of a graph, or of a body that runs for several pieces."""
     bodies = dict[int, Graph]()
+    if exchange:
+        in_buckets(graph)
     for node in graph.nodes:
         if node.op != "call_function":
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -92,3 +92,24 @@ def bodies_of(node: Node) -> tuple[int, list[Graph]]:
         return loop.pieces, [loop.body]
     part = part_of(node)
     return (part.pieces, [block.body for block in part.running]) if part else (1, [])
+
+
+def named_bodies(graph: Graph) -> dict[str, Graph]:
+    """The bodies that a graph runs for pieces, by name: of a loop, and each block of a stage once."""
+    found = dict[str, Graph]()
+    for node in graph.nodes:
+        if loop := loop_of(node):
+            found[node.name] = loop.body
+        elif part := part_of(node):
+            known = set(found.values())
+            found |= {f"{node.name}/{block.name}": block.body for block in part.blocks if block.body not in known}
+    return found
+
+
+def put_bodies(graph: Graph, made: Mapping[Graph, Graph]) -> None:
+    """Replace the bodies that a graph runs by what was `made` of them."""
+    for node in graph.nodes:
+        if loop := loop_of(node):
+            node.target = loop.with_body(made[loop.body])
+        elif part := part_of(node):
+            node.target = part.with_bodies([made[block.body] for block in part.blocks])

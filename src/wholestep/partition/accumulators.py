@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
 
 from ..graph.op_kinds import FREE, SUMS_OF_PIECES, priced_like
 from ..graph.storage import shares
@@ -38,6 +41,9 @@ def keep_piece(kept: list[Tensor] | None, value: Tensor, owned: bool) -> list[Te
     return [*(kept or ()), value if owned else value.clone()]
 
 
+ACCUMULATORS = (add_up, put_piece, keep_piece)
+
+
 @priced_like(FREE)
 @shares("view")
 def of_piece(kept: list[Tensor], number: int) -> Tensor:
@@ -50,3 +56,24 @@ def of_piece(kept: list[Tensor], number: int) -> Tensor:
 def kept_piece(kept: list[Tensor], piece: int) -> Tensor:
     """Return the value of one piece, of those that `keep_piece` has kept, or that a loop is given."""
     return kept[piece]
+
+
+def accumulate_early(graph: Graph, also: Callable[[Node], bool] = lambda _: False) -> None:
+    """Let a body accumulate each value as soon as it is there, so that it need not be held until the piece ends; with
+    nodes in front of an accumulator that `also` is true of.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+
+    def raised(node: Node) -> None:
+        for given in node.all_input_nodes:
+            if also(given):
+                raised(given)
+        made = [given for given in node.all_input_nodes if given.op != "placeholder"]
+        if made:
+            last = max(made, key=place.__getitem__)
+            last.append(node)
+            place[node] = place[last]
+
+    for node in reversed(list(graph.nodes)):
+        if node.target in ACCUMULATORS:
+            raised(node)

@@ -13,7 +13,7 @@ from ..graph import meta
 from ..graph.loop import Loop
 from ..graph.meta import TensorMeta
 from ..graph.nodes import add_call, drop_dead, node_at
-from .accumulators import add_up
+from .accumulators import accumulate_early, add_up
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -49,14 +49,6 @@ class LoopBody:
                 _torch.set_operands(total, (total.args[0], cast.args[0], *total.args[2:], wide.dtype), {})
                 self.graph.erase_node(cast)
 
-    def _add_early(self) -> None:
-        """Accumulate each value as soon as it is there, so that it need not be held until the piece ends."""
-        place = {node: number for number, node in enumerate(self.graph.nodes)}
-        for _, total, _ in reversed(self.totals):
-            made = [given for given in total.all_input_nodes if given.op != "placeholder"]
-            if made:
-                max(made, key=place.__getitem__).append(total)
-
     def _placeholder(self, name: str, like: Node, made: TensorMeta) -> Node:
         new = self.graph.create_node("placeholder", name, name=name)
         meta.copy(like, new)
@@ -68,7 +60,7 @@ class LoopBody:
         self.graph.output(tuple(total for _, total, _ in self.totals))
         drop_dead(self.graph)
         self._add_narrow()
-        self._add_early()
+        accumulate_early(self.graph)
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for placeholder in (*self.given.values(), *(total for total, _, _ in self.totals)):
             first.prepend(placeholder)

@@ -93,6 +93,15 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
     return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
 
 
+def with_blocks(part: StagePart, bodies: Sequence[Graph], mesh: Mesh, hardware: Hardware) -> StagePart:
+    """`part` with other bodies of its blocks, which compute the same, priced anew."""
+    own = part.with_bodies(bodies)
+    stages = [own.blocks if stage == part.stage else () for stage in range(part.stage + 1)]
+    costs = block_costs(stages, part.messages, part.axis, BlockPrices(hardware, mesh))
+    own = replace(own, blocks=tuple(_priced(block, costs[block.name]) for block in own.blocks))
+    return replace(own, peak_bytes=_peak_bytes(own))
+
+
 def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:
     """The parts of the stages in the order of a loop that has the same blocks, messages and pieces; None without one.
     An order follows from prices, which follow from sizes, and ranks have to keep to one.

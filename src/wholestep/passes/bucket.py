@@ -14,12 +14,14 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import LocalGraph
+from ..graph.loop import with_bodies
 from ..graph.meta import contiguous, one_tensor
 from ..graph.nodes import add_call, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
+from ..partition.accumulators import ACCUMULATORS
 from ..tuning import TUNING
-from .base import InPlace
+from .base import InPlace, batch_dependent
 from .coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter, shapes_of, starts_in_row
 
 funcol = torch.ops._c10d_functional
@@ -46,6 +48,9 @@ class Bucket(InPlace):
 
     Where one collective can carry several tensors (`coalesces`), nothing is copied: gathers of stored tensors and
     reduce-scatters send each tensor from where it is, and receive all in one row (`passes.coalesced`).
+
+    `stored`: only gathers of stored tensors, and sums that accumulators alone read, are merged. Other results are of
+    activations: what waits for one would wait for all, and shapes differ between pieces.
     """
 
     most_bytes: int | None = TUNING.bucket_bytes
@@ -53,6 +58,7 @@ class Bucket(InPlace):
     kinds: tuple[str, ...] = tuple(KINDS)
     alone_bytes: int | None = None
     coalesces: bool = False
+    stored: bool = False
 
     @staticmethod
     def sized(kind: str) -> Bucket:
@@ -75,7 +81,7 @@ class Bucket(InPlace):
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
         done = set[Node]()
         for several in (False,) if fixed else (True, False):
-            groups = self._groups(local.graph, several, done)
+            groups = self._groups(local, several, done)
             place = {node: i for i, node in enumerate(local.graph.nodes)}
             for group in groups:
                 if len(group) > 1:
@@ -83,14 +89,15 @@ class Bucket(InPlace):
                     done.update(_merge(local.graph, group, fixed, place, apart))
         return local
 
-    def _groups(self, graph: Graph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
+    def _groups(self, local: LocalGraph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
         """Groups of collectives to merge, in program order, each a list of its stages: hierarchical ones if `several`.
         Adds the collectives that are too large to merge to `done`.
         """
         open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
         wanted = {KINDS[kind] for kind in self.kinds}
         backward, after = False, dict[Node, frozenset[Node]]()
-        for node in graph.nodes:
+        varying = batch_dependent(local) if self.stored else set[Node]()
+        for node in local.graph.nodes:
             backward = backward or meta.is_backward(node)
             if GATHER in wanted:  # sums are merged whatever they wait for
                 after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
@@ -103,6 +110,8 @@ class Bucket(InPlace):
                 continue
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
             if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
+                continue
+            if self.stored and (node in varying if node.target is GATHER else not adds_up(stages[-1])):
                 continue
             key = _key(stages, backward, after.get(node, frozenset()))
             if self.coalesces and _ahead(node):
@@ -147,6 +156,13 @@ def union(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
 def _ahead(node: Node) -> bool:
     chain = chain_of(node) if node.target is GATHER else None
     return chain is not None and not any(is_wait(n) for n in chain)  # not a later stage, which has to wait
+
+
+def adds_up(node: Node) -> bool:
+    """True if only accumulators read a result."""
+    return node.target in ACCUMULATORS or (
+        (is_collective(node) or is_wait(node) or node.target in FREE) and all(map(adds_up, node.users))
+    )
 
 
 def stages_from(node: Node) -> list[Node]:
@@ -202,13 +218,13 @@ class CollectiveTraffic:
 
 
 def collective_traffic(local: LocalGraph) -> CollectiveTraffic:
-    """Count them in the graph.
+    """Count them in the graph, and for one piece in the bodies that it runs.
 
     `regathered_bytes` is 0 where it is less than half of all gathered bytes: these few are gathered twice because they
     are needed in two layouts, not to save memory.
     """
     gathered, regathered, reduced = dict[Node, int](), dict[Node, int](), 0
-    for node in local.graph.nodes:
+    for node, _ in with_bodies(local.graph):
         if node.target in SUMS and _first_stage(node) is node:
             reduced += one_tensor(node_at(node, 0)).size_bytes
         if _ahead(node):
@@ -280,7 +296,7 @@ def _merge(
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
             whole = add_call(graph, funcol.wait_tensor.default, (whole,), one_tensor(whole), stage)
-    cut = _CUTS[apart, "gathered" if gathers else "shared" if stages[-1].target is GATHER else "scattered"]
+    cut = CUTS[apart, "gathered" if gathers else "shared" if stages[-1].target is GATHER else "scattered"]
     for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
             new = add_call(graph, cut, (whole, shapes, number, parts), one_tensor(wait), wait)
@@ -409,7 +425,7 @@ def _from_rows(rows: Tensor, parts: int, start: int, shape: tuple[int, ...]) -> 
     return rows.view(parts, -1).narrow(1, start, prod(shape) // parts).reshape(shape).contiguous()
 
 
-_CUTS = {
+CUTS = {
     (False, "gathered"): part_of_gather, (True, "gathered"): part_of_coalesced_gather,
     (False, "scattered"): part_of_scatter, (True, "scattered"): part_of_coalesced_scatter,
     (False, "shared"): part_of_shared_sum, (True, "shared"): part_of_coalesced_shared_sum,

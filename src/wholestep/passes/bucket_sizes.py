@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..graph import meta
 from ..graph.graph import BucketSizes, LocalGraph, Role
+from ..graph.loop import with_bodies
 from ..graph.nodes import is_collective, node_at
 from ..graph.op_kinds import collective_kind
 from ..hardware.device import Work
@@ -126,7 +127,7 @@ class Route:
 def routes_of(local: LocalGraph) -> tuple[Route, ...]:
     """What carries the bytes of a step. Few bytes (losses, norms) have no say in the size of buckets."""
     carried: dict[tuple[str, str], float] = {}
-    for node in local.graph.nodes:
+    for node, _ in with_bodies(local.graph):
         if is_collective(node) and (kind := collective_kind(node.target)) in _BUCKETED:
             key = kind, str(node.args[-1])
             size = max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))

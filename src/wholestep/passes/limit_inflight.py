@@ -12,7 +12,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_wait, node_at
 from .base import InPlace
-from .bucket import SCATTER
+from .bucket import REDUCE, SCATTER, adds_up
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class LimitInflight(InPlace):
     Before a reduce-scatter starts, the program waits for the oldest ones along its axis until all in flight read at
     most `in_flight_bytes` of the program's sizes, or fewer than `in_flight` are left along that axis. Stages of
     hierarchical collectives along other axes start regardless.
+
+    An all-reduce in the body of a loop counts as a reduce-scatter does, where the loop adds up a part of its result.
 
     Without this pass full gradients stay allocated until the end of the backward, because only the update waits for
     them. The link stays busy with the newer reductions.
@@ -43,7 +45,7 @@ class LimitInflight(InPlace):
             if is_wait(node):
                 for along_axis in pending.values():
                     held -= along_axis.pop(node_at(node, 0), 0)
-            elif node.target is SCATTER:
+            elif node.target is SCATTER or (node.target is REDUCE and adds_up(node)):
                 given = node_at(node, 0)
                 size_bytes = meta.size_bytes(given)
                 same_axis = pending[node.args[-1]]

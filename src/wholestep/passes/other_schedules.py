@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..cost.simulation import simulate
 from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.loop import with_bodies
 from ..graph.nodes import is_collective, node_at
 from ..hardware.hardware import Hardware
 from ..partition.stage_program import in_order, orders_in, stage_program
@@ -146,7 +147,7 @@ def scaled(sizes: BucketSizes, factor: float) -> BucketSizes:
 def sums_of(local: LocalGraph) -> frozenset[tuple[str, ...]]:
     """What each all-reduce over more than two ranks adds up together, in order."""
     sums = list[tuple[str, ...]]()
-    for node in local.graph.nodes:
+    for node, _ in with_bodies(local.graph):
         if is_collective(node) and node.target is REDUCE and local.mesh.axis_size(str(node.args[-1])) > 2:
             given = node_at(node, 0)
             joined = given.target is join_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -16,8 +16,10 @@ from ..cost.simulation import Clock, arrivals_after, start
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import named_bodies, put_bodies
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
 from ..hardware.hardware import Hardware
+from ..partition.accumulators import ACCUMULATORS
 from .base import InPlace, Pass, batch_dependent, meets_stages
 
 _NEVER = float("inf")
@@ -27,7 +29,8 @@ _NEVER = float("inf")
 class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
-    Arithmetic of the forward and backward keeps its order. Gathers of parameters start ahead of their use, in order of
+    Arithmetic of the forward and backward keeps its order, but for gradients that only sums over pieces read: these are
+    computed while the rank would wait for activations. Gathers of parameters start ahead of their use, in order of
     use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them (by the program's sizes), wait
     for it. Optimizer updates that feed a parameter all-gather are issued as soon as
     their gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the
@@ -110,22 +113,38 @@ def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
-    """The graph with its collectives in the order `names`; other nodes keep their order as far as possible. Raises
-    RankMismatchError if the graph has other collectives, or they cannot run in that order.
+    """The graph with its collectives, and those of the bodies that it runs for pieces, in the order `names`; other
+    nodes keep their order as far as possible. Raises RankMismatchError if the graph has other collectives, or they
+    cannot run in that order.
     """
-    calls = [n for n in local.graph.nodes if n.op == "call_function"]
-    collectives = {n.name: n for n in calls if is_collective(n)}
-    if list(collectives) == list(names):
+    found = collectives_of(local)
+    if found == list(names):
         return local
+    if sorted(found) != sorted(names):
+        raise _other_order(len(found), len(names))
+    place = {name: number for number, name in enumerate(names)}
+    made = replace(local, graph=_with_collectives_in(local.graph, place, ""))
+    bodies = named_bodies(made.graph).items()
+    put_bodies(made.graph, {body: _with_collectives_in(body, place, f"{name}/") for name, body in bodies})
+    return made
+
+
+def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> Graph:
+    """A copy of a graph, or of the body that `label` begins the names of, with its collectives in order."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    collectives = sorted((n for n in calls if is_collective(n)), key=lambda n: place[label + n.name])
     before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in calls}
-    if sorted(collectives) == sorted(names):
-        for first, second in pairwise(names):
-            before[collectives[second]].append(collectives[first])
-        order = _sorted(calls, before)
-        if len(order) == len(calls):
-            return replace(local, graph=_in_order(local.graph, order))
-    raise RankMismatchError(
-        f"this rank cannot run its {len(collectives)} collectives in the order of the first rank's {len(names)}",
+    for first, second in pairwise(collectives):
+        before[second].append(first)
+    order = _sorted(calls, before)
+    if len(order) < len(calls):
+        raise _other_order(len(place), len(place))
+    return _in_order(graph, order)
+
+
+def _other_order(found: int, wanted: int) -> RankMismatchError:
+    return RankMismatchError(
+        f"this rank cannot run its {found} collectives in the order of the first rank's {wanted}",
         "ranks whose programs differ only in sizes of the batch",
         "pass schedule=None, or batches for which the step is the same",
     )
@@ -147,8 +166,10 @@ def in_one_order(steady: LocalGraph) -> LocalGraph:
 
 
 def collectives_of(local: LocalGraph) -> list[str]:
-    """Names of the collectives of `local`, in order."""
-    return [n.name for n in local.graph.nodes if is_collective(n)]
+    """Names of the collectives of `local`, in order, then those of the bodies that it runs for pieces."""
+    found = [n.name for n in local.graph.nodes if is_collective(n)]
+    bodies = named_bodies(local.graph).items()
+    return found + [f"{name}/{n.name}" for name, body in bodies for n in body.nodes if is_collective(n)]
 
 
 def _stages_in_turn(local: LocalGraph, order: list[Node]) -> list[Node]:
@@ -190,7 +211,9 @@ class _Work:
     `arrivals`: when each carried input is complete, in microseconds since the start. `order`: the new order; `placed`
     has the nodes in it. `in_flight`: started gathers that nothing waited for yet, in bytes. `queue`: reductions that
     are carried to the next call, by urgency. `first_use`: position of the first reader of a node in the forward and
-    backward. `carried`: updates with carried gradients, and when they can run.
+    backward. `carried`: updates with carried gradients, and when they can run. `exchanges`: waits for activations.
+    `waiting`: sums of gradients of a piece that nothing else in the piece reads, to run beside an exchange; those in
+    `left` have waited for one already.
     """
 
     local: LocalGraph
@@ -202,6 +225,9 @@ class _Work:
     queue: list[tuple[int, int, Node]] = field(default_factory=list[tuple[int, int, Node]])
     first_use: dict[Node, int] = field(default_factory=dict[Node, int])
     carried: dict[Node, float] = field(default_factory=dict[Node, float])
+    exchanges: set[Node] = field(default_factory=set[Node])
+    waiting: list[Node] = field(default_factory=list[Node])
+    left: set[Node] = field(default_factory=set[Node])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
@@ -217,15 +243,20 @@ class _Work:
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
         self._learn_carried([n for n in calls if n not in varying])
+        spare = _read_by_sums(calls)
+        self.exchanges = {n for n in calls if is_wait(n) and n in main and n in varying and n not in spare}
+        exchanges = len(self.exchanges)
         for node in calls:
             if node in urgency:
                 heappush(self.queue, (urgency[node], len(self.queue), node))
+            elif node in spare and exchanges > 0:
+                self.waiting += [node] if node.target in ACCUMULATORS else []
             elif node in main and (node in varying or _carries_stages(self.local, node)):
-                for needed in _cone(node, self.assigned):
-                    self._gather_ahead(needed)
-                    while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
-                        self._place_all(_cone(late, self.placed))
-                    self._place_all(_cone(needed, self.placed))
+                self._place_main(node)
+            if node in self.exchanges:
+                exchanges -= 1
+                while self.waiting and not exchanges:
+                    self._place_main(self.waiting.pop(0))
             while self.queue and self.clock.links_free <= self.clock.now:
                 self._place_all(_cone(heappop(self.queue)[2], self.placed))
         while self.queue:
@@ -233,6 +264,22 @@ class _Work:
         while (late := self.tail.next(_NEVER, lambda _: True)) is not None:
             self._place_all(_cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
+
+    def _place_main(self, node: Node) -> None:
+        for needed in _cone(node, self.assigned):
+            self._gather_ahead(needed)
+            while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
+                self._place_all(_cone(late, self.placed))
+            self._place_all(_cone(needed, self.placed))
+
+    def _fill(self, wait: Node) -> None:
+        """Add up gradients as long as the rank would only wait, and those that another wait has left, whose operands
+        are held for them.
+        """
+        waiting, self.waiting = self.waiting, []
+        while waiting and (waiting[0] in self.left or self.clock.now < self.clock.done.get(node_at(wait, 0), 0.0)):
+            self._place_main(waiting.pop(0))
+        self.waiting, self.left = waiting, set(waiting)
 
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
         """Reductions to be carried to the next call, with the position at which that call first needs their results."""
@@ -271,6 +318,8 @@ class _Work:
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
             if node not in self.placed:
+                if self.waiting and node in self.exchanges:
+                    self._fill(node)
                 if is_wait(node) and self.carried:
                     self._update_carried(self.clock.done.get(node_at(node, 0), 0.0))
                 self.clock.run(node)
@@ -380,8 +429,10 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
         if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in given)):
             gradients.add(node)
-        elif meta.value(node) is not None or (
-            is_collective(node) and (later_stages or not communicated.issuperset(given))
+        elif (
+            meta.value(node) is not None
+            or _sums_pieces(node, communicated)
+            or (is_collective(node) and (later_stages or not communicated.issuperset(given)))
         ):
             todo.append(node)
         elif is_wait(node) or communicated.issuperset(given):
@@ -393,6 +444,21 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             main.add(node)
             todo += [n for n in node.all_input_nodes if n.op == "call_function"]
     return varying, main
+
+
+def _read_by_sums(calls: Sequence[Node]) -> set[Node]:
+    """Sums over pieces, and what these alone read of the backward, with its waits."""
+    found = set[Node]()
+    for node in reversed(calls):
+        alone = bool(node.users) and found.issuperset(node.users) and not is_collective(node)
+        if node.target in ACCUMULATORS or (alone and meta.is_backward(node)):
+            found.add(node)
+    return found
+
+
+def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:
+    """True for what adds up a value of a piece that ranks have not exchanged: it frees that value."""
+    return node.target in ACCUMULATORS and not any(given in communicated for given in node.all_input_nodes)
 
 
 def _carries_stages(local: LocalGraph, node: Node) -> bool:

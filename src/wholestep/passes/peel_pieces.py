@@ -15,7 +15,7 @@ from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands
-from ..graph.stage_part import Action, Held, StagePart, part_of
+from ..graph.stage_part import Action, Held, StageBlock, StagePart, part_of
 from .base import InPlace, batch_dependent
 
 Key = tuple[str, int]
@@ -122,6 +122,11 @@ def _first_runs(local: LocalGraph, node: Node, part: StagePart) -> list[int]:
     return found
 
 
+def _ends(block: StageBlock) -> list[Node]:
+    """The nodes that are the values which a block gives."""
+    return operands(next(iter(reversed(block.body.nodes))))
+
+
 @dataclass
 class _Peel:
     """Replaces `node` by parts and, in between, by the runs of blocks that are actions number `peeled`.
@@ -147,8 +152,10 @@ class _Peel:
         self.fixed = dict(zip(self.part.operands, operands(self.node), strict=True))
         self.ends, self.befores = dict(self.part.totals), {end: before for before, end in self.part.totals}
         self.readers = self.part.readers
-        inner = [node for block in self.part.blocks for node in block.body.nodes]
-        self.metas = {node.name: made for node in inner if (made := meta.tensor(node)) is not None}
+        self.given = {block.name: dict(zip(_ends(block), block.gives, strict=True)) for block in self.part.blocks}
+        inner = [(node.name, node) for block in self.part.blocks for node in block.body.nodes]
+        inner += [(name, node) for ends in self.given.values() for node, name in ends.items()]
+        self.metas = {name: made for name, node in inner if (made := meta.tensor(node)) is not None}
         runs = [at for at, one in enumerate(actions) if one.kind == "run"]
         self.last = {actions[at].name: at for at in runs}
         self.first = {actions[at].name: at for at in reversed(runs)}
@@ -253,9 +260,9 @@ class _Peel:
             elif node.op == "call_function":
                 made = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
                 meta.set_piece(made, action.piece, action.name)
-                if node.name in block.gives:
-                    self._note(node.name, made, at)
-                unsent.discard(node.name)
+                if name := self.given[block.name].get(node):
+                    self._note(name, made, at)
+                    unsent.discard(name)
                 if following and not unsent:
                     self._write_part(following, sent, ())
                     following = ()

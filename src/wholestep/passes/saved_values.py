@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch.fx import Node
 
 from ..cost.memory import curve
 from ..graph import meta
-from ..graph.graph import Input, LocalGraph, Role
+from ..graph.graph import LocalGraph
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import operands
 from ..graph.stage_part import StagePart
 from ..hardware.hardware import Hardware
 from ..partition.stage_blocks import levels_of, recut
 from .base import batch_dependent
+from .in_bodies import of_piece
 from .remat_frontier import Array, RematChoice, choices, held_by
 from .rematerialize import rematerialized
 from .saved_tensors import SavedTensors
@@ -50,8 +49,8 @@ class SavedValues:
             return {"": SavedTensors(self.local, self.compute, self.gathers)}
         varying = batch_dependent(self.local)
         return {
-            node.name: SavedTensors(_of_piece(self.local, node, varying), self.compute, gathers=False)
-            for node in self.local.graph.nodes if node.name in self.loops
+            node.name: SavedTensors(of_piece(self.local, node, varying, loop.body), self.compute, gathers=False)
+            for node in self.local.graph.nodes if (loop := self.loops.get(node.name))
         }  # fmt: skip
 
     def path(self, hardware: Hardware, wire_price: float = 1.0) -> list[RematChoice]:
@@ -89,17 +88,6 @@ class SavedValues:
             others = OtherPieces.of(saved, loop.stages.parts[self.stage])
         found = choices(saved, curve(own, len(saved.position)), hardware, wire_price, among=among, load=others)
         return [replace(one, names=tuple(self.full_name(name, value) for value in one.names)) for one in found]
-
-
-def _of_piece(local: LocalGraph, at: Node, varying: Collection[Node]) -> LocalGraph:
-    """What the loop `at` does with a piece, as a program: its inputs that depend on the batch are its batch."""
-    loop, given = loop_of(at), operands(at)
-    assert loop is not None, "a loop"
-    inputs: list[Input] = []
-    for number, node in enumerate(node for node in loop.body.nodes if node.op == "placeholder"):
-        depends = number >= len(given) or given[number] in varying
-        inputs.append(Input(node.name, Role.BATCH if depends else Role.PARAM, meta.one_tensor(node)))
-    return replace(local, graph=loop.body, inputs=tuple(inputs), outputs=(), layouts=(), stage_axis="")
 
 
 def _merged(paths: Sequence[Sequence[RematChoice]]) -> list[RematChoice]:

@@ -14,6 +14,7 @@ from .bucket import Bucket
 from .bucket_owned import BucketOwned
 from .bucket_sizes import SizeBuckets
 from .cross_step import CrossStep
+from .in_bodies import InBodies
 from .limit_inflight import LimitInflight
 from .overlap import Overlap
 from .peel_pieces import PeelPieces
@@ -61,9 +62,11 @@ class Schedule:
         sizes = SizeBuckets(self.hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce"), BucketOwned("sums")
         gathers = Bucket.sized("all_gather"), BucketOwned("spread")
-        merging = (sizes, SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), *gathers)
+        merging = (SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), *gathers)
         across = (CrossStep(),) if self.across_steps else ()
         return (
+            sizes,
+            InBodies(self.hardware),
             PeelPieces(),
             *merging,
             AsyncTensorParallel(self.hardware),

@@ -17,7 +17,7 @@ from torch import nn
 from ..backend.pipeline import pipeline, stage_pipeline
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
-from ..cost.stage_costs import BlockPrices
+from ..cost.stage_costs import BlockPrices, block_costs
 from ..cost.stage_orders import APART, BlockCost
 from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
@@ -27,10 +27,10 @@ from ..graph import meta
 from ..graph.folding.repeats import find_repeats
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
-from ..graph.stage_part import transfer
+from ..graph.stage_part import Message, part_of, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
-from ..partition.stage_blocks import StageCut, stages_of
+from ..partition.stage_blocks import stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import CollectiveTraffic, collective_traffic
@@ -110,7 +110,6 @@ class ShortStages:
     """
 
     local: LocalGraph
-    cuts: dict[bool, StageCut | None] = field(default_factory=dict[bool, StageCut | None])
     priced: dict[object, dict[str, BlockCost]] = field(default_factory=dict[object, "dict[str, BlockCost]"])
     plain: dict[bool, list[LocalGraph]] = field(default_factory=dict[bool, "list[LocalGraph]"])
     passed: dict[object, LocalGraph] = field(default_factory=dict[object, LocalGraph])
@@ -125,16 +124,12 @@ class ShortStages:
         key = prices, order in APART, repr(passes), None if whole is None else tuple(whole)
         if key not in self.known:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
-            costs, cut = self.costs(prices, order)
-            made: list[StageWork] = []
-            for stage in range(self.count):
-                sizes = passes if whole is None else resized(passes, whole=whole[stage])
-                several = [
-                    self._passed(apart, stage, sizes) for apart in ((False, True) if order in APART else (False,))
-                ]
-                programs = StagePrograms(self.programs(False)[stage], *several)
-                made.append(work_of(programs, position, _own(costs, stage), _own(cut, stage), prices))
-            self.known[key] = made
+            costs, cut = self.costs(prices, order, passes, whole)
+            ran = [self._ran(apart, passes, whole) for apart in ((False, True) if order in APART else (False,))]
+            self.known[key] = [
+                work_of(StagePrograms(plain, *several), position, _own(costs, stage), _own(cut, stage), prices)
+                for stage, (plain, *several) in enumerate(zip(self.programs(False), *ran, strict=True))
+            ]
         return self.known[key]
 
     @property
@@ -153,31 +148,40 @@ class ShortStages:
         """What each stage reduces, and gathers more than once."""
         return [collective_traffic(program) for program in self.programs(False)]
 
-    def costs(self, prices: BlockPrices, order: str) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:
+    def costs(
+        self, prices: BlockPrices, order: str, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None = None
+    ) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:  # fmt: skip
         """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
-        whole = self._costs(prices, False)
-        return whole, self._costs(prices, True) if order in APART else whole
+        costs = self._costs(prices, False, passes, whole)
+        return costs, self._costs(prices, True, passes, whole) if order in APART else costs
 
-    def _costs(self, prices: BlockPrices, fillers: bool) -> dict[str, BlockCost]:
-        if fillers not in self.cuts:
-            loops = [loop for node in self.local.graph.nodes if (loop := loop_of(node)) is not None]
-            shared = next((loop for loop in loops if loop.stages is not None), None)
-            self.cuts[fillers] = None if shared is None else StageCut(shared, self.count, fillers)
-        key, cut = (prices, fillers), self.cuts[fillers]
+    def _costs(
+        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None
+    ) -> dict[str, BlockCost]:
+        key = prices, apart, repr(passes), None if whole is None else tuple(whole)
         if key not in self.priced:
-            self.priced[key] = {} if cut is None else cut.costs(self.local.stage_axis, prices)
+            nodes = (node for program in self._ran(apart, passes, whole) for node in program.graph.nodes)
+            parts = {part.stage: part for node in nodes if (part := part_of(node)) is not None}
+            blocks = [parts[stage].blocks if stage in parts else () for stage in range(self.count)]
+            messages = next((part.messages for part in parts.values()), dict[str, Message]())
+            self.priced[key] = block_costs(blocks, messages, self.local.stage_axis, prices)
         return self.priced[key]
 
     def busy_us(self, prices: BlockPrices) -> list[float]:
-        """Microseconds of each stage for a piece."""
-        costs = self.costs(prices, "")[0].values()
+        """Microseconds of each stage for a piece, before passes."""
+        costs = self.costs(prices, "", ())[0].values()
         return [sum(one.us for one in costs if one.stage == stage) for stage in range(self.count)]
 
-    def _passed(self, apart: bool, stage: int, passes: Sequence[Pass]) -> LocalGraph:
-        key = apart, stage, repr(passes)
-        if key not in self.passed:
-            self.passed[key] = run_passes(self.programs(apart)[stage], passes)
-        return self.passed[key]
+    def _ran(self, apart: bool, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None) -> list[LocalGraph]:
+        """The program of each stage after passes, with sizes for what the `whole` carries."""
+        found = list[LocalGraph]()
+        for stage, program in enumerate(self.programs(apart)):
+            sizes = passes if whole is None else resized(passes, whole=whole[stage])
+            key = apart, stage, repr(sizes)
+            if key not in self.passed:
+                self.passed[key] = run_passes(program, sizes)
+            found.append(self.passed[key])
+        return found
 
 
 def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
@@ -233,7 +237,7 @@ def staged(
     short, priced = ShortStages(local), list[dict[str, BlockCost]]()
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
     works = short.works(prices, named, passes)
-    for several, whole in zip(short.costs(prices, named), (True, False), strict=True):
+    for several, whole in zip(short.costs(prices, named, passes), (True, False), strict=True):
         blocks = [block for work in works for block in (work.whole if whole else work.apart)]
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))

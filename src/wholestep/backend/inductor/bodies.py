@@ -15,14 +15,13 @@ import torch
 from torch.fx import Graph, Node
 
 from ...graph.nodes import copy_graph, operands
-from ...partition.accumulators import add_up, keep_piece, put_piece
+from ...partition.accumulators import ACCUMULATORS, add_up, keep_piece
 from ..eager import op_by_op
 from ..protocol import RunBody
 from ..tensorize_numbers import as_tensors
 from .aliases import has_numbers_of_pieces, without_aliases
 from .regions import CompiledRegions, in_regions
 
-ACCUMULATORS = (add_up, put_piece, keep_piece)
 Fakes = Callable[[Graph, Sequence[Any], int], dict[Node, Any]]
 """What each node of a graph makes of these inputs for a piece, without values."""
 

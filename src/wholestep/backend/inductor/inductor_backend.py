@@ -19,6 +19,7 @@ from ...graph.loop import ByPiece, loop_of
 from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
 from ...graph.sizes_in_graph import record_of, sizes_among
 from ...graph.stage_part import part_of
+from ...partition.accumulators import ACCUMULATORS
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
 from ...partition.stage_program import POINT_TO_POINT, receive, send
@@ -30,7 +31,7 @@ from ..eager import RunLoop, RunStage, eager, op_by_op
 from ..protocol import NodeClock, Run, RunBody
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
-from .bodies import ACCUMULATORS, Bodies, keep_own_memory
+from .bodies import Bodies, keep_own_memory
 from .regions import CompiledRegions, in_regions
 from .sized_regions import symbolic_fake
 

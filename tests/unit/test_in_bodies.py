@@ -1,0 +1,202 @@
+"""Collectives of each piece of a batch: merged and overlapped, with the numbers and the memory of a step without."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from tests.alone import fake_group, predicted_and_measured
+from tests.together import OneDevice, compare
+from wholestep.cost.stage_costs import BlockPrices
+from wholestep.errors import RankMismatchError
+from wholestep.graph import meta
+from wholestep.graph.graph import LocalGraph
+from wholestep.graph.loop import named_bodies
+from wholestep.graph.nodes import is_collective, is_wait, node_at
+from wholestep.passes.bucket import GATHER
+from wholestep.passes.in_bodies import InBodies
+from wholestep.passes.overlap import collectives_of, with_collectives_in
+from wholestep.planner.staged_plan import stage_passes, staged
+
+CPUS, GPUS = ws.Hardware.default(), ws.Hardware.preset("dgx-h100")
+AGAIN = ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=True)
+ZERO2 = ws.DataParallel("zero2", semantics="global")
+STYLES = {
+    "zero2": ZERO2, "again": AGAIN,
+    "kept": ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=False),
+    "hybrid": ws.DataParallel("hybrid", semantics="global", reshard_after_forward=True),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def _step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch["x"]), batch["y"])
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
+
+
+@lru_cache(maxsize=3)
+def one_device(rows: int, width: int = 12, layers: int = 3, steps: int = 2) -> OneDevice:
+    generator = torch.Generator().manual_seed(3)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(layers)]
+        model = nn.Sequential(*blocks, nn.Linear(width, 8))
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+    batches = [
+        {"x": torch.randn(rows, width, generator=generator), "y": torch.randint(0, 8, (rows,), generator=generator)}
+        for _ in range(steps)
+    ]
+    return OneDevice(make, _step, [(batch,) for batch in batches])
+
+
+def _program(parallel: Any, mesh: str, passes: Any, width: int = 12, layers: int = 3) -> LocalGraph:
+    graph = one_device(16, width, layers).capture.graph
+    return ws.run_passes(ws.partition(graph, ws.plan(graph, mesh, parallel)), passes)
+
+
+def _passes(hardware: ws.Hardware, **sizes: Any) -> tuple[Any, ...]:
+    return ws.pipeline(schedule=ws.Schedule(hardware, **sizes))
+
+
+def _without(passes: Any) -> tuple[Any, ...]:
+    return tuple(one for one in passes if not isinstance(one, InBodies))
+
+
+def _flat(passes: Any) -> tuple[Any, ...]:
+    return tuple(single for one in passes for single in getattr(one, "passes", (one,)))
+
+
+def _each_piece(local: LocalGraph) -> list[str]:
+    return [n.name for body in named_bodies(local.graph).values() for n in body.nodes if is_collective(n)]
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])
+@pytest.mark.parametrize("bucket_bytes", [None, 900])
+@pytest.mark.parametrize("rows", [16, 10], ids=["even", "uneven"])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 8])
+@pytest.mark.parametrize("style", STYLES)
+def test_numbers(style: str, pieces: int, rows: int, bucket_bytes: int | None, hardware: ws.Hardware) -> None:
+    sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+    passes, mesh = _passes(hardware, **sizes), "r=2,s=2" if style == "hybrid" else "dp=2"
+    parallel = [STYLES[style], ws.MicroBatches(pieces)]
+    found = compare(one_device(rows), mesh, parallel, edit=lambda local: ws.run_passes(local, passes))
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.parametrize("style", ["zero2", "again"])
+def test_tensor_parallel_beside_it(style: str) -> None:
+    """Results of activations are not merged: their shapes differ between uneven pieces."""
+    tensor = ws.TensorParallel({"0.0": "colwise", "1.0": "rowwise"}, axis="tp")
+    data = replace(STYLES[style], axis="dp")
+    passes = _passes(GPUS)
+    found = compare(
+        one_device(10), "dp=2,tp=2", [data, tensor, ws.MicroBatches(3)],
+        edit=lambda local: ws.run_passes(local, passes),
+    )  # fmt: skip
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
+TENSOR = ws.TensorParallel(
+    {"0.0": "colwise", "1.0": "rowwise", "2.0": "colwise"}, axis="tp", reshard_after_forward=True
+)
+
+
+@pytest.mark.parametrize("beside", [[TENSOR], [replace(ZERO2, axis="dp")]], ids=["tp", "zero2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages(schedule: Any, beside: list[Any]) -> None:
+    """Blocks of stages, whose first and last runs are written out."""
+    mesh = f"pp=2,{'tp' if beside[0] is TENSOR else 'dp'}=2"
+    parallel = [*beside, ws.Pipeline(micro_batches=4, schedule=schedule)]
+    found = compare(one_device(16), mesh, parallel, passes=_passes(CPUS, bucket_bytes=900, first_bucket_bytes=900))
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
+def test_products_run_beside_exchanges_of_activations() -> None:
+    """A stage adds up gradients of weights while it would wait for activations, and is simulated so."""
+    graph, hardware = one_device(64, 512, 6).capture.graph, GPUS
+    tensor = ws.TensorParallel({f"{i}.0": "colwise" if i % 2 == 0 else "rowwise" for i in range(6)}, axis="tp")
+    parallel = [tensor, ws.Pipeline(micro_batches=4, schedule="1f1b")]
+    local = ws.partition(graph, ws.plan(graph, "pp=2,tp=4", parallel, hardware=hardware))
+    prices = BlockPrices(hardware, local.mesh)
+    passes = _flat(stage_passes(local.mesh, local.stage_axis, prices))
+    made, plain = (staged(local, prices, passes=some) for some in (passes, _without(passes)))
+    assert made.step_us < plain.step_us
+    assert made.waited_us < plain.waited_us
+
+
+@pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])
+@pytest.mark.parametrize("style", ["zero2", "again"])
+def test_fewer_and_hidden(style: str, hardware: ws.Hardware) -> None:
+    """Numbers of collectives fall, and so does the time in which a rank waits for them."""
+    passes = _flat(_passes(hardware))
+    plain, made = (
+        _program([STYLES[style], ws.MicroBatches(4)], "dp=8", some, 256, 8) for some in (_without(passes), passes)
+    )
+    assert len(_each_piece(made)) < len(_each_piece(plain)) / 2
+    before, after = (ws.simulate(one, hardware) for one in (plain, made))
+    assert after.exposed_us < before.exposed_us
+    assert after.step_us < before.step_us
+
+
+def test_gathers_are_ahead_within_bounds() -> None:
+    """The next bucket is under way while one computes, and no more of them than the sizes allow."""
+    made = _program([AGAIN, ws.MicroBatches(4)], "dp=8", _passes(GPUS, bucket_bytes=1 << 20), 256, 8)
+    body, sizes = named_bodies(made.graph)["loop_1"], made.sizes
+    assert sizes is not None
+    under_way, computing = dict[Node, int](), list[int]()
+    for node in body.nodes:
+        if node.target is GATHER:
+            under_way[node] = meta.size_bytes(node)
+            assert len(under_way) <= sizes.in_flight or sum(under_way.values()) <= sizes.in_flight_bytes
+        elif is_wait(node):
+            under_way.pop(node_at(node, 0), None)
+        elif node.target is torch.ops.aten.mm.default:
+            computing.append(len(under_way))
+    assert sum(map(bool, computing)) > len(computing) / 2, "products hide gathers"
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["scatters", "exchanges"])
+@pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])
+@pytest.mark.parametrize("style", ["zero2", "again"])
+def test_memory_is_as_predicted(style: str, hardware: ws.Hardware, exchange: bool) -> None:
+    """But for what collectives read: those of the fake group hold nothing."""
+    made = _program([STYLES[style], ws.MicroBatches(4)], "dp=2", _passes(hardware), 64, 6)
+    with fake_group(2) as group:
+        predicted, measured = predicted_and_measured(made, group, exchange=exchange)
+    sent = predicted.by_kind().get("sent", 0)
+    assert 0.95 * measured <= predicted.size_bytes <= 1.05 * measured + sent
+
+
+def test_ranks_have_one_order() -> None:
+    """Names of bodies count: a rank takes the order of another one there, or says that it cannot."""
+    made = _program([AGAIN, ws.MicroBatches(4)], "dp=2", _passes(CPUS, bucket_bytes=600), 12, 3)
+    names = collectives_of(made)
+    inside = [name for name in names if "/" in name]
+    assert len(inside) == len(_each_piece(made)) > 2
+    gathers = [name for name in inside if "gather" in name]
+    first, second = names.index(gathers[0]), names.index(gathers[1])
+    names[first], names[second] = names[second], names[first]
+    assert collectives_of(with_collectives_in(made, names)) == names
+    with pytest.raises(RankMismatchError, match="in the order of the first rank's"):
+        with_collectives_in(made, names[:-1])
