@@ -1,14 +1,12 @@
-"""`wholestep simulate --seq 2048,4096,8192`: one step at several sizes, captured once with sizes as symbols."""
+"""`wholestep simulate --seq 2048,4096,8192`: one step at several sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import wholestep as ws
-from wholestep.capture.capture import Capture, capture_step, find_state
-from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.graph.text import human, seconds, table
 from wholestep.report.figures import Figures
 
@@ -17,8 +15,6 @@ from .hf import with_sizes
 from .planning import PlanRequest
 from .screen import Screen
 
-_TOKENS = "batch['tokens']"  # how the batches of `hf.train_step` are called
-_WORTH = 2  # sizes that are still to come: a capture with symbols takes longer than one for a size
 Simulate = Callable[..., tuple[ws.Timeline, Figures]]
 
 
@@ -37,77 +33,12 @@ def simulated(
 ) -> list[SizeRow]:
     """The step at each size: `simulate` takes a request and its graph."""
     (longest,) = {tokens.shape[1] for tokens in asked.target.args[2]["tokens"]}
-    sizes = list(product(batches, lengths or (longest,)))
-    graphs, rows = _Graphs(shown, sizes), list[SizeRow]()
-    for batch, seq in sizes:
+    rows = list[SizeRow]()
+    for batch, seq in product(batches, lengths or (longest,)):
         at = replace(asked, target=with_sizes(asked.target, batch, seq))
-        rows.append(SizeRow(batch, seq, *simulate(at, graph=graphs.of(at, batch, seq))))
+        graph = planning.captured(shown, at, f"capture batch {batch}, seq {seq}")
+        rows.append(SizeRow(batch, seq, *simulate(at, graph=graph)))
     return rows
-
-
-@dataclass
-class _Graphs:
-    """The step as a graph, for each of `sizes`. With symbols it is, for a size that was captured, to the letter what
-    was captured; else each size is captured.
-    """
-
-    shown: Screen
-    sizes: Sequence[tuple[int, int]]
-    symbolic: Capture | None = None
-    captured: dict[tuple[int, int], ws.TrainGraph] = field(default_factory=dict[tuple[int, int], ws.TrainGraph])
-    done: int = 0
-    _tried: bool = False
-
-    def of(self, at: PlanRequest, batch: int, seq: int) -> ws.TrainGraph:
-        """The graph for a size."""
-        left, self.done = len(self.sizes) - self.done, self.done + 1
-        against = next(filter(self._has_no_one, self.captured), None)
-        if left >= _WORTH and not self._tried and against is not None and self._has_no_one((batch, seq)):
-            self._tried = True
-            self.symbolic = self._with_symbols(at, against)
-        if self.symbolic is not None and (sizes := _sizes(self.symbolic, batch, seq)) is not None:
-            return instantiated(self.symbolic.graph, sizes)
-        graph = planning.captured(self.shown, at, f"capture batch {batch}, seq {seq}")
-        self.captured[batch, seq] = graph
-        return graph
-
-    @property
-    def _vary(self) -> tuple[int, ...]:
-        """The dims in which sizes differ."""
-        return tuple(dim for dim, found in enumerate(zip(*self.sizes, strict=True)) if len(set(found)) > 1)
-
-    def _has_no_one(self, size: tuple[int, int]) -> bool:
-        """Whether symbols apply to a size: torch treats 1 apart."""
-        return all(size[dim] > 1 for dim in self._vary)
-
-    def _with_symbols(self, at: PlanRequest, against: tuple[int, int]) -> Capture | None:
-        """The step for all sizes; None where that is not, for one of them, what was captured."""
-        names = find_state(at.target.step, at.target.args, at.target.kwargs, {})[3]
-        dims = {name: self._vary for name in names if name.startswith(_TOKENS)}
-        why = "another graph is captured with symbols"
-        with self.shown.stage("capture for all sizes"):
-            try:
-                options = at.options.capture_options(at.target, at.hardware)
-                made = capture_step(at.target.step, at.target.args, at.target.kwargs, options, dynamic=dims)
-                sizes = _sizes(made, *against)
-                if sizes is not None and str(instantiated(made.graph, sizes)) == str(self.captured[against]):
-                    return made
-            except ws.WholestepError as error:
-                why = error.found.splitlines()[0]
-        self.shown.note(f"each size is captured: {why}")
-        return None
-
-
-def _sizes(made: Capture, batch: int, seq: int) -> dict[str, int] | None:
-    """The sizes of the symbols of a capture for such a batch; None where it does not apply to it."""
-    assert made.symbols is not None, "captured with symbols"
-    places = made.symbols.record.dims
-    for given in made.graph.inputs:
-        for dim, size in enumerate((batch, seq) if given.name.startswith(_TOKENS) else ()):
-            if (given.name, dim) not in places.values() and int(given.meta.shape[dim]) != size:
-                return None
-    sizes = {symbol: (batch, seq)[dim] for symbol, (_, dim) in places.items()}
-    return sizes if made.symbols.hold(sizes) else None
 
 
 def show(rows: Sequence[SizeRow]) -> str:
