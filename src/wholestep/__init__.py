@@ -1,8 +1,8 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
-from .graph.gc_control import made_to_last
+from .graph.gc_control import collector_paused
 
-with made_to_last():
+with collector_paused():  # modules are no garbage, and torch has many
     from . import collectives
     from .backend.inductor.inductor_backend import Inductor
     from .backend.pipeline import pipeline

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wholestep.errors import PlanError, first_line
-from wholestep.graph.gc_control import made_to_last
+from wholestep.graph.gc_control import collector_paused
 from wholestep.typed_json import MalformedError, parse
 
 from .screen import Screen
@@ -51,7 +51,6 @@ def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
-@made_to_last()
 def build(wanted: ModelSpec) -> Target:
     """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1.
 
@@ -196,7 +195,7 @@ def spec_of(hf: str | None, **options: Any) -> ModelSpec | None:
 
 def load(shown: Screen, target: str | None, spec: ModelSpec | None) -> Target:
     """The step of `spec`; without one, that of the function `target`."""
-    with shown.stage("model") as details:
+    with shown.stage("model") as details, collector_paused():
         if spec is None:
             assert target is not None, "checked before"
             return from_function(target)

@@ -23,18 +23,6 @@ def collector_paused() -> Generator[None]:
 
 
 @contextmanager
-def made_to_last() -> Generator[None]:
-    """Pause the collector while objects are made that last, such as modules: they count as old ones at the end, without
-    the walk over all of them by which the collector would find that out.
-    """
-    with collector_paused():
-        yield
-        if not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-
-
-@contextmanager
 def collected_after() -> Generator[None]:
     """Run the garbage collector at the end of this context if there are so many new objects that it would go through
     all objects in some later call of a step, which can take longer than the step.

@@ -118,8 +118,7 @@ class GpuSearch:
         param_bytes: of the model.
         kinds: of recomputation, of which the first that fits is the fastest.
         styles: that may be used; all if None.
-        cores: with several, the next setup is simulated, or what the fastest one reserves found out, in a copy of this
-            process.
+        cores: with several, a copy of this process simulates setups too, and finds out what the fastest one reserves.
     """
 
     steps: ShortSteps
