@@ -22,7 +22,8 @@ from wholestep.graph import meta
 from wholestep.graph.folding.fold import fold
 from wholestep.graph.folding.repeats import Repeats, find_repeats, why_not
 from wholestep.graph.graph import Role
-from wholestep.planner.folded_step import layers_alike
+from wholestep.hardware.hardware import Hardware
+from wholestep.planner.folded_step import FoldedStep, layers_alike
 
 DEEP, SHALLOW, WIDTH, WORDS = 6, 3, 8, 12
 checkpoint: Any = vars(checkpoints)["checkpoint"]
@@ -312,6 +313,14 @@ def test_layers_that_were_not_captured_are_compared() -> None:
     wider = build(DEEP)
     wider.get_submodule("layers.4").up = nn.Linear(WIDTH, WIDTH + 1)
     assert not layers_alike(wider, few)
+
+
+def test_what_is_sized_by_the_number_of_layers_is_found() -> None:
+    graph = step_of(SHALLOW, clipped)
+    few, deep = FoldedStep(graph, found_in(graph), Hardware.default()), build(DEEP)
+    assert few.stands_for(deep)
+    deep.embed = nn.Embedding(WORDS, DEEP * WIDTH)
+    assert not few.stands_for(deep)
 
 
 def test_what_is_left_around_a_layer_that_differs() -> None:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 from math import ceil, prod
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from ..cost.software import OWN, Software
@@ -85,6 +85,14 @@ class FoldedStep:
         except WholestepError:
             return None
         return few, more
+
+    def stands_for(self, model: nn.Module) -> bool:
+        """True where all layers of `model` are alike, and what it has besides has the shapes of the capture of few."""
+        captured, inside = {given.name: given.meta.shape for given in self.graph.inputs}, f"{self.repeats.prefix}."
+        held = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
+        outside = {name: tuple(one.shape) for name, one in held.items() if not name.startswith(inside)}
+        same = all(captured.get(name, shape) == shape for name, shape in outside.items())
+        return same and layers_alike(model, self.repeats)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
         """`plan.make_plan.stored_bytes` of the whole step, with its errors."""

@@ -19,7 +19,7 @@ from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from .bounds import Costs, costs_of, peak_beside_gradients
-from .folded_step import FEWEST, FoldedStep, fold_step, layers_alike
+from .folded_step import FEWEST, FoldedStep, fold_step
 from .recompute_kinds import RecomputeKind, passes_of, recomputing
 from .resolve import planned_program
 
@@ -109,7 +109,7 @@ class ShortSteps:
             graph = self.capture(batch, 1, layers) if 2 * layers <= self.layers else None
             left_out = self.layers - layers
             folded = graph and fold_step(graph, self.hardware, layers_left_out=left_out, software=self.software)
-            if folded and (self.model is None or layers_alike(self.model, folded.repeats)):
+            if folded and (self.model is None or folded.stands_for(self.model)):
                 return folded
         graph = self.capture(batch, 1, self.layers)
         return fold_step(graph, self.hardware, software=self.software) or graph

@@ -42,7 +42,7 @@ from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
 from .bounds import Costs
-from .folded_step import FoldedStep, layers_alike
+from .folded_step import FoldedStep
 from .resolve import planned_program
 from .short_steps import CaptureStep
 
@@ -390,7 +390,7 @@ class ShortPipelines:
         """The step with so many equal layers or more; None where it has too few."""
         if batch not in self.folded:
             found = self._captured(batch, _SHORT, _SHORT)
-            if found is None or not (self.model is None or layers_alike(self.model, found[0].repeats)):
+            if found is None or not (self.model is None or found[0].stands_for(self.model)):
                 return None
             self.folded[batch] = found
         folded, layers = self.folded[batch]
