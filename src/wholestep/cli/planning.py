@@ -199,8 +199,10 @@ def of_few_layers(target: Target, hardware: ws.Hardware, made: Callable[[Target]
         return made(target)
 
     def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
+        if count == layers:
+            return made(target)
         some = make(count)
-        return made(target if count == layers else replace(some, args=(*some.args[:2], target.args[2])))
+        return made(replace(some, args=(*some.args[:2], target.args[2])))
 
     return ShortSteps(short, layers, hardware, model=model).whole_step(1)
 
