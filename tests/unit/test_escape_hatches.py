@@ -112,7 +112,7 @@ def test_passes_of_wholestep_are_checked_together(monkeypatch):
     graph = ws.capture(mean_square, model, optimizer, torch.randn(6, 4))
     local, schedule = ws.partition(graph, ws.plan(graph, "dp=2")), ws.Schedule(ws.Hardware.default()).passes
     for passes, names in (
-        (schedule, "passes PeelPieces, SinkWaits, Bucket, .* left a malformed graph: .* is dead"),
+        (schedule, "passes InBodies, PeelPieces, SinkWaits, Bucket, .* left a malformed graph: .* is dead"),
         ((SinkWaits(), to_gelu), "pass SinkWaits left"),
     ):
         with pytest.raises(ws.GraphError, match=names):

@@ -264,7 +264,7 @@ def test_a_plan_that_regathers_activations(tiny: str):
         (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
         (
             ["FILE:four", "--program", "--stop-after", "Join"],
-            "--stop-after Join: needed one of FoldRepeats, PeelPieces, SizeBuckets",
+            "--stop-after Join: needed one of FoldRepeats, SizeBuckets, InBodies",
         ),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
         (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential has no tensor-parallel plan"),

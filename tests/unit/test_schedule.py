@@ -392,7 +392,7 @@ def test_passes_are_named_in_what_they_made() -> None:
     [
         ([SplitOptimizer()], "pass SplitOptimizer must be applied after Bucket; applied so far: none"),
         ([Reinplace(), Bucket()], "pass Bucket must be applied before Reinplace; applied so far: Reinplace"),
-        ([Reinplace(), Schedule(SLOW)], "pass PeelPieces must be applied before Reinplace"),
+        ([Reinplace(), Schedule(SLOW)], "pass SizeBuckets must be applied before Reinplace"),
     ],
 )
 def test_order_of_passes_is_checked(passes: list[Pass], message: str) -> None:
