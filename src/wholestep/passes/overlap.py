@@ -273,8 +273,8 @@ class _Work:
             self._place_all(_cone(needed, self.placed))
 
     def _fill(self, wait: Node) -> None:
-        """Add up gradients as long as the rank would only wait, and those that another wait has left, whose operands
-        are held for them.
+        """Add up the gradients that an earlier wait has left, whose operands are held; then others, as long as the
+        rank would be idle until `wait` ends.
         """
         waiting, self.waiting = self.waiting, []
         while waiting and (waiting[0] in self.left or self.clock.now < self.clock.done.get(node_at(wait, 0), 0.0)):

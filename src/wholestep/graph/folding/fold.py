@@ -24,8 +24,8 @@ from .repeats import Repeats
 
 def fold(graph: TrainGraph, repeats: Repeats, blocks: int) -> TrainGraph:
     """`graph` with the first `blocks` of its equal blocks, or with more, copies of the second behind it. Readers of the
-    last block read the last one that is there, and lists over all layers are shorter or longer. What is left of more
-    keeps its name; nodes of more than there were are named as a capture names them.
+    last block read the last one that is there, and lists over all layers are shorter or longer. With fewer
+    blocks nodes keep their names; with more blocks nodes are named as a capture names them.
 
     Numbers that Python code of the step computed from its number of layers stay as they are. Raises GraphError: no
     block is left, or shapes depend on the number of layers.
