@@ -1,6 +1,6 @@
 """Muon of a GPT: each matrix updated by its owner, beside every rank updating all of them. Time, bytes, state.
 
-python benchmarks/owners.py [CONFIG] [--ranks N] [--rounds N]     by default S (3.3 M parameters) on 2 gloo ranks
+python -m benchmarks.owners [CONFIG] [--ranks N] [--rounds N]     by default S (3.3 M parameters) on 2 gloo ranks
 
 All ways take turns in one job, on the same batches. `sent`: bytes of a rank and step, by the program's collectives
 (DDP: by the formula of a ring). `CPU` is of all ranks, in seconds; wall times are those of a machine with few cores.
@@ -11,11 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -1,13 +1,10 @@
 """Memory and arithmetic of `Recompute` beside torch.utils.checkpoint on every block of a GPT; nothing is run.
 
-python benchmarks/recompute.py [CONFIG] [ROWS]     by default M (10.9 M parameters) and 16 rows a rank
+python -m benchmarks.recompute [CONFIG] [ROWS]     by default M (10.9 M parameters) and 16 rows a rank
 """
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """What batches of changing sizes cost, and whether the numbers stay those of DDP or of one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/sizes.py                                                # all rows
-    OMP_NUM_THREADS=1 python benchmarks/sizes.py --ranks 2 --styles zero2 --semantics global    # one of them
+    OMP_NUM_THREADS=1 python -m benchmarks.sizes                                                # all rows
+    OMP_NUM_THREADS=1 python -m benchmarks.sizes --ranks 2 --styles zero2 --semantics global    # one of them
 
 Trains a GPT with AdamW and clipping in float64 on random lengths and numbers of rows, each batch twice. One job runs at
 a time, `--repeats` times: first the peer, whose losses and parameters are kept in a file, then each style, which is
