@@ -41,9 +41,9 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .hardware.hardware import Hardware
     from .layout import Layout
     from .mesh import Axis, Mesh
-    from .partition.lower import partition
     from .partition.stage_program import stage_program
     from .passes.base import run_passes
+    from .passes.order_stages import partition
     from .passes.recompute import Recompute
     from .passes.schedule import Schedule
     from .plan.data_parallel import DataParallel

@@ -276,14 +276,16 @@ def train_by(
     return float(loss.detach())
 
 
-def _piped(rank: int, world: int, mesh: str, order: str, semantics: str) -> tuple[float, int, int, list[str]]:
+def _piped(
+    rank: int, world: int, mesh: str, order: str, semantics: str, style: str = "zero1"
+) -> tuple[float, int, int, list[str]]:
     """Stages, whose ranks get the same batch of each size, beside one process."""
     torch.set_default_dtype(torch.float64)
     config = GPTConfig(layers=2, width=16, heads=2, context=24)
     model, other = build(config, 0), build(config, 0)
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
     pipeline = ws.Pipeline(micro_batches=3, schedule=cast(Any, order))
-    data = ws.DataParallel("zero1", axis="dp", semantics=cast(Any, semantics))
+    data = ws.DataParallel(style, axis="dp", semantics=cast(Any, semantics))
     parallel = [data, pipeline] if "dp" in mesh else pipeline
     step: Any = ws.compile(train, parallel=parallel, mesh=mesh)
     worst, copies = 0.0, world // 2
@@ -321,3 +323,11 @@ def test_stages_and_data_parallel_ranks_take_all_sizes(semantics: str) -> None:
         assert worst < 1e-9, misses
         assert captures == 2, misses
         assert programs <= 4, misses
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ranks_with_other_sizes_run_blocks_in_one_order() -> None:
+    """Ranks of a stage reduce in each block, and each prices blocks for its own batch."""
+    for worst, _, _, misses in run_ranks(_piped, 4, "dp=2,pp=2", "auto", "per_rank", "zero2", timeout=590):
+        assert worst < 1e-9, misses

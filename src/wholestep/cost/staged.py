@@ -210,8 +210,7 @@ def _ordered(
     """
     steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
     if isinstance(order, StageParts):
-        orders = tuple(tuple((a.name, a.piece) for a in part.actions if a.kind == "run") for part in order.parts)
-        found = simulate_orders(cut if order.has_fillers else steady, pieces, orders)
+        found = simulate_orders(cut if order.has_fillers else steady, pieces, order.tasks)
         held = tuple(part.peak_bytes for part in order.parts)  # messages under way too
         return order.order, replace(found, peak_bytes=held), order.simulated_us
     if not whole:

@@ -19,6 +19,7 @@ class StageBlock:
     longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
     `us`: microseconds that it takes. `holds_bytes`: of what it leaves to later blocks of its piece; `frees_bytes`: of
     what earlier ones have left, and it reads last; `work_bytes`: the most that it adds to what is there when it begins.
+    `scheduled`: what passes make of its body, and for what, where that is known before it runs.
     """
 
     name: str
@@ -32,6 +33,16 @@ class StageBlock:
     holds_bytes: int = 0
     work_bytes: int = 0
     frees_bytes: int = 0
+    scheduled: tuple[object, Graph] | None = None
+
+    @property
+    def as_run(self) -> StageBlock:
+        """This block with the body that runs, as far as that is known."""
+        return self if self.scheduled is None else self.with_body(self.scheduled[1])
+
+    def with_body(self, body: Graph) -> StageBlock:
+        """This block with another body."""
+        return replace(self, body=body, scheduled=None)
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class StagePart:
 
     def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
         """This part with other bodies of its blocks."""
-        blocks = tuple(replace(block, body=body) for block, body in zip(self.blocks, bodies, strict=True))
+        blocks = tuple(block.with_body(body) for block, body in zip(self.blocks, bodies, strict=True))
         return replace(self, blocks=blocks)
 
     def with_shapes(self, change: Callable[[tuple[Any, ...]], Any]) -> StagePart:
@@ -175,6 +186,11 @@ class StageParts:
     order: str
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
     others: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """What each stage runs, in order: blocks by name, and pieces."""
+        return tuple(tuple((a.name, a.piece) for a in part.actions if a.kind == "run") for part in self.parts)
 
     @property
     def has_fillers(self) -> bool:

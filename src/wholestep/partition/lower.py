@@ -22,11 +22,9 @@ from ..graph.nodes import add_node, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_name
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.owned import check_owners
-from ..graph.stage_part import StageParts
 from ..graph.verify import check_local_graph
 from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
 from ..mesh import TIME
-from ..plan.check_plan import check_plan
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
 from ..plan.plan import Plan
@@ -36,7 +34,6 @@ from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import draws
-from ..typed_values import check_arguments
 from . import rank_ops
 from .collectives import Emitter, note_owner
 from .extended_calls import ExtendedCalls
@@ -44,7 +41,6 @@ from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
 from .slice_early import slice_early
-from .stage_program import with_stages
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -66,40 +62,16 @@ _Finish = Callable[[], Node]
 
 
 @collector_paused()
-def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
-    """Rewrite `graph` for one rank: local shapes, explicit collectives, each reshard once.
-
-    Collectives on gradients start when the gradient is complete; the wait is before the first use.
-
-    Example:
-        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
-        >>> print(local.collectives())
-
-    Raises:
-        PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
-    """
-    check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
-    return written(check_plan(plan, graph), plan)
-
-
-@collector_paused()
-def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
-    """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
-    return written(plan.decompose(graph), plan, like)
-
-
-@collector_paused()
-def written(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
-    """The program of a rank by a plan. `graph`: as the decisions are about it (`Plan.decompose`), with the marks that
-    planning left (`plan.whole_units`): planning the same graph again replaces them.
+def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
+    """The program of a rank by a plan; of a pipeline that of all stages, which have no blocks yet. `graph`: as the
+    decisions are about it (`Plan.decompose`), with the marks that planning left (`plan.whole_units`): planning the same
+    graph again replaces them.
     """
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
-    if plan.owners:
-        local = with_stages(local, plan.options.order, plan.hardware, like)
     check_local_graph(local)
     check_owners(local.graph)
     return local

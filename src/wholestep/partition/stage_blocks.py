@@ -15,13 +15,22 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import APART, NAMED, BlockCost, fitting, on_shared_cores, others_to_try, simulated_orders
+from ..cost.stage_orders import (
+    APART,
+    NAMED,
+    BlockCost,
+    Orders,
+    fitting,
+    on_shared_cores,
+    others_to_try,
+    simulated_orders,
+)
 from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
-from ..graph.stage_part import Held, Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.stage_part import Action, Held, Message, StageBlock, StagePart, StageParts, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
@@ -35,42 +44,56 @@ def is_staged(loop: Loop) -> bool:
     return any(meta.stage(node) is not None for node in loop.body.nodes)
 
 
-def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str) -> StageParts:
-    """The parts of the stages along `axis` in an order by name, or the fastest (`auto`, which also says which others
-    compute the same bits in about as much memory). All orders are proven to end.
+def cuts_for(loop: Loop, mesh: Mesh, axis: str, order: str) -> tuple[StageCut, StageCut]:
+    """The blocks of the stages along `axis`, and those with gradients of weights apart, which an order of this name may
+    need; the same where it does not. What stages have already they keep.
 
     Raises:
         PlanError: ranks of all stages would exchange something for each piece.
     """
     _refuse_exchanges(loop, axis)
-    count, prices = mesh.axis_size(axis), BlockPrices(hardware, mesh)
-    whole = StageCut(loop, count, False)
-    costs = whole.costs(axis, prices)
-    apart = StageCut(loop, count, True) if order in APART or order not in NAMED else whole
-    cut_costs, others = apart.costs(axis, prices), tuple[str, ...]()
+    whole = StageCut(loop, mesh.axis_size(axis), False)
+    apart = StageCut(loop, whole.count, True) if order in APART or order not in NAMED else whole
+    for cut in (whole, apart):
+        if loop.stages is not None and cut.fillers == loop.stages.has_fillers:
+            cut.blocks = [part.blocks for part in loop.stages.parts]
+    return whole, apart
+
+
+def stages_of(
+    whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str
+) -> StageParts:
+    """The parts of the stages along `axis`, of blocks that `cuts_for` returns, in an order by name, or the fastest
+    (`auto`, which also says which others compute the same bits in about as much memory). It is chosen by what blocks
+    take as they run.
+    """
+    pieces, count, prices = whole.loop.pieces, whole.count, BlockPrices(hardware, mesh)
+    costs = whole.costs(axis, prices, as_run=True)
+    cut_costs, others = costs if apart is whole else apart.costs(axis, prices, as_run=True), tuple[str, ...]()
     if order in NAMED:
-        made = NAMED[order](cut_costs, loop.pieces, count)
-        name, tried = order, {order: on_shared_cores(cut_costs, loop.pieces, made, hardware.ranks_per_core)}
+        made = NAMED[order](cut_costs, pieces, count)
+        name, tried = order, {order: on_shared_cores(cut_costs, pieces, made, hardware.ranks_per_core)}
     else:
-        tried = simulated_orders(costs, cut_costs, loop.pieces, count, hardware.ranks_per_core)
+        tried = simulated_orders(costs, cut_costs, pieces, count, hardware.ranks_per_core)
         name = fitting(tried)[0] if order == "auto" else order
         others = others_to_try(tried, name)
-    found = tried[name]
-    cut = apart if any(name in apart.only for tasks in found.orders for name, _ in tasks) else whole
-    messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
-    actions = actions_of(found.orders, blocks, messages)
-    check_orders(actions, messages, cut.blocks, loop.pieces)
-    priced = cut_costs if cut is apart else costs
-    parts = tuple(
-        StagePart(
-            axis, stage, loop.pieces, tuple(_priced(block, priced[block.name]) for block in cut.blocks[stage]),
-            messages, actions[stage], cut.operands[stage], cut.totals[stage], device,
-            returned=tuple(before for before, _ in cut.totals[stage]),
-        )
-        for stage in range(count)
-    )  # fmt: skip
-    parts = tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
+    parts = parts_in(tried[name].orders, whole, apart, mesh, axis, hardware, device)
     return StageParts(parts, name, {name: one.us for name, one in tried.items()}, others)
+
+
+def parts_in(
+    orders: Orders, whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, hardware: Hardware, device: str
+) -> tuple[StagePart, ...]:
+    """The parts of the stages along `axis` in known orders, which are proven to end."""
+    cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else whole
+    blocks = {block.name: block for several in cut.blocks for block in several}
+    actions, priced = actions_of(orders, blocks, cut.messages), cut.costs(axis, BlockPrices(hardware, mesh))
+    check_orders(actions, cut.messages, cut.blocks, cut.loop.pieces)
+    parts = tuple(
+        replace(part, blocks=tuple(_priced(one, priced[one.name]) for one in part.blocks), actions=actions[part.stage])
+        for part in cut.parts(axis, device)
+    )
+    return tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
 
 
 def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | None = None) -> Loop:
@@ -178,7 +201,8 @@ class StageCut:
         self.nodes = list(self.loop.body.nodes)
         self.ends = operands(self.nodes[-1])
         self.level = levels_of(self.loop.body)
-        before = self.loop.stages.parts if self.loop.stages is not None else ()
+        stages = self.loop.stages
+        before = stages.parts if stages is not None and stages.has_fillers == self.fillers else ()
         self.known = {
             (part.stage, block.level, block.is_filler): block.is_backward for part in before for block in part.blocks
         }
@@ -325,6 +349,18 @@ class StageCut:
             name, body, tuple(by_name[one] for one in order), tuple(n.name for n in gives), key[0], backward, key[1]
         )
 
-    def costs(self, axis: str, prices: BlockPrices) -> dict[str, BlockCost]:
-        """What each block takes."""
-        return block_costs(self.blocks, self.messages, axis, prices)
+    def costs(self, axis: str, prices: BlockPrices, as_run: bool = False) -> dict[str, BlockCost]:
+        """What each block takes; `as_run`: with the body that passes have made for it."""
+        ran = [[block.as_run for block in own] for own in self.blocks] if as_run else self.blocks
+        return block_costs(ran, self.messages, axis, prices)
+
+    def parts(self, axis: str, device: str) -> tuple[StagePart, ...]:
+        """The parts of the stages in no order yet: each block once."""
+        return tuple(
+            StagePart(
+                axis, stage, self.loop.pieces, blocks, self.messages,
+                tuple(Action("run", block.name) for block in blocks), self.operands[stage], self.totals[stage], device,
+                returned=tuple(before for before, _ in self.totals[stage]),
+            )
+            for stage, blocks in enumerate(self.blocks)
+        )  # fmt: skip

@@ -14,12 +14,10 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_call, copy_graph, copy_node, is_collective, is_wait, node_at, operands
-from ..graph.stage_part import StageParts, transfer
-from ..hardware.hardware import Hardware
+from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.stage_part import transfer
 from ..rules.registry import draws
 from .rank_ops import drawn
-from .stage_blocks import in_order_of, is_staged, stages_of
 
 aten = torch.ops.aten
 
@@ -38,41 +36,6 @@ def receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, 
 
 POINT_TO_POINT = (send, receive)
 """Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
-
-
-def with_stages(local: LocalGraph, order: str, hardware: Hardware, like: Sequence[StageParts] = ()) -> LocalGraph:
-    """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
-    `like` which has the same blocks, else the one of this name. Loops that have that order keep it.
-    """
-    for node in local.graph.nodes:
-        loop = loop_of(node)
-        if loop is not None and is_staged(loop) and (loop.stages is None or loop.stages.order != order):
-            device = meta.one_tensor(next(iter(local.graph.nodes))).device
-            made = in_order_of(loop, like)
-            made = made or stages_of(loop, local.mesh, local.stage_axis, order, hardware, device)
-            node.target = replace(loop, stages=made)
-    return local
-
-
-def in_order(local: LocalGraph, order: str, hardware: Hardware, known: list[StageParts]) -> LocalGraph:
-    """A copy of the program of all stages, in the order of this name. Its loops are in the order of one of `known` that
-    has the same blocks, to which they are added where there is none.
-    """
-    made = with_stages(replace(local, graph=copy_graph(local.graph)), order, hardware, known)
-    note_orders(made, known)
-    return made
-
-
-def note_orders(local: LocalGraph, known: list[StageParts]) -> None:
-    """Add how stages share the loops of a program to `known`, where nothing there has the same actions."""
-    actions = [[part.actions for part in one.parts] for one in known]
-    known += [one for one in orders_in(local) if [part.actions for part in one.parts] not in actions]
-
-
-def orders_in(local: LocalGraph) -> list[StageParts]:
-    """How stages share the loops of a program."""
-    loops = [loop for node in local.graph.nodes if (loop := loop_of(node))]
-    return [loop.stages for loop in loops if loop.stages is not None]
 
 
 def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:

@@ -51,12 +51,28 @@ class InBodies(InPlace):
                 body = copy_graph(loop.body)
                 node.target = loop.with_body(self._scheduled(of_piece(local, node, varying, body)))
             elif part := part_of(node):
-                made = [
-                    self._scheduled(of_block(local, node, varying, block)) if _communicates(block.body) else block.body
-                    for block in part.blocks
-                ]
+                made = [block.as_run.body for block in self.scheduled(local, node, varying)]
                 node.target = with_blocks(part, made, local.mesh, self.hardware)
         return local
+
+    def scheduled(self, local: LocalGraph, at: Node, varying: Collection[Node] | None = None) -> tuple[StageBlock, ...]:
+        """The blocks of the part `at` of a stage, which know what they will be scheduled as; `varying`: the nodes that
+        depend on the batch. What blocks know already for the same sizes they keep.
+        """
+        part, found = part_of(at), list[StageBlock]()
+        assert part is not None, "a part of a stage"
+        varying = batch_dependent(local) if varying is None else varying
+        roles = {name: Role.GRAD for name, _ in part.totals}
+        given = zip(part.operands, operands(at), strict=False)
+        roles |= {name: Role.PARAM for name, one in given if one not in varying}
+        for block in part.blocks:
+            own = [roles.get(name, Role.BATCH) for name in block.takes]
+            known_by = self.hardware, local.sizes, own
+            if _communicates(block.body) and (block.scheduled is None or block.scheduled[0] != known_by):
+                body = self._scheduled(_program(local, copy_graph(block.body), own))
+                block = replace(block, scheduled=(known_by, body))
+            found.append(block)
+        return tuple(found)
 
     def _scheduled(self, body: LocalGraph) -> Graph:
         for one in self.inner:
@@ -94,15 +110,6 @@ def of_piece(local: LocalGraph, at: Node, varying: Collection[Node], body: Graph
     roles = [Role.BATCH if one in varying else Role.PARAM for one in given]
     count = sum(node.op == "placeholder" for node in body.nodes)
     return _program(local, body, [*roles, *[Role.GRAD] * (count - len(given))])
-
-
-def of_block(local: LocalGraph, at: Node, varying: Collection[Node], block: StageBlock) -> LocalGraph:
-    """What a block of the part `at` of a stage does with a piece, as a program."""
-    part = part_of(at)
-    assert part is not None, "a part of a stage"
-    roles = {name: Role.GRAD for name, _ in part.totals}
-    roles |= {name: Role.PARAM for name, one in zip(part.operands, operands(at), strict=False) if one not in varying}
-    return _program(local, copy_graph(block.body), [roles.get(name, Role.BATCH) for name in block.takes])
 
 
 def _program(local: LocalGraph, body: Graph, roles: Sequence[Role]) -> LocalGraph:

@@ -11,6 +11,7 @@ from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..partition.lower import written
+from ..passes.order_stages import ordered
 from ..plan.make_plan import PlannedStep, make_plan
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
@@ -89,7 +90,7 @@ def planned_program(
 ) -> tuple[Plan, LocalGraph]:  # fmt: skip
     """The plan of `strategies`, and the program of a rank. Raises as `plan` does."""
     made = plan_strategies(graph, mesh, strategies, placed, hardware)
-    return made.plan, written(made.graph, made.plan)
+    return made.plan, ordered(written(made.graph, made.plan), made.plan)
 
 
 def _with_auto_solved(

@@ -30,7 +30,7 @@ from ..graph.loop import loop_of
 from ..graph.stage_part import Message, part_of, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
-from ..partition.stage_blocks import stages_of
+from ..partition.stage_blocks import cuts_for, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import CollectiveTraffic, collective_traffic
@@ -98,7 +98,7 @@ class StagedSetup:
         """Mesh and strategies of a step with few stages, which have the modules `stages`."""
         axis = self.pipeline.axis
         mesh = Mesh(tuple(Axis(one.name, len(stages)) if one.name == axis else one for one in self.mesh.axes))
-        few = Pipeline(axis, stages, _PIECES, "1f1b")
+        few = Pipeline(axis, stages, _PIECES, "gpipe")
         parts = tuple(part for part in self.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
         return mesh, compose([*parts, few])
 
@@ -193,7 +193,8 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
             continue
         if loop.stages.has_fillers != apart:
             order, device = "zero_bubble" if apart else "1f1b", loop.stages.parts[0].device
-            stages = stages_of(loop, local.mesh, local.stage_axis, order, Hardware.default(), device)
+            cuts = cuts_for(loop, local.mesh, local.stage_axis, order)
+            stages = stages_of(*cuts, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
     return made
 

@@ -17,8 +17,8 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
-from ..partition.lower import partition
 from ..passes.base import Pass, run_passes
+from ..passes.order_stages import partition
 from ..plan.plan import Plan
 from ..planner.staged_plan import staged
 from ..typed_values import check_arguments

@@ -28,9 +28,8 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import instantiated
 from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
-from ..partition.lower import lowered
-from ..partition.stage_program import note_orders
 from ..passes.fold_repeats import said
+from ..passes.order_stages import lowered, note_orders
 from ..passes.overlap import CallOrder
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan

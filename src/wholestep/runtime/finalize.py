@@ -19,11 +19,12 @@ from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
-from ..partition.stage_program import in_order, stage_program
+from ..partition.stage_program import stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting, fitted_with
+from ..passes.order_stages import as_said, in_order, note_orders, said_of
 from ..passes.other_schedules import TriedSchedule
 from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
@@ -104,11 +105,18 @@ class Finalizer:
             return replace(made, local=run_passes(self.own_stage(whole), self._agreed(plain, key), watch), before=whole)
 
     def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
-        """The program of all stages in the order of blocks of this name; `local` without one. Programs known as `key`
-        have the order of the first of them, as ranks compile some alone.
+        """The program of all stages in the order of blocks of this name; without one, in that of the first rank, whose
+        batch may have another size. Programs known as `key` have the order of the first of them, as ranks compile some
+        alone.
         """
         known = self._orders_of_blocks.setdefault(key, {}).setdefault(blocks, [])
-        return in_order(local, blocks, hardware, known) if blocks else local
+        if known:
+            return in_order(local, blocks, hardware, known)
+        local = in_order(local, blocks, hardware, []) if blocks else local
+        label, what = f"{self.label}/blocks/{key}/{blocks}", "in which order stages run blocks"
+        local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what), hardware)
+        note_orders(local, known)
+        return local
 
     def own_stage(self, local: LocalGraph) -> LocalGraph:
         """The program of this rank's stage; other programs stay as they are."""

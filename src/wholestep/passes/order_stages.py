@@ -1,0 +1,143 @@
+"""Puts the blocks of stages into an order, by what they take after the passes that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from ..cost.stage_orders import Orders
+from ..graph import meta
+from ..graph.gc_control import collector_paused
+from ..graph.graph import LocalGraph, TrainGraph
+from ..graph.loop import Loop, loop_of
+from ..graph.nodes import is_collective
+from ..graph.stage_part import StageParts, part_of
+from ..hardware.hardware import Hardware
+from ..partition.lower import written
+from ..partition.stage_blocks import StageCut, cuts_for, in_order_of, is_staged, parts_in, stages_of
+from ..partition.stage_program import stage_program
+from ..plan.check_plan import check_plan
+from ..plan.plan import Plan
+from ..typed_values import check_arguments
+from .bucket_sizes import SizeBuckets
+from .in_bodies import InBodies
+from .schedule import Schedule
+
+Said = tuple[str, Orders]
+"""The order of a loop by name, and the tasks of each stage, as ranks tell each other."""
+
+
+@collector_paused()
+def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
+    """Rewrite `graph` for one rank: local shapes, explicit collectives, each reshard once.
+
+    Collectives on gradients start when the gradient is complete; the wait is before the first use.
+
+    Example:
+        >>> local = ws.partition(graph, ws.plan(graph, "dp=8"))
+        >>> print(local.collectives())
+
+    Raises:
+        PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
+    """
+    check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
+    return ordered(written(check_plan(plan, graph), plan), plan)
+
+
+@collector_paused()
+def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
+    return ordered(written(plan.decompose(graph), plan), plan, like)
+
+
+def ordered(local: LocalGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """`local`, which `written` returned, with the order of blocks that the plan says."""
+    return with_orders(local, plan.options.order, plan.hardware, like) if plan.owners else local
+
+
+def with_orders(local: LocalGraph, order: str, hardware: Hardware, like: Sequence[StageParts] = ()) -> LocalGraph:
+    """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
+    `like` which has the same blocks, else the one of this name for blocks that a `Schedule` for `hardware` has
+    scheduled. Loops that have that order keep it, or without a name their own.
+    """
+    todo = dict[Node, Loop]()
+    for node in local.graph.nodes:
+        loop = loop_of(node)
+        if loop is None or not is_staged(loop):
+            continue
+        if (made := in_order_of(loop, like)) is not None:
+            node.target = replace(loop, stages=made)
+        elif loop.stages is None or order not in ("", loop.stages.order):
+            todo[node] = loop
+    mesh, axis = local.mesh, local.stage_axis
+    cuts = {node: cuts_for(loop, mesh, axis, order) for node, loop in todo.items()}
+    if order != "gpipe":  # which is the same at all prices
+        for several in zip(*cuts.values(), strict=True):
+            _schedule(local, dict(zip(cuts, several, strict=True)), hardware)
+    for node, loop in todo.items():
+        stages = stages_of(*cuts[node], mesh, axis, order, hardware, _device(local))
+        node.target = replace(loop, stages=stages)
+    return local
+
+
+def _device(local: LocalGraph) -> str:
+    return meta.one_tensor(next(iter(local.graph.nodes))).device
+
+
+def _schedule(local: LocalGraph, cuts: Mapping[Node, StageCut], hardware: Hardware) -> None:
+    """Schedule the blocks of `cuts`, of the loops of `local`, as `InBodies` will when they run."""
+    blocks = [block for cut in cuts.values() for own in cut.blocks for block in own]
+    if all(block.scheduled or not any(map(is_collective, block.body.nodes)) for block in blocks):
+        return
+    for node, cut in cuts.items():
+        node.target = replace(cut.loop, stages=StageParts(cut.parts(local.stage_axis, _device(local)), ""))
+    passes = Schedule(hardware).passes
+    sizes = next(one for one in passes if isinstance(one, SizeBuckets))
+    inside = next(one for one in passes if isinstance(one, InBodies))
+    for stage in range(local.mesh.axis_size(local.stage_axis)):
+        program = sizes(stage_program(local, stage))
+        parts = {node.name: node for node in program.graph.nodes if part_of(node) is not None}
+        for node, cut in cuts.items():
+            if node.name in parts:
+                cut.blocks[stage] = inside.scheduled(program, parts[node.name])
+
+
+def in_order(local: LocalGraph, order: str, hardware: Hardware, known: list[StageParts]) -> LocalGraph:
+    """A copy of the program of all stages, in the order of this name. Its loops are in the order of one of `known` that
+    has the same blocks, to which they are added where there is none.
+    """
+    made = with_orders(local.copy(), order, hardware, known)
+    note_orders(made, known)
+    return made
+
+
+def note_orders(local: LocalGraph, known: list[StageParts]) -> None:
+    """Add how stages share the loops of a program to `known`, where nothing there has the same actions."""
+    actions = [[part.actions for part in one.parts] for one in known]
+    known += [one for one in orders_in(local) if [part.actions for part in one.parts] not in actions]
+
+
+def said_of(local: LocalGraph) -> list[Said]:
+    """The orders of the loops of a program, for ranks whose batch may have another size."""
+    return [(one.order, one.tasks) for one in orders_in(local)]
+
+
+def as_said(local: LocalGraph, said: Sequence[Said], hardware: Hardware) -> LocalGraph:
+    """The program of all stages in the orders of another rank; a copy where these differ."""
+    if said_of(local) == said:
+        return local
+    made, left, mesh, axis = local.copy(), iter(said), local.mesh, local.stage_axis
+    for node in made.graph.nodes:
+        if (loop := loop_of(node)) is not None and loop.stages is not None:
+            name, orders = next(left)
+            parts = parts_in(orders, *cuts_for(loop, mesh, axis, name), mesh, axis, hardware, _device(local))
+            node.target = replace(loop, stages=replace(loop.stages, parts=parts, order=name))
+    return made
+
+
+def orders_in(local: LocalGraph) -> list[StageParts]:
+    """How stages share the loops of a program."""
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node))]
+    return [loop.stages for loop in loops if loop.stages is not None]
