@@ -1,6 +1,5 @@
 """Collectives of each piece of a batch: merged and overlapped, with the numbers and the memory of a step without."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +25,8 @@ from wholestep.passes.in_bodies import InBodies
 from wholestep.passes.overlap import collectives_of, with_collectives_in
 from wholestep.planner.staged_plan import stage_passes, staged
 
+pytestmark = pytest.mark.usefixtures("double")
+
 CPUS, GPUS = ws.Hardware.default(), ws.Hardware.preset("dgx-h100")
 AGAIN = ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=True)
 ZERO2 = ws.DataParallel("zero2", semantics="global")
@@ -34,14 +35,6 @@ STYLES = {
     "kept": ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=False),
     "hybrid": ws.DataParallel("hybrid", semantics="global", reshard_after_forward=True),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:

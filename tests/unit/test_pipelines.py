@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,17 +35,11 @@ from wholestep.passes.base import batch_dependent
 from wholestep.plan.plan import Plan
 from wholestep.planner.staged_plan import staged
 
+pytestmark = pytest.mark.usefixtures("double")
+
 TOLERANCE = 1e-10
 ORDERS = ["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"]
 TENSOR_PARALLEL = ws.TensorParallel({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, axis="tp")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @lru_cache(maxsize=8)

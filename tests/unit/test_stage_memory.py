@@ -1,6 +1,5 @@
 """Values made again in blocks of stages and in loops over micro-batches: numbers, peaks, times, what is refused."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -29,18 +28,12 @@ from wholestep.planner.search_result import Status, explained
 from wholestep.planner.staged_plan import costs_of_staged, staged
 from wholestep.runtime.compile_options import CompileOptions, StepOptions
 
+pytestmark = pytest.mark.usefixtures("double")
+
 TOLERANCE = 1e-10
 MACHINE = ws.Hardware.default()
 TENSOR_PARALLEL = ws.TensorParallel({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, axis="tp")
 GLOBAL = ws.DataParallel("zero1", axis="dp", semantics="global")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def stages_of(local: LocalGraph) -> list[int | None]:
