@@ -1,6 +1,6 @@
 """Gradients that autograd does not simply make: none at all, or through `torch.func`. Against eager, one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +14,9 @@ import wholestep as ws
 from tests.eager import batches, same_as_eager
 from tests.steps import mse as train
 
+pytestmark = pytest.mark.usefixtures("double")
+
 CALLS = batches((5, 6), (5, 3), count=4)
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Stops(torch.autograd.Function):

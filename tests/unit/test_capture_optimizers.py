@@ -1,6 +1,6 @@
 """Optimizers, schedulers, clipping, gradients that live on, changed options: compiled against eager, one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +14,10 @@ from tests.catalogue import CASES, OPTIMIZERS, RECIPES, Recipe
 from tests.eager import batches, same_as_eager
 from tests.steps import mse as train
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Made = tuple[nn.Module, Optimizer]
 CALLS = batches((6, 6), (6, 3), count=4)
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """Counters of torch.optim are in double too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def tiny(recipe: str | Recipe = "AdamW-plain") -> Callable[[], Made]:

@@ -1,14 +1,14 @@
 """The table of docs/does-my-script-run.md is what its scripts do: equal to eager, or refused with that error."""
 
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.scripts import ROWS
 from tests.scripts.row import Row, cell
+
+pytestmark = pytest.mark.usefixtures("double")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "does-my-script-run.md"
 HEAD = """# Does my script run?
@@ -18,13 +18,6 @@ numbers of several calls are those of eager torch: results, parameters, buffers 
 and `fully_shard`. "no" shows the first line of the error, which comes at the first call and names the line of the
 script. There is no third outcome: a script that trains on other numbers without a word is a defect.
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)

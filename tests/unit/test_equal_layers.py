@@ -147,7 +147,7 @@ def words() -> Tensor:
     return torch.randint(0, WORDS, (4, 6))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def step_of(count: int, step: Any = plain, make: Make = OPTIMIZERS["adamw-fused"], **odd: Any) -> ws.TrainGraph:
     model = build(count, **odd)
     return ws.capture(step, model, make(model.parameters()), words())
@@ -221,8 +221,12 @@ def test_folded_is_the_smaller_capture(step: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [{"constant": True}, {"tied": True}, {"skip": True}, {"again": True}, {"frozen": True}, {"twice": True}]
-)
+    "odd",
+    [
+        {"constant": True, "tied": True}, {"skip": True, "frozen": True}, {"again": True}, {"twice": True},
+        *(pytest.param({one: True}, marks=pytest.mark.full) for one in ("constant", "tied", "skip", "frozen")),
+    ],
+)  # fmt: skip
 def test_models(odd: dict[str, Any]) -> None:
     """Where the first layer or the last differs (its backward adds to no other's), it stays beside the three."""
     deep = step_of(DEEP, clipped, **odd)
@@ -335,8 +339,8 @@ def test_layers_that_take_turns() -> None:
         model.order = list(range(count))
         return ws.capture(clipped, model, torch.optim.AdamW(model.parameters(), fused=True), words())
 
-    deep = build_turns(8)
-    assert (found_in(deep).period, found_in(deep).count) == (2, 4)
+    deep = build_turns(6)
+    assert (found_in(deep).period, found_in(deep).count) == (2, 3)
     check_against_capture(deep, build_turns(4), 2)
 
 

@@ -1,6 +1,6 @@
 """`semantics="global"`: what one device computes on the whole batch, in float64; ranks hold different parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,18 +15,12 @@ from tests.catalogue import SimpleMlp
 from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.plan.data_parallel import STYLES
 
+pytestmark = pytest.mark.usefixtures("double")
+
 STEPS, TOLERANCE = 5, 1e-10
 WORLDS = ("dp=2", "dp=3", "dp=4")
 HYBRID = "r=2,s=2"
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _numbers(rows: int, generator: torch.Generator) -> dict[str, Tensor]:

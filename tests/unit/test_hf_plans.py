@@ -6,7 +6,6 @@ The default selection covers every word of those plans; `-m full` runs all model
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +22,13 @@ from wholestep import DataParallel, TensorParallel
 from wholestep.graph import meta
 from wholestep.plan.module_styles import NAMES
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+    pytest.mark.usefixtures("double"),
+]
 
 TOLERANCE = 1e-10
 BOTH = ["tp=2", "dp=2,tp=2"]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def run(name: str, mesh: str = "tp=2", experts: bool = False, train: bool = True, padded: bool = False) -> Comparison:

@@ -1,10 +1,9 @@
 """Hooks of modules, parameters and optimizers: those that there are now run in a compiled step, as in eager."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -12,12 +11,7 @@ import wholestep as ws
 from tests.eager import batches, same_as_eager
 from tests.steps import mean_square as train
 
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def make() -> tuple[nn.Sequential, Optimizer]:

@@ -1,6 +1,5 @@
 """Collectives of each piece of a batch: merged and overlapped, with the numbers and the memory of a step without."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -29,6 +28,8 @@ from wholestep.passes.order_stages import as_said, orders_in, said_of
 from wholestep.passes.overlap import collectives_of, with_collectives_in
 from wholestep.planner.staged_plan import ShortStages, stage_passes, staged
 
+pytestmark = pytest.mark.usefixtures("double")
+
 CPUS, GPUS = ws.Hardware.default(), ws.Hardware.preset("dgx-h100")
 AGAIN = ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=True)
 ZERO2 = ws.DataParallel("zero2", semantics="global")
@@ -37,14 +38,6 @@ STYLES = {
     "kept": ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=False),
     "hybrid": ws.DataParallel("hybrid", semantics="global", reshard_after_forward=True),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:

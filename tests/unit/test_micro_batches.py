@@ -1,6 +1,6 @@
 """Micro-batches: pieces of a batch, one after the other, against one device on all of it, in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,16 +22,10 @@ from wholestep.partition.accumulators import add_up
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.data_parallel import STYLES
 
+pytestmark = pytest.mark.usefixtures("double")
+
 TOLERANCE = 1e-10
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _token_weighted(out: Tensor, b: dict[str, Tensor]) -> Tensor:

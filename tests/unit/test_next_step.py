@@ -1,6 +1,5 @@
 """What is moved to the next call: parameters are a step late, and after a flush what they would have been."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,17 +15,11 @@ from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("double")
+
 STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 SMALL = Schedule(bucket_bytes=2000, first_bucket_bytes=300, across_steps=True)
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def captured(case: str, recipe: str) -> Capture:

@@ -1,6 +1,5 @@
 """`offload="cpu"`: shards go to the device to be gathered, reduced gradients to the host, where updates run."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,7 @@ from wholestep.passes.base import run_passes
 from wholestep.passes.offload import Offload
 from wholestep.passes.reinplace import Reinplace
 
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:

@@ -179,24 +179,14 @@ def test_an_encoder_and_a_decoder_with_an_explicit_mask(how: str) -> None:
     assert len(step.programs) == 1, step.misses
 
 
-def test_attention_without_a_mask_sees_real_positions_alone() -> None:
-    class Unmasked(Attention):
-        def forward(self, x: Tensor, other: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-            return super().forward(x, other, torch.ones_like(mask), bias)
-
-    model = T5().double()
-    model.attend[0] = Unmasked(8, 2, "softmax").double()
-    step = beside_unpadded(model, translate, BOTH, pairs((3, 5, 4), (3, 8, 9), (3, 13, 6)))
-    assert len(step.programs) == 1, step.misses
-
-
-def test_padded_batches_in_pieces() -> None:
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("t5", marks=pytest.mark.full)])
+def test_padded_batches_in_pieces(kind: str) -> None:
     """Rows are cut, and all pieces have one length, also where rows are no symbol."""
-    pieces = ws.MicroBatches(2)
-    step = beside_unpadded(gpt(), train, TOKENS, [(words(4, t), words(4, t)) for t in (5, 8, 13)], parallel=pieces)
-    assert len(step.programs) == 1, step.misses
-    batches = pairs((4, 5, 4), (4, 8, 9), (4, 13, 6))
-    step = beside_unpadded(T5("softmax").double(), translate, BOTH, batches, parallel=pieces)
+    model, fn, pad_to, batches = {
+        "gpt": (gpt(), train, TOKENS, [(words(4, t), words(4, t)) for t in (5, 8, 13)]),
+        "t5": (T5("softmax").double(), translate, BOTH, pairs((4, 5, 4), (4, 8, 9), (4, 13, 6))),
+    }[kind]
+    step = beside_unpadded(model, fn, pad_to, batches, parallel=ws.MicroBatches(2))
     assert len(step.programs) == 1, step.misses
 
 
@@ -295,6 +285,7 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal, by ones": _causal,
     "causal, by -inf": _upper,
     "masked keys": _keys,
+    "all keys": lambda x, mask: _keys(x, torch.ones_like(mask)),
     "causal sdpa": lambda x, mask: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[
         :, 0
     ],
@@ -349,7 +340,7 @@ def features(*sizes: tuple[int, int]) -> list[tuple[Tensor, ...]]:
 FEATURES = ws.PadTo(LENGTHS, {"x": 1, "mask": 1})
 
 
-QUICK = ("causal, by ones", "masked mean")
+QUICK = ("causal, by ones", "masked mean", "all keys")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in EXACT])

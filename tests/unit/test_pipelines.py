@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,17 +35,11 @@ from wholestep.passes.base import batch_dependent
 from wholestep.plan.plan import Plan
 from wholestep.planner.staged_plan import staged
 
+pytestmark = pytest.mark.usefixtures("double")
+
 TOLERANCE = 1e-10
 ORDERS = ["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"]
 TENSOR_PARALLEL = ws.TensorParallel({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, axis="tp")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +60,7 @@ def parts_of(local: LocalGraph) -> list[StagePart]:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: int, pieces: int, order: str) -> None:
     """Two steps of AdamW with clipping: losses on every rank, and all parameters."""
-    one = one_device(5, tied, drop)
+    one = one_device(stages + 1, tied, drop)
     found = compare(one, f"pp={stages}", ws.Pipeline(micro_batches=pieces, schedule=order))
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
     assert not found.ruleless
@@ -74,7 +68,7 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
 
 def checkpointed() -> tuple[nn.Module, Optimizer]:
     """A model whose blocks are computed again in the backward."""
-    model, optimizer = maker(4, True, 0.0)()
+    model, optimizer = maker(3, True, 0.0)()
     for block in model.get_submodule("blocks").children():
         block.forward = partial(checkpoint.checkpoint, block.forward, use_reentrant=False)
     return model, optimizer
@@ -190,7 +184,7 @@ def test_passes_serve_the_programs_of_stages(mesh: str, pieces: int, order: str,
 def test_passes_serve_a_stage_that_is_given_no_batch(parallel: tuple[str, Any]) -> None:
     """The second of three: all that it computes with comes from the first and the last."""
     mesh, beside = parallel
-    strategies = [beside, ws.Pipeline(micro_batches=4, schedule="1f1b")]
+    strategies = [beside, ws.Pipeline(micro_batches=2, schedule="1f1b")]
     found = compare(one_device(3, True, 0.0), mesh, strategies, passes=ws.pipeline())
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
@@ -199,9 +193,9 @@ def test_a_program_grows_by_one_run_of_a_block() -> None:
     """Runs that are written out, whatever the number of pieces."""
     data = ws.DataParallel("fully_shard", axis="dp", semantics="global")
     sizes: list[int] = []
-    for pieces in (2, 4, 8):
+    for pieces in (2, 8):
         parallel = [data, ws.Pipeline(micro_batches=pieces, schedule="1f1b")]
-        graph = one_device(2, False, 0.0, rows=32).capture.graph
+        graph = one_device(2, False, 0.0, rows=16).capture.graph
         local = ws.partition(graph, ws.plan(graph, "dp=2,pp=2", parallel))
         sizes.append(len(ws.run_passes(stage_program(local, 0), ws.pipeline()).graph.nodes))
     assert max(sizes) - min(sizes) <= 4
@@ -333,10 +327,11 @@ def test_the_comparison_sees_a_piece_that_one_stage_leaves_out(monkeypatch: pyte
     assert compare(one_device(2, False, 0.0), "pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b")).worst > 1e-3
 
 
-def planned(ranks: int, pieces: int, order: str = "1f1b", layers: int = 4, **given: Any) -> tuple[Plan, LocalGraph]:
-    one = one_device(layers, False, 0.0)
-    made = ws.plan(one.capture.graph, f"pp={ranks}", ws.Pipeline(micro_batches=pieces, schedule=order, **given))
-    return made, ws.partition(one.capture.graph, made)
+@lru_cache(maxsize=4)
+def planned(ranks: int, pieces: int) -> tuple[Plan, LocalGraph]:
+    graph = one_device(4, False, 0.0).capture.graph
+    made = ws.plan(graph, f"pp={ranks}", ws.Pipeline(micro_batches=pieces, schedule="1f1b"))
+    return made, ws.partition(graph, made)
 
 
 def test_a_stage_has_only_its_own() -> None:
@@ -353,7 +348,7 @@ def test_a_stage_has_only_its_own() -> None:
 
 
 def test_the_program_does_not_grow_with_the_pieces() -> None:
-    sizes = [len(list(with_bodies(stage_program(planned(2, pieces)[1], 0).graph))) for pieces in (2, 4, 8)]
+    sizes = [len(list(with_bodies(stage_program(planned(2, pieces)[1], 0).graph))) for pieces in (2, 4)]
     assert len(set(sizes)) == 1
 
 
@@ -369,7 +364,9 @@ def test_what_is_received_starts_before_the_block_in_front() -> None:
 
 
 def test_a_plan_says_what_each_stage_has() -> None:
-    made, _ = planned(2, 4, stages=[["tokens", "places", "blocks.[01]"], ["blocks.[23]", "norm", "head"]])
+    stages = [["tokens", "places", "blocks.[01]"], ["blocks.[23]", "norm", "head"]]
+    pipeline = ws.Pipeline(stages=stages, micro_batches=4, schedule="1f1b")
+    made = ws.plan(one_device(4, False, 0.0).capture.graph, "pp=2", pipeline)
     lines = str(made).splitlines()
     assert lines[0] == "plan  2 stages on pp, 1f1b; 4 micro-batches; mesh time=4,pp=2"
     assert [line.partition(";")[0] for line in lines if line.startswith("  stage ")] == [
@@ -381,12 +378,12 @@ def test_a_plan_says_what_each_stage_has() -> None:
 
 
 def test_stages_of_equal_layers_are_equal() -> None:
-    made, _ = planned(4, 4, layers=8)
+    made, _ = planned(4, 4)
     assert made.strategies is not None
     assert made.strategies.pipeline is not None
     stages = made.strategies.pipeline.stages or ()
     blocks = [{name.split(".")[1] for name in names if name.startswith("blocks")} for names in stages]
-    assert [len(one) for one in blocks] == [2, 2, 2, 2]
+    assert [len(one) for one in blocks] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("given", "says"), [
@@ -440,14 +437,14 @@ def test_passes_keep_the_order_of_what_stages_exchange() -> None:
 
 
 def planned_tied() -> tuple[Plan, LocalGraph]:
-    graph = one_device(4, True, 0.0).capture.graph
+    graph = one_device(2, True, 0.0).capture.graph
     made = ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=2))
     return made, ws.partition(graph, made)
 
 
 def test_the_timeline_has_all_stages_and_their_bubbles(tmp_path: Path) -> None:
     hardware = ws.Hardware.preset("dgx-h100")
-    _, local = planned(2, 4, "1f1b")
+    _, local = planned(2, 4)
     found = ws.timeline(local, hardware)
     assert found.streams == ("stage 0", "stage 1")
     assert [span.name for span in found.spans if span.stream == "stage 0" and " of piece " in span.name][:3] == [

@@ -1,7 +1,7 @@
 """Library code that reads values: the form that a trace runs in its place, against the original run eagerly."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,10 @@ from torch.optim import SGD, Adafactor, Optimizer, swa_utils
 import wholestep as ws
 from tests.eager import batches, same_as_eager
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Loss = Callable[..., Tensor]
 STYLES = ("replicate", "fully_shard")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def linear() -> nn.Module:

@@ -1,7 +1,7 @@
 """Programs with symbols of all ranks, at sizes that they were not planned for: what one device computes in float64."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
@@ -31,6 +31,8 @@ from wholestep.graph.sizes_in_graph import at_sizes, instantiated
 from wholestep.plan.plan import Plan
 from wholestep.runtime.symbolic_sizes import PlannedFor, other_sizes
 from wholestep.sizes import SizeFloat, SizeInt, evaluate
+
+pytestmark = pytest.mark.usefixtures("double")
 
 MORE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "largest": lambda x, w, v: x - x.amax(1, keepdim=True) + x.amax(0, keepdim=True),
@@ -201,14 +203,6 @@ def check(seed: int) -> int:
     except (ws.WholestepError, SizesFixedError, TypeError):  # such a step is captured for each size
         return 0
     return sum(follow(case, model, made, planned, local, size) for size in SIZES)
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 QUICK = 148  # attention on 2 x 2 ranks, with sums over rows

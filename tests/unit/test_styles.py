@@ -24,6 +24,8 @@ from wholestep.passes.write_into_buckets import WriteIntoBuckets
 from wholestep.plan.data_parallel import STYLES
 from wholestep.plan.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("double")
+
 WORLDS = [(1, 4), (2, 3)]
 STEPS = 3
 TOLERANCE = 1e-12  # relative, of parameters and state after three steps; 4 ranks in float64 reach 1e-14
@@ -34,15 +36,6 @@ PASSES: dict[str, Callable[[LocalGraph], LocalGraph]] = {
         WriteIntoBuckets()(Schedule(bucket_bytes=2000, first_bucket_bytes=300)(local))
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """Counters of torch.optim are in double too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Tensor and sequence parallel plans, alone and with data parallelism, against one device in float64."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
@@ -36,16 +36,10 @@ from wholestep.graph.storage import shared_operand
 from wholestep.partition.rank_ops import in_order
 from wholestep.passes.bucket import Bucket
 
+pytestmark = pytest.mark.usefixtures("double")
+
 TOLERANCE = 1e-10
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(7)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def builder(kind: Callable[..., nn.Module], lr: float = 0.05, **options: Any) -> Callable[[], Any]:
