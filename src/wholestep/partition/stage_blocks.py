@@ -58,8 +58,9 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     found = tried[name]
     cut = apart if any(name in apart.only for tasks in found.orders for name, _ in tasks) else whole
     messages, blocks = cut.messages, {block.name: block for several in cut.blocks for block in several}
-    actions = actions_of(found.orders, blocks, messages)
-    check_orders(actions, messages, cut.blocks, loop.pieces)
+    alone = is_alone(device)
+    actions = actions_of(found.orders, blocks, messages, alone)
+    check_orders(actions, messages, cut.blocks, loop.pieces, alone)
     priced = cut_costs if cut is apart else costs
     parts = tuple(
         StagePart(
@@ -71,6 +72,11 @@ def stages_of(loop: Loop, mesh: Mesh, axis: str, order: str, hardware: Hardware,
     )  # fmt: skip
     parts = tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
     return StageParts(parts, name, {name: one.us for name, one in tried.items()}, others)
+
+
+def is_alone(device: str) -> bool:
+    """True for devices that may do one thing at a time: messages of CPUs run beside all else."""
+    return device.startswith("cuda")
 
 
 def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | None = None) -> Loop:
@@ -89,7 +95,8 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
             raise GraphError(f"stage {stage} has other blocks than before", "the same blocks with other contents")
         part = replace(part, blocks=tuple(priced), operands=cut.operands[stage])
         parts[stage] = replace(part, peak_bytes=_peak_bytes(part))
-    check_orders([part.actions for part in parts], cut.messages, [part.blocks for part in parts], loop.pieces)
+    actions, blocks = [part.actions for part in parts], [part.blocks for part in parts]
+    check_orders(actions, cut.messages, blocks, loop.pieces, is_alone(parts[0].device))
     return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
 
 

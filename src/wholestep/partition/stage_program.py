@@ -75,6 +75,14 @@ def orders_in(local: LocalGraph) -> list[StageParts]:
     return [loop.stages for loop in loops if loop.stages is not None]
 
 
+def channels_of(local: LocalGraph) -> set[tuple[int, int]]:
+    """Which stages send which others something, in the program of all stages."""
+    sends = (node.args for node in local.graph.nodes if node.target is transfer)
+    found = {(cast(int, source), cast(int, target)) for _, source, target, *_ in sends}
+    messages = (message for stages in orders_in(local) for message in stages.parts[0].messages.values())
+    return found | {(message.source, message.target) for message in messages}
+
+
 def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:
     """The program that ranks at one coordinate of the axis of stages run. Other programs stay as they are.
 
