@@ -141,6 +141,11 @@ class Mesh:
         return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
 
 
+def channel(axis: str, source: int, target: int) -> str:
+    """The name of what one coordinate of an axis sends another one on."""
+    return f"{axis} {source}>{target}"
+
+
 def with_pieces(mesh: Mesh, pieces: int) -> Mesh:
     """`mesh` with an axis `time` of so many pieces. It is outermost: ranks keep their numbers and their distances."""
     return Mesh((Axis(TIME, pieces), *mesh.axes))

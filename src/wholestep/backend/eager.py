@@ -318,6 +318,7 @@ class RunStage:
             self._blocks = {name: (block, timed(name, run)) for name, (block, run) in self._blocks.items()}
         self._so_far = {end: before for before, end in part.totals}
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
+        self._groups = {name: part.group_of(message) for name, message in part.messages.items()}
         self._readers = part.readers
         self._shapes = _shapes_of({name: one.shape for name, one in part.messages.items() if one.target == part.stage})
 
@@ -353,13 +354,13 @@ class RunStage:
     def _begin_send(self, name: str, piece: int, state: StageState) -> None:
         message = self._part.messages[name]
         value = state.take(message.value, piece)
-        begun = self._send(value, message.target, self._tags[name] + piece, self._part.axis)
+        begun = self._send(value, message.target, self._tags[name] + piece, self._groups[name])
         state.going[name, piece] = begun, value
 
     def _begin_receive(self, name: str, piece: int, shape: Sequence[int], state: StageState) -> None:
         message = self._part.messages[name]
         out = torch.empty(shape, dtype=message.dtype, device=self._part.device)
-        begun = self._receive(out, message.source, self._tags[name] + piece, self._part.axis)
+        begun = self._receive(out, message.source, self._tags[name] + piece, self._groups[name])
         state.coming[name, piece] = begun, out
 
     def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:

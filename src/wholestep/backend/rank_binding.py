@@ -18,9 +18,9 @@ from ..graph.nodes import copy_graph, is_collective, node_at
 from ..graph.owned import of_owner
 from ..graph.stage_part import StagePart, part_of
 from ..layout import resolve
-from ..mesh import TIME
+from ..mesh import TIME, channel
 from ..partition.rank_ops import RANK_DEPENDENT
-from ..partition.stage_program import POINT_TO_POINT
+from ..partition.stage_program import POINT_TO_POINT, send
 from ..passes.bucket import OWN_APART, READS_A_PLACE, join_rows, of_one
 from ..passes.coalesced import coalesce
 from ..passes.fused_products import FUSED
@@ -63,7 +63,8 @@ def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) ->
 
 
 def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False) -> Graph:
-    """A copy of the graph for one rank; `groups` maps axis names to registered process group names.
+    """A copy of the graph for one rank; `groups` maps names of axes, and of channels (`mesh.channel`) that have a group
+    of their own, to registered process group names.
 
     With `exchange`, a reduce-scatter is an all-to-all and a local sum. That moves (W-1)/W of the tensor, where gloo's
     own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
@@ -110,9 +111,13 @@ def _bind(
                 node.target = funcol.all_reduce_.default
             elif node.target is funcol.reduce_scatter_tensor.default and exchange:
                 to_exchange(graph, node)
-        elif node.target in FUSED or node.target in POINT_TO_POINT:
+        elif node.target in FUSED:
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
+        elif node.target in POINT_TO_POINT:
+            args, here = bound_arguments(node, coordinate)[0], coordinate[str(node.args[-1])]
+            ends = (here, args[1]) if node.target is send else (args[3], here)
+            node.args = (*args[:-1], _group_of(groups, str(args[-1]), *ends))
         else:
             node.args, node.kwargs = _arguments(node, coordinate, pieces)
 
@@ -136,7 +141,14 @@ def _bound_part(
             bodies[id(block.body)] = copy_graph(block.body)
             _bind(bodies[id(block.body)], coordinate, groups, exchange, part.pieces)
     own = part.with_bodies([bodies[id(block.body)] for block in part.blocks])
-    return replace(with_shapes(own, coordinate), axis=groups[part.axis])
+    pairs = {(message.source, message.target) for message in part.messages.values()}
+    links = {pair: _group_of(groups, part.axis, *pair) for pair in pairs}
+    return replace(with_shapes(own, coordinate), axis=groups[part.axis], groups=links)
+
+
+def _group_of(groups: Mapping[str, str], axis: str, source: int, target: int) -> str:
+    """The process group of a channel, which may be that of its axis."""
+    return groups.get(channel(axis, source, target), groups[axis])
 
 
 def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:

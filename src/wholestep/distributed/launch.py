@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +28,18 @@ _FLIGHT_RECORDER = {  # of NCCL: the last collectives of each rank, written wher
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one). It computes
-    on `device`; parameters and optimizer state rest on `home`.
+    """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one), and by
+    channel where channels between stages have their own (`open_channels`). It computes on `device`; parameters and
+    optimizer state rest on `home`. `timeout_s`: after which the watchdog of a group ends the process, None for torch's.
     """
 
     mesh: Mesh
     rank: int
     device: str
     devices: DeviceMesh | None
-    groups: Mapping[str, str]
+    groups: dict[str, str]
     home: str
+    timeout_s: float | None = None
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -94,11 +95,12 @@ def join(
     with ACTIVITY.waiting("the making of process groups"):
         kind, sizes = torch.device(device).type, tuple(axis.size for axis in mesh.axes)
         devices = init_device_mesh(kind, sizes, mesh_dim_names=mesh.names)
-    if timeout_s is not None and device.startswith("cuda"):
+    patience_s = timeout_s + allowance_s if timeout_s is not None and device.startswith("cuda") else None
+    if patience_s is not None:
         for group in (dist.group.WORLD, *devices.get_all_groups()):
-            _torch.set_group_timeout(group, timeout_s + allowance_s)
-    groups = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
-    return World(mesh, dist.get_rank(), device, devices, groups, home or device)
+            _torch.set_group_timeout(group, patience_s)
+    groups: dict[str, str] = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
+    return World(mesh, dist.get_rank(), device, devices, groups, home or device, patience_s)
 
 
 def _check_gpu(device: str | None) -> None:

@@ -4,6 +4,11 @@ Each ordered pair of stages has a channel of its own, which carries its messages
 which they were started. A message is carried once both ends have started it: no end buffers anything. A stage stops at
 a wait alone. So what is possible at one moment stays possible whatever other stages do first: one run that ends proves
 that all end, and buffers only let more happen.
+
+A GPU may stop more often: it does nothing beside what it was given before where memory is returned to it and where a
+kernel is used for the first time, and it may have one queue for all streams. There a stage stops in front of a block
+until all that it has started is carried, and in front of a message until the one before it in its channel is. The same
+holds for that run, and to go on beside messages only lets more happen.
 """
 
 from __future__ import annotations
@@ -18,11 +23,11 @@ _Key = tuple[str, int]
 
 def check_orders(
     orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], blocks: Sequence[Sequence[StageBlock]],
-    pieces: int,
+    pieces: int, alone: bool = False,
 ) -> None:  # fmt: skip
     """Raise GraphError, naming the stage and the message or block, unless all stages end; every message is sent,
     received and waited for once, in the same order at both ends of its channel; and each stage runs each of its
-    `blocks` once for each piece, after all that it reads.
+    `blocks` once for each piece, after all that it reads. With `alone`, stages may do one thing at a time, as GPUs do.
     """
     sent, posted = _started(orders, messages, "send"), _started(orders, messages, "post")
     for channel in {**sent, **posted}:
@@ -36,7 +41,7 @@ def check_orders(
             verb = "receives" if end == channel[1] else "sends"
             raise GraphError(f"stage {end} never {verb} {_shown(missing)}", "both ends of each message")
     _check_waits(orders, messages)
-    _run(orders, messages)
+    _run(orders, messages, alone)
     for stage, actions in enumerate(orders):
         _check_runs(stage, actions, messages, {block.name: block for block in blocks[stage]}, pieces)
 
@@ -122,11 +127,11 @@ def _check_runs(
         raise GraphError(f"stage {stage} never runs {_shown(min(left))}", "each block for each piece")
 
 
-def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
+def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], alone: bool) -> None:
     """Run all stages as far as they get."""
     at = [0] * len(orders)
     heads: dict[tuple[int, int], tuple[list[_Key], list[_Key]]] = {}
-    done = set[_Key]()
+    done, started = set[_Key](), [set[_Key]() for _ in orders]
     left = [sum(a.kind == "send" for a in actions) for actions in orders]
     moved = True
     while moved:
@@ -137,10 +142,17 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) ->
                 key = (action.name, action.piece)
                 if (action.kind in ("wait", "sent") and key not in done) or (action.kind == "complete" and left[stage]):
                     break
+                if alone and action.kind == "run":
+                    if not started[stage] <= done:
+                        break
+                    started[stage].clear()
                 if action.kind in ("send", "post"):
                     message = messages[action.name]
-                    channel = heads.setdefault((message.source, message.target), ([], []))
-                    channel[action.kind == "post"].append(key)
+                    end = heads.setdefault((message.source, message.target), ([], []))[action.kind == "post"]
+                    if alone and end:
+                        break
+                    end.append(key)
+                    started[stage].add(key)
                 at[stage] += 1
                 moved = True
         for (source, _), (begun, expected) in heads.items():

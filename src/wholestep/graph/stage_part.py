@@ -81,7 +81,8 @@ class StagePart:
 
     Operands of the node are the values `operands`. `totals`: of each accumulator its name before a piece (None for the
     first), and after it. `device`: of what is received.
-    `peak_bytes`: of values of pieces, by simulation.
+    `peak_bytes`: of values of pieces, by simulation. `groups`: once bound, the process group of each channel that has
+    one of its own; `axis` is that of the others.
 
     Where runs of some blocks are written out in the graph (`passes.peel`), several parts follow each other. A part that
     is not `begins` is given the state that the part before returns last, in front of `operands`, and behind them the
@@ -104,6 +105,7 @@ class StagePart:
     taken: tuple[tuple[str, int], ...] = ()
     begins: bool = True
     ends: bool = True
+    groups: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     __name__ = "stage"
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -124,6 +126,10 @@ class StagePart:
         for name in [*sent, *(name for block in self.blocks for name in block.takes)]:
             found[name] = found.get(name, 0) + 1
         return found
+
+    def group_of(self, message: Message) -> str:
+        """The process group that carries a message."""
+        return self.groups.get((message.source, message.target), self.axis)
 
     def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
         """This part with other bodies of its blocks."""

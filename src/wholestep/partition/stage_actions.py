@@ -9,10 +9,11 @@ from ..graph.stage_part import Action, Message, StageBlock
 
 
 def actions_of(
-    orders: Orders, blocks: Mapping[str, StageBlock], messages: Mapping[str, Message]
+    orders: Orders, blocks: Mapping[str, StageBlock], messages: Mapping[str, Message], alone: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """The actions of each stage. A send starts as soon as its value exists. What a block reads is received from when
     the block before it begins, in the order in which the other end sends, and is waited for in front of the block.
+    With `alone`, orders end on stages that may do one thing at a time (`check_orders`).
     """
     by_value: dict[tuple[int, str], list[Message]] = {}
     for message in messages.values():
@@ -26,6 +27,8 @@ def actions_of(
                 for message in by_value.get((stage, value), ()):
                     sent_by[task].append((message.name, task[1]))
                     channels.setdefault((stage, message.target), []).append((message.name, task[1]))
+    if alone:
+        return _with_replies(_Alone(orders, blocks, messages, channels, sent_by).actions(), messages)
     made = [_Stage(stage, orders, blocks, messages, channels, sent_by).actions() for stage in range(len(orders))]
     return _with_replies(made, messages)
 
@@ -98,3 +101,94 @@ class _Stage:
                 other = next(self.coming[self.messages[key[0]].source])
                 self.posted.add(other)
                 self.made.append(Action("post", *other))
+
+
+class _Alone:
+    """Writes the actions of all stages by running them one thing at a time: in front of a block all that its stage has
+    started is carried. A message is received from in front of the block before its reader if it can be sent without
+    that block, else behind it. Of two blocks each of which could let the other's message come early, the forward runs
+    first, and what it sends is early: a backward takes longer, and its gradient comes later. A message that nobody
+    would receive before its sender has to go on is received at once.
+    """
+
+    def __init__(
+        self,
+        orders: Orders,
+        blocks: Mapping[str, StageBlock],
+        messages: Mapping[str, Message],
+        channels: Mapping[tuple[int, int], list[Task]],
+        sent_by: Mapping[Task, list[Task]],
+    ) -> None:
+        self.orders, self.blocks, self.channels, self.sent_by = orders, blocks, channels, sent_by
+        self.place = {key: (pair, at) for pair, keys in channels.items() for at, key in enumerate(keys)}
+        self.sent, self.posted = dict.fromkeys(channels, 0), dict.fromkeys(channels, 0)
+        self.at, self.waited = [0] * len(orders), set[Task]()
+        self.sending: list[list[Task]] = [[] for _ in orders]
+        self.made: list[list[Action]] = [[] for _ in orders]
+        self.out = [[pair for pair in channels if pair[0] == stage] for stage in range(len(orders))]
+        reads = {task: [(name, task[1]) for name in blocks[task[0]].takes if name in messages] for task in sent_by}
+        self.read = {task: [key for key in keys if key in self.place] for task, keys in reads.items()}
+
+    def actions(self) -> list[list[Action]]:
+        stages = range(len(self.orders))
+        while True:
+            moved = [self._go_on(stage) for stage in stages]
+            if any(moved):
+                continue
+            able = [stage for stage in stages if self._may_run(stage, ahead=False)]
+            held = (pair for pair in self.channels if self.posted[pair] < self.sent[pair])
+            if able:
+                self._run(min(able, key=lambda stage: self.blocks[self.orders[stage][self.at[stage]][0]].is_backward))
+            elif (pair := next(held, None)) is not None:
+                self._post(pair)
+            else:
+                return [[*made, Action("complete")] for made in self.made]
+
+    def _go_on(self, stage: int) -> bool:
+        """Send, receive and run what needs no choice. False for nothing."""
+        before = len(self.made[stage])
+        while self._send(stage) or self._receive(stage) or (self._may_run(stage, ahead=True) and self._run(stage)):
+            pass
+        return len(self.made[stage]) > before
+
+    def _send(self, stage: int) -> bool:
+        """Start the next send of a stage, if the message before it in its channel is carried."""
+        if not self.sending[stage] or not self._is_idle(pair := self.place[self.sending[stage][0]][0]):
+            return False
+        self.made[stage].append(Action("send", *self.sending[stage].pop(0)))
+        self.sent[pair] += 1
+        return True
+
+    def _receive(self, stage: int) -> bool:
+        """Receive what was sent and the next two blocks read."""
+        for task in self.orders[stage][self.at[stage] : self.at[stage] + 2]:
+            for pair, at in map(self.place.__getitem__, self.read[task]):
+                if self.posted[pair] <= at < self.sent[pair]:
+                    self._post(pair)
+                    return True
+        return False
+
+    def _post(self, pair: tuple[int, int]) -> None:
+        self.made[pair[1]].append(Action("post", *self.channels[pair][self.posted[pair]]))
+        self.posted[pair] += 1
+
+    def _is_idle(self, pair: tuple[int, int]) -> bool:
+        return self.posted[pair] == self.sent[pair]
+
+    def _may_run(self, stage: int, ahead: bool) -> bool:
+        """True if the next block of a stage has all that it reads, and with `ahead` the one behind it, too."""
+        tasks = self.orders[stage][self.at[stage] : self.at[stage] + 1 + ahead]
+        places = (self.place[key] for task in tasks for key in self.read[task])
+        is_free = bool(tasks) and not self.sending[stage] and all(map(self._is_idle, self.out[stage]))
+        return is_free and all(self.posted[pair] > at for pair, at in places)
+
+    def _run(self, stage: int) -> bool:
+        task = self.orders[stage][self.at[stage]]
+        for key in self.read[task]:
+            if key not in self.waited:
+                self.waited.add(key)
+                self.made[stage].append(Action("wait", *key))
+        self.made[stage].append(Action("run", *task))
+        self.sending[stage] = list(self.sent_by[task])
+        self.at[stage] += 1
+        return True

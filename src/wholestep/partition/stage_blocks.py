@@ -87,13 +87,19 @@ def parts_in(
     """The parts of the stages along `axis` in known orders, which are proven to end."""
     cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else whole
     blocks = {block.name: block for several in cut.blocks for block in several}
-    actions, priced = actions_of(orders, blocks, cut.messages), cut.costs(axis, BlockPrices(hardware, mesh))
-    check_orders(actions, cut.messages, cut.blocks, cut.loop.pieces)
+    alone, priced = is_alone(device), cut.costs(axis, BlockPrices(hardware, mesh))
+    actions = actions_of(orders, blocks, cut.messages, alone)
+    check_orders(actions, cut.messages, cut.blocks, cut.loop.pieces, alone)
     parts = tuple(
         replace(part, blocks=tuple(_priced(one, priced[one.name]) for one in part.blocks), actions=actions[part.stage])
         for part in cut.parts(axis, device)
     )
     return tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
+
+
+def is_alone(device: str) -> bool:
+    """True for devices that may do one thing at a time: messages of CPUs run beside all else."""
+    return device.startswith("cuda")
 
 
 def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | None = None) -> Loop:
@@ -112,7 +118,8 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
             raise GraphError(f"stage {stage} has other blocks than before", "the same blocks with other contents")
         part = replace(part, blocks=tuple(priced), operands=cut.operands[stage])
         parts[stage] = replace(part, peak_bytes=_peak_bytes(part))
-    check_orders([part.actions for part in parts], cut.messages, [part.blocks for part in parts], loop.pieces)
+    actions, blocks = [part.actions for part in parts], [part.blocks for part in parts]
+    check_orders(actions, cut.messages, blocks, loop.pieces, is_alone(parts[0].device))
     return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
 
 

@@ -15,7 +15,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
-from ..graph.stage_part import transfer
+from ..graph.stage_part import StageParts, transfer
 from ..rules.registry import draws
 from .rank_ops import drawn
 
@@ -36,6 +36,20 @@ def receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, 
 
 POINT_TO_POINT = (send, receive)
 """Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
+
+
+def orders_in(local: LocalGraph) -> list[StageParts]:
+    """How stages share the loops of a program."""
+    loops = [loop for node in local.graph.nodes if (loop := loop_of(node))]
+    return [loop.stages for loop in loops if loop.stages is not None]
+
+
+def channels_of(local: LocalGraph) -> set[tuple[int, int]]:
+    """Which stages send which others something, in the program of all stages."""
+    sends = (node.args for node in local.graph.nodes if node.target is transfer)
+    found = {(cast(int, source), cast(int, target)) for _, source, target, *_ in sends}
+    messages = (message for stages in orders_in(local) for message in stages.parts[0].messages.values())
+    return found | {(message.source, message.target) for message in messages}
 
 
 def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:

@@ -17,7 +17,7 @@ from ..graph.stage_part import StageParts, part_of
 from ..hardware.hardware import Hardware
 from ..partition.lower import written
 from ..partition.stage_blocks import StageCut, cuts_for, in_order_of, is_staged, parts_in, stages_of
-from ..partition.stage_program import stage_program
+from ..partition.stage_program import orders_in, stage_program
 from ..plan.check_plan import check_plan
 from ..plan.plan import Plan
 from ..typed_values import check_arguments
@@ -135,9 +135,3 @@ def as_said(local: LocalGraph, said: Sequence[Said], hardware: Hardware) -> Loca
             parts = parts_in(orders, *cuts_for(loop, mesh, axis, name), mesh, axis, hardware, _device(local))
             node.target = replace(loop, stages=replace(loop.stages, parts=parts, order=name))
     return made
-
-
-def orders_in(local: LocalGraph) -> list[StageParts]:
-    """How stages share the loops of a program."""
-    loops = [loop for node in local.graph.nodes if (loop := loop_of(node))]
-    return [loop.stages for loop in loops if loop.stages is not None]

@@ -10,11 +10,11 @@ from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.loop import with_bodies
 from ..graph.nodes import is_collective, node_at
 from ..hardware.hardware import Hardware
-from ..partition.stage_program import stage_program
+from ..partition.stage_program import orders_in, stage_program
 from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket import REDUCE, join_rows
-from .order_stages import in_order, orders_in
+from .order_stages import in_order
 from .overlap import collectives_of, with_order_from
 
 

@@ -237,6 +237,9 @@ class StepOptions:
         if strategies.pipeline is not None and whole:
             found, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
             raise BackendError(found, needed, 'use backend="inductor"')
+        if strategies.pipeline is not None and given.cuda_graphs is True:
+            found = f"cuda_graphs=True, but {STAGES_RUN_OP_BY_OP}"
+            raise BackendError(found, "one of them", 'leave out cuda_graphs=True: it is "auto"')
         if strategies.pipeline is not None and given.across_steps:
             needed = "a schedule within the step: collectives of a stage run while it waits for others"
             raise PlanError("a schedule across steps with Pipeline", needed, 'give schedule="auto"')
@@ -271,6 +274,9 @@ class StepOptions:
         )
         may_regather, cache = keeps if plan is not None else not keeps, folder_of(given.cache)
         return StepOptions(given, backend, strategies, mesh, budget, chooser, plan, may_regather, capture, cache)
+
+
+STAGES_RUN_OP_BY_OP = "stages of a pipeline run op by op: Python orders their blocks and messages"
 
 
 def _check_backend(backend: Backend, given: CompileOptions) -> None:

@@ -12,6 +12,7 @@ from ..backend.rank_binding import bind
 from ..backend.same_bits import same_bits
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
+from ..distributed.channels import open_channels
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
@@ -19,7 +20,7 @@ from ..graph.graph import BucketSizes, LocalGraph
 from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
-from ..partition.stage_program import stage_program
+from ..partition.stage_program import channels_of, stage_program
 from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
@@ -93,10 +94,9 @@ class Finalizer:
 
     def _of_stage(self, made: RankProgram, key: str, watch: Watch | None) -> RankProgram:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
-        if not self.world.device.startswith("cpu"):
-            raise PlanError("a GPU with Pipeline is not built", "CPUs over gloo", "leave out Pipeline")
         self._recall(made.local, key)
         whole = self.ordered(made.local, key, self.tuned.get(key, (None, ""))[1], made.plan.hardware)
+        open_channels(self.world, whole.stage_axis, channels_of(whole))
         plain = self.passes(whole)
         if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):

@@ -26,7 +26,7 @@ from ..graph.sizes_in_graph import at_sizes
 from ..graph.text import human
 from ..plan.strategies import Strategies
 from .between_steps import CrossStepRunner, flush_before_use, gather_before_eager_call
-from .compile_options import StepOptions, not_recorded
+from .compile_options import STAGES_RUN_OP_BY_OP, StepOptions, not_recorded
 from .consistency import RankProgram
 from .finalize import bound_to_rank
 from .guards import Guards
@@ -138,6 +138,8 @@ class Installer:
         self.not_recorded = not_recorded(self._options.backend, given)
         if not self.not_recorded and not asked and kind != "cuda":
             self.not_recorded = f"the step runs on {kind}"
+        if self._options.strategies.pipeline is not None:
+            self.not_recorded = self.not_recorded or STAGES_RUN_OP_BY_OP
         if kind == "cuda" and torch.cuda.get_allocator_backend() != "native":
             self.not_recorded = self.not_recorded or "the allocator cudaMallocAsync has no pools of memory"
         if self.not_recorded:

@@ -167,13 +167,16 @@ class CompiledStep:
             >>> print(found), found.save("step.json")
 
         Raises:
-            PlanError: the schedule is across steps, or there is no hardware to predict for.
+            PlanError: the schedule is across steps, there is no hardware to predict for, or it has stages on GPUs.
         """
         self(*args, **kwargs)
         program = self.programs[-1]
         if isinstance(program.run, CrossStepRunner):
             text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
             raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')
+        if program.local.stage_axis and program.world.device.startswith("cuda"):
+            text = "step.profile of a Pipeline on GPUs: the clock of the host times blocks"
+            raise PlanError(text, "a Pipeline on CPUs", "use torch.profiler, and ws.timeline for what is simulated")
         hardware = hardware or (self.schedule.hardware if self.schedule else None)
         if hardware is None:
             needed = "hardware to predict for"
