@@ -1,11 +1,15 @@
-"""When the garbage collector runs: in searches, and once behind a large compile."""
+"""What a compile leaves in memory, and when the garbage collector runs."""
 
 import gc
+import linecache
 import weakref
 from collections.abc import Generator
 
 import pytest
+import torch
+from torch import nn
 
+import wholestep as ws
 from wholestep.graph.gc_control import collected_after, existing_objects_frozen
 
 
@@ -51,3 +55,12 @@ def test_a_collector_that_the_user_has_turned_off_stays_off() -> None:
     assert held
     assert not gc.isenabled()
     assert gc.get_stats()[2]["collections"] == collections
+
+
+def test_a_capture_forgets_the_source_files_that_it_read() -> None:
+    """Lines that are of no file stay: nothing can read them again."""
+    linecache.clearcache()
+    linecache.cache["<typed in>"] = 5, None, ["line\n"], "<typed in>"
+    model = nn.Linear(2, 2)
+    ws.capture(lambda x: model(x).sum().backward(), torch.ones(1, 2), options=ws.CaptureOptions(keep_grads=True))
+    assert list(linecache.cache) == ["<typed in>"]

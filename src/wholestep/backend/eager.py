@@ -141,6 +141,7 @@ class _Eager:
             self._run = self._compile(first=False)
         if self._sizes is None:
             self._check_run = self._run
+            self._graph, self._loops, self._blocks = Graph(), {}, {}  # it is not compiled again
         if len(self._checked) >= _MOST_SIZES:
             self._checked.clear()
         self._checked.add(now)
@@ -311,11 +312,11 @@ class RunStage:
         compile: Callable[[Graph], RunBody] = op_by_op,
         clock: NodeClock | None = None,
     ) -> None:
-        self._part, self._send, self._receive = part, send, receive
-        self._blocks = {block.name: (block, compile(block.body)) for block in part.running}
+        self._part, self._send, self._receive = part.with_bodies([Graph() for _ in part.blocks]), send, receive
+        self._blocks = {block.name: (block.takes, block.gives, compile(block.body)) for block in part.running}
         if clock is not None:
             timed = clock.timed_block
-            self._blocks = {name: (block, timed(name, run)) for name, (block, run) in self._blocks.items()}
+            self._blocks = {name: (*ends, timed(name, run)) for name, (*ends, run) in self._blocks.items()}
         self._so_far = {end: before for before, end in part.totals}
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
         self._groups = {name: part.group_of(message) for name, message in part.messages.items()}
@@ -364,9 +365,9 @@ class RunStage:
         state.coming[name, piece] = begun, out
 
     def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
-        block, run = self._blocks[name]
-        made = run([fixed[one] if one in fixed else state.take(one, piece) for one in block.takes], piece)
-        for given, value in zip(block.gives, made, strict=True):
+        takes, gives, run = self._blocks[name]
+        made = run([fixed[one] if one in fixed else state.take(one, piece) for one in takes], piece)
+        for given, value in zip(gives, made, strict=True):
             if given in self._so_far:
                 state.totals[self._so_far[given]] = value
             if self._readers.get(given):

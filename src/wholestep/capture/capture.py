@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.gc_control import collector_paused
+from ..graph.gc_control import collector_paused, source_lines_dropped
 from ..graph.graph import TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
@@ -94,6 +94,7 @@ def find_state(
 
 
 @collector_paused()
+@source_lines_dropped()
 def capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
     whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,

@@ -24,6 +24,7 @@ from .process import Process, process
 
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _INTERNAL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, wholestep_file))
+_WAIT = "wait_tensor"
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), "site-packages"
 _BUSY_SHARE, _BUSY_S = 0.01, 0.01  # a thread that uses more of a CPU is not blocked
 
@@ -147,7 +148,7 @@ def waited_for(frame: FrameType | None) -> str:
             return frame.f_globals[WAITS].get(line, "")
         if file.endswith(_COLLECTIVES):
             return f"torch's {frame.f_code.co_name}"
-        if "wait_tensor" in linecache.getline(file, line):
+        if _WAIT in frame.f_code.co_names and _WAIT in linecache.getline(file, line):
             return "a collective"
         if not file.startswith(_INTERNAL):
             break
@@ -157,11 +158,11 @@ def waited_for(frame: FrameType | None) -> str:
 
 def _user_line(frame: FrameType) -> str:
     """The innermost line of this thread that is neither torch's, nor wholestep's, nor Python's own."""
-    for found in reversed(traceback.extract_stack(frame)):
-        file = found.filename
+    for found, line in traceback.walk_stack(frame):
+        file = found.f_code.co_filename
         standard = file.startswith(_STANDARD) and _PACKAGES not in file
         if not (standard or file.startswith((*_INTERNAL, "<"))):
-            return f"{file}:{found.lineno}  {found.line}"
+            return f"{file}:{line}  {linecache.getline(file, line).strip()}"
     return ""
 
 

@@ -1,8 +1,10 @@
-"""Control of the garbage collector, which takes up to half of the time while large graphs are built."""
+"""Control of the garbage collector, half of the time of building large graphs, and of what these leave in memory."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import linecache
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,12 +27,14 @@ def collector_paused() -> Generator[None]:
 @contextmanager
 def collected_after() -> Generator[None]:
     """Run the garbage collector at the end of this context if there are so many new objects that it would go through
-    all objects in some later call of a step, which can take longer than the step.
+    all objects in some later call of a step, which can take longer than the step; then give free memory back.
     """
     before = sys.getallocatedblocks()
     yield
     if gc.isenabled() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
         gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc gives back the end of its heap alone by itself
+        trim(0)
 
 
 @contextmanager
@@ -46,3 +50,17 @@ def existing_objects_frozen() -> Generator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def source_lines_dropped() -> Generator[None]:
+    """Forget, at the end of this context or decorated function, the source files that were read in it: torch looks up
+    the stacks of its fake modes, whose files have tens of thousands of lines. They are read again where needed.
+    """
+    known = set(linecache.cache)
+    try:
+        yield
+    finally:
+        for name, (_, *read) in list(linecache.cache.items()):
+            if name not in known and read and read[0] is not None:  # the time of a file
+                linecache.cache.pop(name, None)

@@ -23,7 +23,7 @@ from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError
-from ..graph.gc_control import collected_after
+from ..graph.gc_control import collected_after, source_lines_dropped
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
@@ -381,7 +381,7 @@ class CompiledStep:
             self._note_miss(newest)
             self._note_change(newest)
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
-        with self._stages.reporting(), busy, collected_after():
+        with self._stages.reporting(), busy, collected_after(), source_lines_dropped():
             flush_pending()
             inputs = self._inputs(args, kwargs, given and given.of_all)
             return self._compile(inputs, self._other_sizes(inputs))
