@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PAIR := -n 2
+BY_FILE := $(PAIR) --dist loadfile --no-loadscope-reorder # what tests of a file share is made once
 SMOKE = -q -m 'smoke or golden' tests/golden $(shell grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ test: test-one-process test-dist ## each behaviour once, about twenty minutes on
 test-all: test test-full test-other-torch ## everything
 
 test-full: $(STAMP) ## what `make test` leaves out: whole crosses, 3 and 4 ranks, catalogues (ARGS="--minutes 20": a part each day)
-	$(PYTEST) tests -m full $(PAIR) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) tests -m full $(BY_FILE) $(ARGS)
 
 test-other-torch: $(STAMP) ## the quick tests in each environment that is called .venv-*, for other versions of torch
 	@status=0; for python in .venv-*/bin/python; do \
@@ -38,12 +39,12 @@ test-other-torch: $(STAMP) ## the quick tests in each environment that is called
 smoke: $(STAMP) ## golden text and one quick test of each part
 	$(PYTEST) $(SMOKE)
 
-# One run for all of these: each run of pytest imports torch and the tests anew in three processes.
+# One run for all of these: each run of pytest imports torch and the tests anew in three processes. The last files are short: no core is idle for long.
 test-one-process: $(STAMP) ## all but test-dist: unit, golden, op_db, gpu, benchmarks, tools, docs
-	$(PYTEST) tests benchmarks/tests tools/tests --ignore tests/dist $(PAIR) $(ARGS)
+	$(PYTEST) benchmarks/tests tests tools/tests --ignore tests/dist $(BY_FILE) $(ARGS)
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
-	$(PYTEST) tests/unit $(PAIR) --ignore tests/unit/test_docs.py $(ARGS)
+	$(PYTEST) tests/unit $(BY_FILE) --ignore tests/unit/test_docs.py $(ARGS)
 
 test-golden: $(STAMP) ## printed text against tests/golden/*.txt (ARGS=--accept rewrites the files)
 	$(call tier,golden)
@@ -52,7 +53,7 @@ test-op-db: $(STAMP) ## the day's share of PyTorch's database of ops, in a step,
 	$(call tier,op_db,$(PAIR))
 
 test-dist: $(STAMP) ## tests on gloo processes, two files at a time
-	$(call tier,dist,$(PAIR) --dist loadfile --no-loadscope-reorder)
+	$(call tier,dist,$(BY_FILE))
 
 test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 	$(call tier,gpu)

@@ -8,6 +8,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the test's own p
 
 import datetime
 import gc
+import inspect
 import logging
 import multiprocessing
 import signal
@@ -123,6 +124,18 @@ def mark_crosses(items: list[pytest.Item]) -> None:
                 one.add_marker("full")
 
 
+def leaves_out_full(config: pytest.Config) -> bool:
+    """What is marked `full` runs where `-m` or a whole name asks for it."""
+    return "full" not in config.option.markexpr and not any("[" in arg for arg in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """No items are made of a whole test that is left out: they are half of all."""
+    marks = getattr(obj, "pytestmark", ()) if inspect.isfunction(obj) else ()
+    return [] if leaves_out_full(collector.config) and any(mark.name == "full" for mark in marks) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m and -k choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its tier, which is its folder; leave out what is marked `full` unless `-m` names it."""
@@ -134,7 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tier)
         if tier == "gpu" and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-    if "full" not in config.option.markexpr and not any("[" in arg for arg in config.args):
+    if leaves_out_full(config):
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
@@ -174,13 +187,23 @@ def kill_marked(value: str) -> list[int]:
     return killed
 
 
+def newest_pid() -> str:
+    """The last one that the system gave to a process or thread; other text each time where there is no /proc."""
+    try:
+        return Path("/proc/loadavg").read_text().split()[-1]
+    except OSError:
+        return uuid.uuid4().hex
+
+
 @pytest.fixture(autouse=True)
 def no_strays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End every process that the test started and left running."""
-    before = set(multiprocessing.active_children())
+    before, pid = set(multiprocessing.active_children()), newest_pid()
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
     yield
+    if newest_pid() == pid:
+        return
     for child in set(multiprocessing.active_children()) - before:
         child.kill()
         child.join()

@@ -14,7 +14,7 @@ from tests.conftest import today
 from tests.op_db.run import outcomes
 from wholestep import _torch
 
-DAILY = 40
+DAILY = 30
 INFOS = {f"{info.name}{'.' * bool(info.variant_test_name)}{info.variant_test_name}": info for info in _torch.op_infos()}
 
 

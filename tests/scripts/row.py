@@ -48,34 +48,33 @@ class Row:
     ranks: bool = False
 
 
-def outcome(script: Script) -> str:
-    """Says "yes" when all numbers are those of eager, in both styles; else the first line of the error.
+def outcome(script: Script, style: str) -> str:
+    """Says "yes" when all numbers are those of eager; else the first line of the error.
 
     Raises:
         AssertionError: a number differs from eager's.
     """
-    for style in STYLES:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                same_as_eager(
-                    script.step, script.make, script.calls(0), between=script.between, tolerance=script.tolerance,
-                    parallel=ws.DataParallel(style), **script.options,
-                )  # fmt: skip
-        except ws.WholestepError as error:
-            return error.found.splitlines()[0]
-        finally:
-            if dist.is_initialized():  # by a script that wants a process group
-                dist.destroy_process_group()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same_as_eager(
+                script.step, script.make, script.calls(0), between=script.between, tolerance=script.tolerance,
+                parallel=ws.DataParallel(style), **script.options,
+            )  # fmt: skip
+    except ws.WholestepError as error:
+        return error.found.splitlines()[0]
+    finally:
+        if dist.is_initialized():  # by a script that wants a process group
+            dist.destroy_process_group()
     return "yes"
 
 
 @cache
-def cell(row: Row) -> str:
+def cell(row: Row, style: str) -> str:
     """What the table says of a row."""
-    found = outcome(row.script())
+    found = outcome(row.script(), style)
     if row.before is not None:
-        refused = outcome(row.before())
+        refused = outcome(row.before(), style)
         assert refused != "yes", f"{row.what!r} runs without the line that it is said to need"
         found = f"{found}, with: {row.line} (else: {refused})"
     elif found != "yes":

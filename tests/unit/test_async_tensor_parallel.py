@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def proposed(local: ws.LocalGraph, hardware: ws.Hardware = SLOW) -> list[Cut]:
     return found
 
 
-def large(async_tp: Any, tokens: int = 16384) -> ws.LocalGraph:
+@cache
+def large_step(tokens: int) -> tuple[ws.TrainGraph, LlamaForCausalLM]:
     """Two layers as wide as those of Llama-3-8B, on meta."""
     sizes: Any = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 1024}
     with torch.device("meta"):
@@ -55,7 +57,11 @@ def large(async_tp: Any, tokens: int = 16384) -> ws.LocalGraph:
         model.model(x).last_hidden_state.float().square().mean().backward()
         optimizer.step()
 
-    graph = ws.capture(train_step, model, SGD(model.parameters(), lr=0.1), tokens_)
+    return ws.capture(train_step, model, SGD(model.parameters(), lr=0.1), tokens_), model
+
+
+def large(async_tp: Any, tokens: int = 16384) -> ws.LocalGraph:
+    graph, model = large_step(tokens)
     tensor = ws.TensorParallel.of(model, sequence=True, async_tp=async_tp)
     return ws.partition(graph, ws.plan(graph, "tp=8", tensor, hardware=H100))
 

@@ -1,6 +1,7 @@
 """Constraints in `Auto`: every plan that is considered keeps them, along every axis; others are refused."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from wholestep.planner.search_result import SearchResult
 TOLERANCE = 1e-10
 
 
+@cache
 def mlp() -> ws.TrainGraph:
     model = MLP()
     return capture_step(step_of(squares), (model, torch.optim.AdamW(model.parameters()), *floats(6, 12)[0]), {}).graph

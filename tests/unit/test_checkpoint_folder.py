@@ -304,31 +304,38 @@ def test_the_process_ends_after_its_last_save(tmp_path: Path) -> None:
     assert names(tmp_path / "saved") == ["latest", "step-00000001"], "the lease is released"
 
 
-def test_an_unsaved_checkpoint_is_the_exit_status(tmp_path: Path) -> None:
-    status, text = run(tmp_path / "script.py", "ws.save('saved/a', step)\nws.save('script.py', step, wait=False)")
-    assert status == 1, text
-    assert "a checkpoint was not saved\nCheckpointError: checkpoint script.py could not be written: " in text
-
-
-def test_a_full_disk_is_the_first_line_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    status, text = run(
-        tmp_path / "script.py",
-        """
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """The folder, status and errors of a process that met a full disk, and ended before it heard of another failure."""
+    folder = tmp_path_factory.mktemp("ended")
+    text = """
 ws.save('saved', step)
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 try:
     ws.save('saved', step, number=2)
 except ws.CheckpointError as error:
     print(error, file=open('error', 'w'))
-""",
-    )
-    assert status == 0, text
-    first = (tmp_path / "error").read_text().splitlines()[0]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+ws.save('script.py', step, wait=False)
+"""
+    return folder, *run(folder / "script.py", text)
+
+
+def test_an_unsaved_checkpoint_is_the_exit_status(ended: tuple[Path, int, str]) -> None:
+    _, status, text = ended
+    assert status == 1, text
+    assert "a checkpoint was not saved\nCheckpointError: checkpoint script.py could not be written: " in text
+
+
+def test_a_full_disk_is_the_first_line_and_the_old_checkpoint_stays(ended: tuple[Path, int, str]) -> None:
+    folder, _, text = ended
+    assert (folder / "error").exists(), text
+    first = (folder / "error").read_text().splitlines()[0]
     assert first == "checkpoint saved/step-00000002 could not be written: the file is larger than the system allows"
-    assert names(tmp_path / "saved") == ["latest", "step-00000001"]
-    assert ws.load(tmp_path / "saved").number == 1
+    assert names(folder / "saved") == ["latest", "step-00000001"]
+    assert ws.load(folder / "saved").number == 1
 
 
 @pytest.mark.parametrize(

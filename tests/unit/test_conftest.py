@@ -95,11 +95,11 @@ def test_of_a_catalogue():
 @pytest.mark.parametrize(
     ("options", "passed", "left"),
     [
-        ([], 5, 11),
+        ([], 5, 10),
         (["-m", "full"], 11, 5),
         (["-m", "full or not full"], 16, 0),
         (["-m", "full", "--minutes", "5"], 11, 5),
-        (["-k", "cross"], 5, 11),
+        (["-k", "cross"], 5, 10),
     ],
 )
 def test_what_is_full_runs_where_it_is_named(
@@ -113,7 +113,7 @@ def test_what_is_full_runs_where_it_is_named(
 
 def test_no_test_begins_without_time(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(CROSSED)
-    pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=5, deselected=11)
+    pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=5, deselected=10)
 
 
 def test_days_begin_with_other_files(request: pytest.FixtureRequest) -> None:

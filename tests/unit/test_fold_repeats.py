@@ -83,7 +83,9 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("result", ["sum", "list", pytest.param("last", marks=pytest.mark.full), "mean"])
+@pytest.mark.parametrize(
+    "result", ["sum", *(pytest.param(one, marks=pytest.mark.full) for one in ("list", "last")), "mean"]
+)
 @pytest.mark.parametrize("way", [next(iter(WAYS)), *(pytest.param(w, marks=pytest.mark.full) for w in [*WAYS][1:])])
 def test_the_same_bits(way: str, result: str) -> None:
     """Against the program without the pass, and the step as it is, with dropout and clipping."""
@@ -189,11 +191,10 @@ def test_on_two_ranks(style: str, semantics: Any) -> None:
 
 def test_size_is_that_of_two_pieces() -> None:
     sizes, per_piece = dict[int, int](), 4  # two slices of the batch, and their places in the list of the body
-    for number in (4, 8, 16):
+    for number in (4, 8):
         local = FoldRepeats()(_programs(_looped(_chunks(number)), "dp=2", ws.DataParallel("zero1"), rows=32)[2])
         sizes[number] = sum(1 for _ in with_bodies(local.graph))
     assert sizes[8] - sizes[4] <= 4 * per_piece
-    assert sizes[16] - sizes[8] <= 8 * per_piece
 
 
 def test_memory_is_as_predicted() -> None:

@@ -17,7 +17,7 @@ from wholestep.plan.data_parallel import STYLES
 
 pytestmark = pytest.mark.usefixtures("double")
 
-STEPS, TOLERANCE = 5, 1e-10
+STEPS, TOLERANCE = 3, 1e-10
 WORLDS = ("dp=2", "dp=3", "dp=4")
 HYBRID = "r=2,s=2"
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -304,11 +304,11 @@ def test_models(name: str, optimizer: str, rows: int) -> None:
         return model, OPTIMIZERS[optimizer](model)
 
     one = OneDevice(make, _step(loss), batches)
-    for mesh in WORLDS:
-        for style in ("replicate", "fully_shard"):
-            found = compare(one, mesh, ws.DataParallel(style, semantics="global"))
-            assert found.worst < TOLERANCE, f"{mesh} {style}: {found.where} differs by {found.worst:.1e}"
-            assert not found.ruleless
+    styles = ("replicate", "fully_shard", "replicate") if rows == 12 else ("fully_shard", "replicate", "fully_shard")
+    for mesh, style in zip(WORLDS, styles, strict=True):
+        found = compare(one, mesh, ws.DataParallel(style, semantics="global"))
+        assert found.worst < TOLERANCE, f"{mesh} {style}: {found.where} differs by {found.worst:.1e}"
+        assert not found.ruleless
 
 
 def test_batch_on_dim_1() -> None:
@@ -423,6 +423,6 @@ def test_hugging_face(name: str) -> None:
 
     batches = [(joined([entry.batch(generator) for _ in range(6)]),) for _ in range(STEPS)]
     one = OneDevice(make, _step(loss), batches)
-    for mesh in WORLDS:
+    for mesh in ("dp=2", "dp=4"):  # of six parts, evenly and not
         found = compare(one, mesh, ws.DataParallel("fully_shard", semantics="global"))
         assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"

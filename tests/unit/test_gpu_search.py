@@ -221,7 +221,9 @@ def test_all_layers_are_captured_where_one_differs(tiny: str) -> None:
     assert made == [4, 4, LAYERS]
 
 
-@pytest.mark.parametrize(("micro_batches", "refused"), [(1, False), (3, False), (1, True)])
+@pytest.mark.parametrize(
+    ("micro_batches", "refused"), [pytest.param(1, False, marks=pytest.mark.full), (3, False), (1, True)]
+)
 def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refused: bool, tiny: str) -> None:
     """To the letter; all are captured where transformers has no model of few."""
     target, asked = build(ModelSpec(tiny, seq=64, micro_batches=micro_batches)), list[int]()

@@ -6,6 +6,7 @@ import each other in no circle, not even inside functions. Two modules or two pu
 
 import ast
 from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ READERS = "compile report __init__ cli __main__"
 ORDER = [*SUPPORT.split(), *STAGES.split(), *READERS.split()]
 LEVEL = {name: i for i, name in enumerate(ORDER)}
 DICT_METHODS = {"get", "update", "setdefault", "pop", "copy", "items", "keys", "values", "clear"}
+
+
+@lru_cache(maxsize=1)
+def parsed(source: str) -> ast.Module:
+    """The tree of a module's text, for the checks that read it in turn; nobody changes it."""
+    return ast.parse(source)
 
 
 def imports(tree: ast.AST, module: str) -> list[tuple[int, str]]:
@@ -47,7 +54,7 @@ def direction_faults(source: str, module: str) -> list[str]:
     if unit not in LEVEL:
         return [f"{module}: {unit} has no place in the order of tests/unit/test_imports.py"]
     faults: list[str] = []
-    for line, name in imports(ast.parse(source), module):
+    for line, name in imports(parsed(source), module):
         target = unit_of(name)
         if name.split(".")[0] == "wholestep" and LEVEL[unit] < LEVEL[target]:
             faults.append(f"{module}:{line}: {unit} imports {name}, which comes later ({target})")
@@ -71,7 +78,7 @@ def dotted_name(node: ast.AST) -> str:
 def private_faults(source: str, module: str) -> list[str]:
     if module.startswith("wholestep/_torch/"):
         return []
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = {(line, name) for line, name in imports(tree, module) if is_private(name)}
     aliases = {"torch": "torch"}
     for node in ast.walk(tree):
@@ -96,7 +103,7 @@ def meta_faults(source: str, module: str) -> list[str]:
         return isinstance(node, ast.Attribute) and node.attr == "meta"
 
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         touched = (
             (isinstance(node, ast.Subscript) and is_meta(node.value))
             or (isinstance(node, ast.Attribute) and node.attr in DICT_METHODS and is_meta(node.value))
@@ -116,7 +123,7 @@ def op_name_faults(source: str, module: str) -> list[str]:
         return called and bool(node.args) and ast.unparse(node.args[0]).rpartition(".")[2] == "target"
 
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Compare):
             pairs = zip(node.ops, node.comparators, strict=True)
             if any(isinstance(op, (ast.In, ast.NotIn)) and is_text(side) for op, side in pairs):
@@ -130,10 +137,9 @@ CHECKS = [direction_faults, private_faults, meta_faults, op_name_faults]
 MODULES = {path.relative_to(PACKAGE.parent).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_package(check) -> None:
+def test_package() -> None:
     assert MODULES
-    faults = [fault for module, path in MODULES.items() for fault in check(path.read_text(), module)]
+    faults = [f for module, path in MODULES.items() for check in CHECKS for f in check(path.read_text(), module)]
     assert not faults, "\n".join(faults)
 
 
@@ -180,7 +186,7 @@ def shared_names(sources: dict[str, str]) -> list[str]:
     for module, source in sources.items():
         if not module.rpartition("/")[2].startswith("__"):
             places[module.rpartition("/")[2]].append(module)
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     return [f"{name} is in {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]

@@ -87,7 +87,7 @@ def one_device(loss: str, rows: int, clip: bool, drop: float) -> OneDevice:
             "weight": torch.rand(rows, generator=generator),
         }  # fmt: skip
 
-    return OneDevice(make, _step(LOSSES[loss], clip), [(batch(),) for _ in range(3)])
+    return OneDevice(make, _step(LOSSES[loss], clip), [(batch(),) for _ in range(2)])
 
 
 def loops(local: LocalGraph) -> list[Loop]:
@@ -150,7 +150,7 @@ def test_styles(style: str, loss: str, pieces: int, rows: int, semantics: Any) -
 
 
 def _trained(one: OneDevice, mesh: str, parallel: Any) -> dict[str, Tensor]:
-    """Parameters after three steps, on ranks with different batches."""
+    """Parameters after all steps, on ranks with different batches."""
     planned = ws.plan(one.capture.graph, mesh, parallel)
     local = ws.partition(one.capture.graph, planned)
     simulation = Simulation(one.capture, planned, local)
@@ -271,7 +271,7 @@ def test_activations_are_those_of_one_piece() -> None:
 
 
 def test_the_program_does_not_grow_with_the_number_of_pieces() -> None:
-    sizes = {pieces: calls(_final(ws.MicroBatches(pieces), "dp=1")) for pieces in (2, 6, 24)}
+    sizes = {pieces: calls(_final(ws.MicroBatches(pieces), "dp=1")) for pieces in (2, 24)}
     assert len(set(sizes.values())) == 1, sizes
 
 

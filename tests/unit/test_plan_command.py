@@ -235,7 +235,7 @@ def test_the_table():
 @NEEDS_HF
 def test_comparing_by_command(tiny: str, tmp_path: Path):
     out = tmp_path / "table.json"
-    code, text = run("--hf", tiny, "--mesh", "dp=2,tp=2", "--compare", "--json", str(out))
+    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "dp=2,tp=2", "--compare", "--json", str(out))
     assert code == 0, text
     found = json.loads(out.read_text())
     assert found["format"] == "wholestep comparison"
@@ -248,7 +248,7 @@ def test_comparing_by_command(tiny: str, tmp_path: Path):
 
 @NEEDS_HF
 def test_a_plan_that_regathers_activations(tiny: str):
-    code, text = run("--hf", tiny, "--mesh", "dp=2,tp=2", "--tp", "sequence", "--tp-regather")
+    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "dp=2,tp=2", "--tp", "sequence", "--tp-regather")
     assert code == 0, text
     assert "tensor parallel on tp, loss parallel, activations re-gathered" in text
 
@@ -301,7 +301,8 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
 def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text = run(
-        "--hf", tiny, "--mesh", "dp=4,tp=2", "--auto", "--hardware", "dgx-h100", "--memory", "1GiB", "--json", str(out)
+        "--hf", tiny, "--layers", "1", "--mesh", "dp=4,tp=2", "--auto", "--hardware", "dgx-h100", "--memory", "1GiB",
+        "--json", str(out),
     )  # fmt: skip
     assert code == 0, text
     assert re.search(r"candidate +mesh +stored +peak", text)
@@ -328,7 +329,7 @@ def test_wishes_on_the_command_line(step: str, tmp_path: Path):
 
 @NEEDS_HF
 def test_auto_chooses_the_mesh(tiny: str):
-    code, text = run("--hf", tiny, "--mesh", "auto=4", "--auto")
+    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "auto=4", "--auto")
     assert code == 0, text
     assert "dp=2,tp=2" in text
     assert "tp=4" in text
@@ -338,8 +339,9 @@ def test_auto_chooses_the_mesh(tiny: str):
 def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text = run(
-        "--hf", tiny, "--mesh", "dp=4", "--auto", "--batch", "1,4", "--json", str(out), "--what-if", "seq=8"
-    )
+        "--hf", tiny, "--layers", "1", "--mesh", "dp=4", "--auto", "--batch", "1,4", "--json", str(out),
+        "--what-if", "seq=8",
+    )  # fmt: skip
     assert code == 0, text
     assert re.search(r"batch +mesh +plan +peak +step +per sequence", text)
     rows = re.findall(r"^(\d+) +dp=4 .*? ([\d.]+) (\S+) *(fastest)?$", text, re.MULTILINE)
@@ -353,7 +355,7 @@ def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
 @NEEDS_HF
 def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_sizes, "ENOUGH", 0.9)  # so that the second size gains too little
-    code, text = run("--hf", tiny, "--mesh", "dp=2", "--auto", "--batch", "auto")
+    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "dp=2", "--auto", "--batch", "auto")
     assert code == 0, text
     assert re.search(r"^1 +dp=2 ", text, re.MULTILINE)
     assert re.search(r"^2 +dp=2 ", text, re.MULTILINE)

@@ -1,21 +1,24 @@
 """Random step graphs on random meshes: all ranks of the partitioned program compute what one device computes.
 
-`WHOLESTEP_SEEDS=5000:6000` chooses other seeds than the fixed ones. A seed that fails is made smaller and printed, and
-again by `python -m tests.random_graphs --seed N`.
+Each day takes another hundred seeds. `WHOLESTEP_SEEDS=5000:6000` chooses from others. A seed that fails is made smaller
+and printed, and again by `python -m tests.random_graphs --seed N`.
 """
 
+import datetime
 import os
 import warnings
 
 import pytest
 
+from tests.conftest import today
 from tests.random_graphs.case import case
 from tests.random_graphs.run import problem
 from tests.random_graphs.shrink import show, shrink
 
 BLOCK = 100
 FIRST, LAST = map(int, os.environ.get("WHOLESTEP_SEEDS", "0:2000").split(":"))
-USUAL = 300  # seeds of `make test`
+BLOCKS = range(FIRST, LAST, BLOCK)
+OF_THE_DAY = BLOCKS[datetime.date.fromisoformat(today()).toordinal() % len(BLOCKS)]
 MORE = range(LAST, LAST + 4000, BLOCK)
 
 
@@ -31,9 +34,7 @@ def check(first: int, last: int) -> None:
                 pytest.fail(f"seed {seed}: {found.kind}\npython -m tests.random_graphs --seed {seed}\n\n{text}", False)
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=pytest.mark.full if n >= FIRST + USUAL else ()) for n in range(FIRST, LAST, BLOCK)]
-)
+@pytest.mark.parametrize("first", [pytest.param(n, marks=() if n == OF_THE_DAY else pytest.mark.full) for n in BLOCKS])
 def test_all_ranks_compute_what_one_device_does(first: int) -> None:
     check(first, min(first + BLOCK, LAST))
 

@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 4, width: int = 32, checkpointed: bool = False) -> None:
+    def __init__(self, layers: int = 3, width: int = 32, checkpointed: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(50, width)
         self.blocks = nn.ModuleList(Block(width, checkpointed) for _ in range(layers))

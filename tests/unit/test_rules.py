@@ -86,7 +86,6 @@ def test_table_is_large() -> None:
     assert len(OPS) >= 700, "ops that lost their rule"
 
 
-@pytest.mark.full  # where two processes share the tests above, this one checks every op again
 def test_samples_cut_many_factors(row_of: Callable[[str], Row]) -> None:
     pairs = {pair for op in OPS for pair in row_of(op).result.pairs}
     assert len(pairs) >= 1400, "factors that are not cut by any sample any more"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import cast
 
 import pytest
@@ -49,12 +50,17 @@ def layers(
     count: int, width: int, style: str = "replicate", fused: bool = True, rows: int = 2, ranks: int = 2, mesh: str = ""
 ) -> ws.LocalGraph:
     """The program of one of `ranks`, or of `mesh`, for so many square linear layers, on `meta`."""
+    graph = step_of(count, width, fused, rows)
+    return ws.partition(graph, ws.plan(graph, mesh or f"dp={ranks}", ws.DataParallel(style)))  # type: ignore[arg-type]
+
+
+@cache
+def step_of(count: int, width: int, fused: bool, rows: int) -> ws.TrainGraph:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
         x = torch.empty(rows, width)
     optimizer: Optimizer = Adam(model.parameters(), fused=True) if fused else SGD(model.parameters(), lr=0.1)
-    graph = ws.capture(train, model, optimizer, x)
-    return ws.partition(graph, ws.plan(graph, mesh or f"dp={ranks}", ws.DataParallel(style)))  # type: ignore[arg-type]
+    return ws.capture(train, model, optimizer, x)
 
 
 def count(local: ws.LocalGraph) -> dict[str, int]:

@@ -137,11 +137,11 @@ def sizes_in(made: Capture, rows: int, length: int) -> Mapping[str, int]:
 
 
 def check_random(seed: int) -> int:
-    """How many of five sizes the capture of a random step applies to: there, it is what is captured for them."""
+    """How many of three sizes the capture of a random step applies to: there, it is what is captured for them."""
     drawn = random.Random(seed)
     model = Random(drawn.sample(list(OPS), drawn.randint(1, 5)))
     made, applies = captured(model, 4, 7, dynamic=True), 0
-    for rows, length in ((2, 2), (3, 9), (7, 4), (5, 13), (16, 8)):
+    for rows, length in ((2, 2), (7, 4), (5, 13)):
         sizes = sizes_in(made, rows, length)
         assert made.symbols is not None
         if all(evaluate(guard.text, sizes) for guard in made.symbols.guards()):
@@ -153,18 +153,23 @@ def check_random(seed: int) -> int:
 
 @pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.full if n else ()) for n in range(0, 200, 10)])
 def test_random_steps_are_at_each_size_what_is_captured_for_it(first: int) -> None:
-    assert sum(check_random(seed) for seed in range(first, first + 10)) > 25  # of 50: branches take some
+    assert sum(check_random(seed) for seed in range(first, first + 10)) > 15  # of 30: branches take some
 
 
 # -- whole steps, against eager ------------------------------------------------------------
-def follow(model: nn.Module, batches: list[tuple[Tensor, ...]], fn: Any = train, **options: Any) -> ws.CompiledStep:
-    """Train on these batches beside eager; results and parameters are equal."""
+def follow(
+    model: nn.Module, batches: list[tuple[Tensor, ...]], fn: Any = train, look: Callable[..., None] | None = None,
+    **options: Any,
+) -> ws.CompiledStep:  # fmt: skip
+    """Train on these batches beside eager; results and parameters are equal. `look(step, *arguments)` after each."""
     other = copy.deepcopy(model)
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2) for m in (model, other))
     step: Any = cast(Any, ws.compile)(fn, **options)
     for batch in batches:
         mine: Tensor = step(model, optimizer, *batch)
         torch.testing.assert_close(mine, fn(other, plain, *batch), rtol=1e-12, atol=1e-12)
+        if look is not None:
+            look(step, model, optimizer, *batch)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     return step
@@ -178,6 +183,11 @@ def small_gpt() -> nn.Module:
     return build(GPTConfig(layers=1, width=16, heads=2, context=32), seed=0).double()
 
 
+def small_words() -> nn.Module:
+    """Where it does not matter what the model computes."""
+    return nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256)).double()
+
+
 @pytest.mark.smoke
 def test_the_second_size_makes_a_program_for_all() -> None:
     step = follow(small_gpt(), words((4, 8), (3, 5), (7, 32), (2, 2), (4, 8), (13, 31), (5, 29)))
@@ -186,7 +196,7 @@ def test_the_second_size_makes_a_program_for_all() -> None:
 
 @pytest.mark.parametrize("second", [(4, 5), (3, 8)], ids=["the rows of the first", "its length"])
 def test_a_second_batch_that_shares_a_size_with_the_first_is_no_third_capture(second: tuple[int, int]) -> None:
-    step = follow(small_gpt(), words((4, 8), second, (7, 12), (2, 30)))
+    step = follow(small_words(), words((4, 8), second, (7, 12), (2, 30)))
     assert (step.captures, len(step.programs)) == (2, 2), step.misses
 
 
@@ -211,13 +221,13 @@ def test_a_list_of_sizes_beside_a_tensor_of_none() -> None:
 
 
 def test_a_dim_of_one_has_a_program_of_its_own() -> None:
-    step = follow(small_gpt(), words((4, 8), (3, 5), (1, 5), (6, 7), (1, 9), (1, 3)))
+    step = follow(small_words(), words((4, 8), (3, 5), (1, 5), (6, 7), (1, 9), (1, 3)))
     assert any("tokens.shape[0] >= 2" in miss for miss in step.misses)
 
 
 def test_what_is_cut_out_of_a_longer_tensor_needs_no_program_of_its_own() -> None:
     calls = [(t[:, :-1], t[:, 1:]) for t, _ in words((4, 9), (3, 6), (7, 12), (5, 8))]
-    assert follow(small_gpt(), calls).captures <= 3  # the third is what the program is compared with
+    assert follow(small_words(), calls).captures <= 3  # the third is what the program is compared with
 
 
 class Branch(nn.Module):
@@ -305,18 +315,18 @@ def test_a_size_that_is_returned_stays_a_number() -> None:
 
 def test_dynamic_names_dims_from_the_first_call() -> None:
     calls = words((4, 8), (3, 5), (7, 32))
-    step = follow(small_gpt(), calls, dynamic={"tokens": (0, 1), "targets": (0, 1)})
+    step = follow(small_words(), calls, dynamic={"tokens": (0, 1), "targets": (0, 1)})
     assert (len(step.programs), step.captures) == (1, 2)  # the second is what the program is compared with
 
 
 @pytest.mark.parametrize("dynamic", [{"token": (0,)}, {"tokens": (2,)}])
 def test_dynamic_that_names_no_dim_is_refused(dynamic: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(ws.PlanError, match="dims of tensors that the step is given: tokens of 2 dims, targets of"):
-        follow(small_gpt(), words((4, 8)), dynamic=dynamic)
+        follow(small_words(), words((4, 8)), dynamic=dynamic)
 
 
 def test_dynamic_false_captures_each_size() -> None:
-    step = follow(small_gpt(), words((4, 8), (3, 5), (7, 9)), dynamic=False)
+    step = follow(small_words(), words((4, 8), (3, 5), (7, 9)), dynamic=False)
     assert len(step.programs) == step.captures == 3
 
 
@@ -555,18 +565,18 @@ def test_a_budget_of_memory_is_met_at_each_size() -> None:
     assert plain.local_graph is not None
     most = ws.peak_memory(plain.local_graph)
     budget = int(most.rest_bytes + 0.75 * (most.size_bytes - most.rest_bytes))
-    step = follow(deep(), [(batches[n],) for n in ROWS], summed, memory_bytes=budget)
+    again: list[int] = []
+
+    def look(step: ws.CompiledStep, *arguments: Any) -> None:
+        assert step.local_graph is not None
+        inputs = copy.deepcopy(step.programs[-1].gather_inputs(take_apart((arguments, {})).leaves))
+        assert peak_of(step.programs[-1].run, inputs) <= budget
+        again.append(sum("_again" in node.name for node in step.local_graph.graph.nodes))
+
+    step = follow(model, [(batches[n],) for n in ROWS], summed, look, memory_bytes=budget)
     assert step.captures == 2, step.misses
     assert len(step.programs) < len(ROWS) - 2, step.misses  # the first; small batches; 160 and 200 rows recompute
     assert any("of memory_bytes" in miss for miss in step.misses), step.misses
-    step = ws.compile(summed, memory_bytes=budget)
-    again: list[int] = []
-    for rows in ROWS:
-        step(model, optimizer, batches[rows])
-        assert step.local_graph is not None
-        inputs = step.programs[-1].gather_inputs(take_apart(((model, optimizer, batches[rows]), {})).leaves)
-        assert peak_of(step.programs[-1].run, inputs) <= budget
-        again.append(sum("_again" in node.name for node in step.local_graph.graph.nodes))
     assert again[ROWS.index(max(ROWS))] > again[0], "large batches recompute"
 
 

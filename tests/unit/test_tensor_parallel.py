@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -39,7 +40,7 @@ from wholestep.passes.bucket import Bucket
 pytestmark = pytest.mark.usefixtures("double")
 
 TOLERANCE = 1e-10
-STEPS = 3
+STEPS = 2
 
 
 def builder(kind: Callable[..., nn.Module], lr: float = 0.05, **options: Any) -> Callable[[], Any]:
@@ -58,6 +59,11 @@ def tokens(rows: int = 4, length: int = 6, vocab: int = models.VOCAB) -> list[tu
     made = [(torch.randint(0, vocab, (rows, length)), torch.randint(0, vocab, (rows, length))) for _ in range(STEPS)]
     made[0][1][0, :4] = -100
     return made
+
+
+@cache
+def llama(**options: Any) -> OneDevice:
+    return OneDevice(builder(Llama, **options), step_of(next_token), tokens())
 
 
 def collectives(local: LocalGraph) -> dict[str, Counter[str]]:
@@ -301,7 +307,7 @@ def test_sequence_on_either_dim(dim: int) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "tp=2,dp=2"])
 @pytest.mark.parametrize("name", ["LAYERS", "WHOLE_VOCABULARY", "SEQUENCE"])
 def test_llama(name: str, mesh: str) -> None:
-    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    one = llama()
     parallel: list[Any] = [TensorParallel(getattr(models, name))]
     found = check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
     counts = collectives(found.local)["tp"]
@@ -344,7 +350,7 @@ def test_attention_by_hand(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_one_head_of_keys_for_all_queries(mesh: str) -> None:
     """Repeated by strides of zero on one device; kernels for attention read pieces of it without gaps."""
-    one = OneDevice(builder(Llama, kv=1), step_of(next_token), tokens())
+    one = llama(kv=1)
     parallel: list[Any] = [TensorParallel(models.LAYERS)]
     check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
 
@@ -355,7 +361,7 @@ def test_one_head_of_keys_for_all_queries(mesh: str) -> None:
 def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:
     """Neither the table nor the logits are gathered along tp: what is reduced there is at most a hidden state."""
     plan = {"tok": "rowwise", "out": "colwise"}
-    one = OneDevice(builder(Llama, tied=tied, layers=1), step_of(next_token), tokens())
+    one = llama(tied=tied, layers=1)
     found = check(one, mesh, [dp(), TensorParallel(plan)] if "dp" in mesh else TensorParallel(plan))
     assert not moved(found.local, "all_gather", "tp")
     hidden = 4 * 6 * 16
@@ -365,7 +371,7 @@ def test_the_vocabulary_is_never_whole(mesh: str, tied: bool) -> None:
 
 def test_loss_parallel_over_a_plan_that_gathers_logits() -> None:
     plan = {**models.LAYERS, "out": "colwise_gather_output"}
-    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    one = llama()
     whole = check(one, "tp=2", TensorParallel(plan))
     assert [meta.module_path(n) for n in moved(whole.local, "all_gather", "tp")] == ["out"]
     parts = check(one, "tp=2", TensorParallel(plan, loss_parallel=True))
@@ -399,7 +405,7 @@ OLDER_WORDS = {
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_words_of_older_plans(mesh: str) -> None:
     """What modules without a reduction of their own give is partial; the words for what is around them reduce it."""
-    one = OneDevice(builder(Llama), step_of(next_token), tokens())
+    one = llama()
     plan = TensorParallel(OLDER_WORDS, loss_parallel=True)
     found = check(one, mesh, [dp(), plan] if "dp" in mesh else plan)
     same = check(one, mesh, [dp(), TensorParallel(WORDS_NOW)] if "dp" in mesh else TensorParallel(WORDS_NOW))
@@ -408,7 +414,7 @@ def test_words_of_older_plans(mesh: str) -> None:
 
 
 def test_columns_of_an_embedding() -> None:
-    one = OneDevice(builder(Llama, layers=1), step_of(next_token), tokens())
+    one = llama(layers=1)
     found = check(one, "tp=2", TensorParallel({"tok": "colwise"}))
     assert found.plan.storage["tok.weight"].show((21, 16)) == "21 16@tp"
 

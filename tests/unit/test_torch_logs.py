@@ -1,4 +1,4 @@
-"""A capture that fails says what its error says: torch's own loggers add nothing to it."""
+"""What a process of its own shows: an import leaves Dynamo out, and torch's loggers add nothing to a failed capture."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import logging, sys
 import torch, torch.nn.functional as F
 from torch import nn
 import wholestep as ws
+assert ws.ddp_backend and "torch._dynamo" not in sys.modules
 
 def no_such_product(model, x):
     y = model(x)
@@ -47,7 +48,7 @@ logging.getLogger("torch._subclasses.fake_tensor").error("heard again")
 """
 
 
-def test_a_failed_capture_prints_no_log_lines(tmp_path: Path) -> None:
+def test_no_dynamo_is_imported_and_a_failed_capture_prints_no_log_lines(tmp_path: Path) -> None:
     file = tmp_path / "refused.py"
     file.write_text(REFUSED)
     env = {k: v for k, v in os.environ.items() if k not in ("TORCH_LOGS", "TORCH_LOGS_OUT")}
