@@ -24,8 +24,9 @@ def tables() -> Iterator[Table]:
 
 def _stack(one: ws.Stack) -> tuple[str, ...]:
     flags = (one.compiled, one.fused_norms, one.compiled and one.fused_loss, one.fused_optimizer, one.copies,
-             one.overlaps, one.regathers, one.recorded)  # fmt: skip
-    fused, norms, loss, update, copied, overlap, again, recorded = ("yes" if flag else "" for flag in flags)
+             one.overlaps, one.recorded)  # fmt: skip
+    fused, norms, loss, update, copied, overlap, recorded = ("yes" if flag else "" for flag in flags)
+    again = {"parameters": one.regathers, "activations": one.regathers_activations}
     host = f"{one.start_us:g}" if one.start_us else ""
     attention = str(one.flash_attention or "none")
     return (
@@ -37,7 +38,7 @@ def _stack(one: ws.Stack) -> tuple[str, ...]:
         update,
         copied,
         overlap,
-        again,
+        ", ".join(what for what, flag in again.items() if flag),
         one.recompute,
         recorded,
         host,

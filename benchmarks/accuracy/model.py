@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -11,12 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
+from torch.fx import Node
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import wholestep as ws
 from benchmarks.accuracy.config import Run
+from wholestep.graph.meta import is_backward, module_path, tensor
+from wholestep.layout import REPLICATED
+from wholestep.plan.strategy import Pins, Resting
 
+_HEADS = "norm_q", "norm_k", "turn"
 _aten = torch.ops.aten
 Step = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Tensor]
 
@@ -183,6 +189,50 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
     return loss.detach()
 
 
+@dataclass(frozen=True)
+class WholeAgain:
+    """Results of modules of these names are whole along an axis where the backward recomputes them: the hooks of a
+    module, which move its results, run again.
+    """
+
+    names: tuple[str, ...]
+    axis: str
+
+    def axes(self, mesh: ws.Mesh) -> tuple[str, ...]:
+        """None: the axis is that of another strategy."""
+        return ()
+
+    def resting(self, graph: ws.TrainGraph, mesh: ws.Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """As before."""
+        return dict(before)
+
+    def pins(self, graph: ws.TrainGraph, mesh: ws.Mesh) -> Pins:
+        """What recomputed nodes of other modules read."""
+        again = [node for node in graph.graph.nodes if node.op == "call_function" and _is_recomputed(node)]
+        made = [node for node in again if module_path(node).rpartition(".")[2] in self.names and tensor(node)]
+        left = [n for n in made if any(_is_recomputed(u) and module_path(u) != module_path(n) for u in n.users)]
+        return Pins({node.name: {self.axis: REPLICATED} for node in left})
+
+    @property
+    def shares_batches(self) -> bool:
+        """No."""
+        return False
+
+    def batch_cut(self, mesh: ws.Mesh, name: str, ndim: int) -> None:
+        """None."""
+
+    def check(self, graph: ws.TrainGraph, mesh: ws.Mesh, decisions: Mapping[str, Any]) -> None:
+        """Nothing to check."""
+
+    def describe(self, mesh: ws.Mesh) -> str:
+        """One line."""
+        return f"{', '.join(self.names)} whole along {self.axis} when recomputed"
+
+
+def _is_recomputed(node: Node) -> bool:
+    return is_backward(node) and bool(module_path(node))
+
+
 def strategies(run: Run) -> list[Any]:
     """Data parallelism as the run has it, and tensor parallelism of its layers."""
     made: list[Any] = []
@@ -197,15 +247,18 @@ def strategies(run: Run) -> list[Any]:
         read = ("attention.qkv",) if joint else ("attention.q", "attention.k", "attention.v")
         first = (*read, "mlp.up", *(["mlp.gate"] if run.gated else ()))
         names = dict.fromkeys((f"layers.*.{name}" for name in first), "colwise")
-        named: dict[str, Any] = {**names, "layers.*.attention.out": last, "layers.*.mlp.down": last,
-                                 "embedding": last, "head": "colwise"}  # fmt: skip
+        named: dict[str, Any] = {**names, "layers.*.attention.out": last, "layers.*.mlp.down": last}
+        whole = run.stack.whole_ends
+        named |= {"head": "colwise_gather_output"} if whole else {"embedding": last, "head": "colwise"}
         if run.sequence:
             named |= dict.fromkeys(("layers.*.norm_1", "layers.*.norm_2", "norm"), "sequence")
         if run.normed and run.stack.gathers_heads:
             # all heads behind these norms, each rotated on every rank
-            whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
-            named |= dict.fromkeys((f"layers.*.attention.{name}" for name in ("norm_q", "norm_k", "turn")), whole)
-        made.append(ws.TensorParallel(named, axis="tp"))
+            heads = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
+            named |= dict.fromkeys((f"layers.*.attention.{name}" for name in _HEADS), heads)
+            made.append(WholeAgain(_HEADS, "tp"))
+        again = run.sequence and run.stack.regathers_activations
+        made.append(ws.TensorParallel(named, axis="tp", reshard_after_forward=again))
     return made
 
 

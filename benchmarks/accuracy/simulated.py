@@ -17,6 +17,7 @@ from torch.fx import Node
 import wholestep as ws
 from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
+from wholestep.backend.pipeline import OVERLAPPING
 from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, run_all, steady_start
 from wholestep.cost.software import Software
@@ -29,10 +30,7 @@ from wholestep.graph.op_kinds import collective_kind, packet_name
 from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
-from wholestep.passes.overlap import Overlap
-from wholestep.passes.peel_pieces import PeelPieces
 from wholestep.passes.reinplace import Reinplace
-from wholestep.passes.sink_waits import SinkWaits
 from wholestep.passes.split_optimizer import SplitOptimizer
 from wholestep.plan.strategies import compose
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup
@@ -242,7 +240,7 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
 
 def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
     """The pipeline without what a stack lacks: an update in parts, and overlap."""
-    lacks = (SplitOptimizer, *(() if stack.overlaps else (PeelPieces, Overlap, SinkWaits)))
+    lacks = SplitOptimizer if stack.overlaps else OVERLAPPING
     return [one for one in ws.pipeline(hardware) if not isinstance(one, lacks)]
 
 

@@ -17,8 +17,11 @@ from benchmarks.accuracy import collectives, config, gemms, model, runs, simulat
 from benchmarks.accuracy.__main__ import main, thinned, with_part
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
 from benchmarks.accuracy.report import errors, in_short, left_out, worst
+from wholestep.graph.meta import is_backward, module_path
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
+from wholestep.passes.in_bodies import InBodies
+from wholestep.passes.overlap import Overlap
 
 MIB = 1 << 20
 RUN = {
@@ -142,6 +145,12 @@ def test_a_host_that_waits_before_each_pass_takes_longer() -> None:
     assert ahead * 1.001 < waits < ahead * 1.5
 
 
+def test_a_stack_without_overlap_has_none_in_blocks_of_stages() -> None:
+    made = simulated.passes(A100, ws.Stack.named("megatron-deepspeed-2022"))
+    assert not any(isinstance(one, (InBodies, Overlap)) for one in made)
+    assert any(isinstance(one, InBodies) for one in simulated.passes(A100, ws.Stack.named("megatron-2022")))
+
+
 def test_checkpoints_before_torch_2_1_run_a_layer_to_its_end() -> None:
     """Its last product is the only one whose result no backward reads."""
     stops = run_of(**SMALL)
@@ -243,6 +252,7 @@ def test_links_are_those_that_a_source_says(said: str, per_node: int, name: str,
         ({"ref": "pytorch/torchtitan commit a364b4b4f (PR #3141)"}, "torchtitan-graph-2026-04"),
         ({"source_id": "torchtitan_pr", "compile": "full inductor + cudagraph"}, "torchtitan-cudagraph"),
         ({"sharding": "FSDP", "compile": "yes"}, "fsdp-compile"), ({"sharding": "DeepSpeed ZeRO-3"}, "deepspeed"),
+        ({"stack": "kempnerforge-compile"}, "kempnerforge-compile"),
         ({"stack": "megatron"}, "megatron"), ({"source_id": "nemo_25"}, "megatron"), ({}, "fsdp"),
         ({"ref": "mosaicml/llm-foundry", "dtype": "amp_bf16 (MP mode DEFAULT)"}, "llm-foundry-2023"),
         ({"ref": "mosaicml/llm-foundry", "dtype": "bf16 (MP mode PURE)"}, "llm-foundry-2023-05"),
@@ -267,6 +277,33 @@ def test_steps_are_slower_where_they_must_be() -> None:
     assert seconds(grad_accum="4") == pytest.approx(4 * base, rel=0.2)
     assert seconds(ws.Hardware.preset("dgx-a100+ethernet-10")) > 2 * base
     assert seconds(compile="yes") < base
+
+
+TP = {"n_gpus": "4", "dp_shard": "", "tp": "4", "sharding": "none", "seq_len": "1024", "ac": "none"}
+
+
+@pytest.mark.parametrize(
+    ("stack", "notes", "again"),
+    [("megatron-2022", "sequence parallel", True), ("megatron-2022", "", False), ("fsdp", "sequence parallel", False)],
+)
+def test_megatron_gathers_the_tokens_that_it_shares_again(stack: str, notes: str, again: bool) -> None:
+    run = run_of(**SMALL | TP, stack=stack, notes=notes)
+    (found,) = model.strategies(run)
+    assert (found.reshard_after_forward, run.sequence) == (again, bool(notes))
+
+
+def test_heads_that_are_gathered_are_gathered_again_where_they_are_recomputed() -> None:
+    """Qwen 3 of torchtitan, whose ranks rotate all heads."""
+    row = {"model": "Qwen3-8B", "ac": "full", "ref": "pytorch/torchtitan commit d66b72a6a (PR #1690)"}
+    run = run_of(**SMALL | TP | row)
+    step, *given = model.build(run, 1)
+    graph = ws.capture(step, *given)
+    plan = ws.plan(graph, model.mesh(run), model.strategies(run))
+    turn = [node for node in graph.graph.nodes if module_path(node) == "layers.0.attention.turn"]
+    for again in (False, True):
+        turned = [plan.decisions[node.name].given for node in turn if is_backward(node) is again]
+        assert turned
+        assert not any(layout.shard_axes() for given in turned for layout in given)
 
 
 @pytest.mark.full

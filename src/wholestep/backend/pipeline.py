@@ -64,10 +64,10 @@ def stage_pipeline(
     """
     alone = all(one.size == 1 or one.name == axis for one in mesh.axes)
     made = pipeline(schedule=None if alone else schedule(), backend=backend)
-    return made if overlaps else tuple(one for one in made if not isinstance(one, _OVERLAPPING))
+    return made if overlaps else tuple(one for one in made if not isinstance(one, OVERLAPPING))
 
 
-_OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)
+OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)  # software that hides nothing lacks them
 
 
 def pipeline(

@@ -17,8 +17,7 @@ Recompute = Literal["none", "attention", "products", "ops", "full"]
 class Stack:
     """The software that runs a step, by what it has and others lack.
 
-    `simulate` and `timeline` price a program by the first group of fields. The second says how the software writes and
-    schedules a step, for whoever makes the program.
+    `simulate` and `timeline` price a program by the first group of fields. The second is for whoever writes one.
 
     Args:
         name: as for `wholestep simulate --stack`.
@@ -37,14 +36,15 @@ class Stack:
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
+        regathers_activations: so are the tokens that sequence parallelism gathers.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
             attention, "ops" those of every other product.
         to_the_end: a recomputed layer runs to its end, as torch's did before 2.1; else to the last tensor that is read.
-        traced: the step is one graph, which keeps nothing that nobody reads; else selective recomputation keeps all
-            that its policy names.
+        traced: the step is one graph, which keeps what is read alone; else selective recomputation keeps all it names.
         expandable_segments: of the allocator (`cost.allocator`).
         joint_qkv: queries, keys and values are one product, where they have as many heads.
         gathers_heads: behind norms of queries and keys, each rank gathers all heads and rotates them.
+        whole_ends: with tensor parallelism the embedding is whole, and so are the logits that the loss reads.
         keeps_logits: the caller holds the logits, in float32, while the backward runs.
         source: of the figures.
 
@@ -66,12 +66,14 @@ class Stack:
     copies: bool = False
     overlaps: bool = True
     regathers: bool = True
+    regathers_activations: bool = False
     recompute: Recompute = "none"
     to_the_end: bool = False
     traced: bool = False
     expandable_segments: bool = False
     joint_qkv: bool = False
     gathers_heads: bool = False
+    whole_ends: bool = False
     keeps_logits: bool = False
     source: str = ""
 
@@ -105,9 +107,7 @@ _MEASURED = (
     "back (mpu/data.py), timers of forward and backward wait for the device (schedules.py), the loss is one op after "
     "another (mpu/cross_entropy.py), gradients in fp16 are added up in fp16"
 )
-_TITAN = (
-    "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention first since 6a3a9da95 (October 2025)"
-)
+_TITAN = "pytorch/torchtitan: expandable segments since a5e57e4a9, cuDNN's attention since 6a3a9da95 (October 2025)"
 _TITAN_2024 = (
     "pytorch/torchtitan 9dec370ad (December 2024): FlashAttention-2 on Hopper, norms of ops (norm_type = rmsnorm), the "
     "loss is not compiled (train.py, until bbb1b616e)"
@@ -118,9 +118,7 @@ _TITAN_2025 = (
 )
 _TITAN_APRIL_2024 = "pytorch/torchtitan 1ea476e9f (April 2024): norm_type = fused_rmsnorm, a kernel in Triton"
 _SIMPLE = "pytorch/torchtitan d9bdfbb20, experiments/simple_fsdp: one graph, op by op, buckets of transformer blocks"
-_GRAPH = (
-    "pytorch/torchtitan experiments/graph_trainer since 9ed1a028d: default memory policy, fuses flex attention alone"
-)
+_GRAPH = "pytorch/torchtitan graph_trainer since 9ed1a028d: default memory policy, fuses flex attention alone"
 _FULL = "pytorch/torchtitan experiments/graph_trainer, 53bad508f: everything compiled, then recorded"
 _APRIL = "the same before 9ed1a028d (28 April 2026): its memory policy keeps what FSDP gathers"
 _MARCH = "the same at fca8ab7be: every second product is kept, no buckets, no overlap; CUDA graphs since d98fa54b2"
@@ -131,10 +129,11 @@ _FOUNDRY = (
 )
 _FOUNDRY_MAY = "the same at 300cc5c58 (May 2023): torch 1.13.1, whose checkpoints run to their end"
 _MEGATRON = (
-    "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear; biases of rows are added behind the sum; the "
-    "loss of 2022 is one op after another (mpu/cross_entropy.py); gradients in fp16 are added to buffers in fp16 "
-    "(model/distributed.py), those in bf16 by the product that makes them (gradient_accumulation_fusion)"
+    "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear, which saves a shard of tokens (mpu/layers.py, "
+    "bbab79f86); biases of rows are added behind the sum; the loss of 2022 is one op after another (cross_entropy.py); "
+    "gradients in fp16 are added to buffers in fp16 (model/distributed.py), in bf16 by the product that makes them"
 )
+_KEMPNER = "KempnerInstitute/KempnerForge 01b461a, distributed/tensor_parallel.py"
 STACKS = (
     Stack("wholestep", recorded=True, traced=True),
     Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
@@ -143,6 +142,7 @@ STACKS = (
     Stack("llm-foundry-2023-05", flash_attention=1, fused_optimizer=False, joint_qkv=True, to_the_end=True,
           source=_FOUNDRY_MAY),
     Stack("fsdp-compile", copies=True, compiled=True, traced=True),
+    Stack("kempnerforge-compile", copies=True, compiled=True, traced=True, whole_ends=True, source=_KEMPNER),
     Stack("torchtitan", copies=True, flash_attention=3, recompute="ops", expandable_segments=True, source=_TITAN),
     Stack("torchtitan-compile", copies=True, compiled=True, flash_attention=3, recompute="ops", traced=True,
           expandable_segments=True, source=_TITAN),
@@ -170,9 +170,9 @@ STACKS = (
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False,
           fused_optimizer=False, traced=True, keeps_logits=True, source=_TRAIN),
     Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, accumulates="product",
-          source=_MEGATRON),
+          regathers_activations=True, source=_MEGATRON),
     Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
-          accumulates="half", source=_MEGATRON),
+          accumulates="half", regathers_activations=True, source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
           start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, accumulates="half",
           source=_MEASURED),
