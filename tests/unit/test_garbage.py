@@ -62,5 +62,9 @@ def test_a_capture_forgets_the_source_files_that_it_read() -> None:
     linecache.clearcache()
     linecache.cache["<typed in>"] = 5, None, ["line\n"], "<typed in>"
     model = nn.Linear(2, 2)
-    ws.capture(lambda x: model(x).sum().backward(), torch.ones(1, 2), options=ws.CaptureOptions(keep_grads=True))
+
+    def train_step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    ws.capture(train_step, torch.ones(1, 2), options=ws.CaptureOptions(keep_grads=True))
     assert list(linecache.cache) == ["<typed in>"]
