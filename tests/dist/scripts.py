@@ -69,11 +69,20 @@ def start(script: Path, options: list[str], world: int, folder: Path) -> Ranks:
     ranks = Ranks([], folder)
     for rank in range(world):
         output = folder / f"rank{rank}.txt"
-        output.touch()
+        output.write_text("")
         process = context.Process(target=_main, args=(script, options, rank, world, port, output))
         process.start()
         ranks.processes.append(process)
     return ranks
+
+
+def output_of(script: Path, options: list[str], world: int, folder: Path, limit_s: float = 200.0) -> str:
+    """What ranks of a script write, the first one first; all must end well."""
+    with start(script, options, world, folder) as ranks:
+        codes = ranks.wait(list(range(world)), limit_s)
+        text = "".join(map(ranks.output, range(world)))
+    assert set(codes.values()) == {0}, f"{codes}\n{text[-6000:]}"
+    return text
 
 
 def _usual(_: World, stage_axis: str) -> Hardware:
@@ -92,6 +101,7 @@ def _main(script: Path, options: list[str], rank: int, world: int, port: int, ou
     torch.set_num_threads(1)
     finalize.measure_hardware = _usual
     sys.argv, code = [str(script), *options], 0
+    sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:

@@ -1,15 +1,14 @@
-"""The script of docs/quickstart.md under torchrun: a job that was stopped goes on from its checkpoint."""
+"""The script of docs/quickstart.md on ranks: a job that was stopped goes on from its checkpoint."""
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.dist.scripts import output_of
+
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.fixture
@@ -17,16 +16,13 @@ def script(tmp_path: Path) -> Path:
     found = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     path = tmp_path / "train.py"
-    path.write_text(found[1])
+    path.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{found[1]}")
     return path
 
 
 def lines(script: Path, ranks: int) -> list[str]:
     """What a run prints, which must end well."""
-    command = [*TORCHRUN, str(ranks), str(script)]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return [line for line in output_of(script, [], ranks, script.parent).splitlines() if line.startswith("step ")]
 
 
 def test_a_resumed_run_prints_the_same(script: Path) -> None:
