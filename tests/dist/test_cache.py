@@ -35,7 +35,7 @@ def options_of(kind: str) -> dict[str, Any]:
     }[kind]
 
 
-USUAL = ("Auto", "solved and sharded")
+USUAL = ("solved and sharded",)  # of Auto: test_a_damaged_entry_is_written_again
 KINDS = ("fully_shard", "across steps", "Auto", "budget", "solved", "solved for a machine", "solved and sharded")
 
 

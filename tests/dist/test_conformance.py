@@ -150,10 +150,7 @@ FOUR = [
 GATHERED_ONCE = {"all_gather": 4, "reduce_scatter": 4}
 SEEN_ONCE = {
     "exact mlp-sum/SGD-plain/replicate": {"all_reduce": 4},
-    "exact mlp-sum/SGD-momentum/fully_shard": GATHERED_ONCE,
-    "exact mlp-sum/SGD-foreach/replicate": {"all_reduce": 4},
     "exact mlp-sum/SGD-momentum-foreach/fully_shard": GATHERED_ONCE,
-    "exact mlp-sum/Adam-fused/replicate": {"all_reduce": 4},
     "close mlp-sum/Adam-fused/fully_shard": GATHERED_ONCE,
     "close micro-batches/SGD-momentum/fully_shard": GATHERED_ONCE,
     "close micro-batches/SGD-momentum/replicate": {"all_reduce": 4},

@@ -94,10 +94,11 @@ def _logged(ddp: Ddp) -> list[set[str]]:
 RUNS = [
     ("mlp", "", "aot_eager"),
     ("mlp", "default", "aot_eager"),
-    ("mlp", "unused", "aot_eager"),
-    ("measured", "", "aot_eager"),
+    ("measured", "unused", "aot_eager"),
     ("checkpointed", "", "aot_eager"),
     pytest.param("mlp", "", "eager", marks=pytest.mark.full),
+    pytest.param("mlp", "unused", "aot_eager", marks=pytest.mark.full),
+    pytest.param("measured", "", "aot_eager", marks=pytest.mark.full),
     pytest.param("mlp", "views", "aot_eager", marks=pytest.mark.full),
     pytest.param("mlp", "static", "aot_eager", marks=pytest.mark.full),
     pytest.param("autocast", "", "aot_eager", marks=pytest.mark.full),

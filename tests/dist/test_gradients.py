@@ -75,16 +75,20 @@ def _kept(rank: int, style: str, schedule: Any, name: str) -> dict[str, Any]:
     return {"losses": losses, "params": params, "grads": max(grads, default=0.0), "captures": step.captures}
 
 
-def _all_kept(rank: int, world: int, style: str) -> dict[Any, dict[str, Any]]:
-    return {(schedule, name): _kept(rank, style, schedule, name) for schedule in SCHEDULES for name in STEPS}
+def _all_kept(rank: int, world: int, style: str, kinds: list[tuple[Any, str]]) -> dict[Any, dict[str, Any]]:
+    return {(schedule, name): _kept(rank, style, schedule, name) for schedule, name in kinds}
+
+
+KINDS = list(product(SCHEDULES, STEPS))
+USUAL = [("auto", "sometimes"), ("across_steps", "never"), ("across_steps", "sometimes"), (None, "to zero")]
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
+    ("style", "kinds"), [("fully_shard", USUAL), *(pytest.param(s, KINDS, marks=pytest.mark.full) for s in STYLES)]
 )
-def test_gradients_outlive_a_call(style: str) -> None:
-    for found in run_ranks(_all_kept, 2, style):
-        assert len(found) == 9
+def test_gradients_outlive_a_call(style: str, kinds: list[tuple[Any, str]]) -> None:
+    for found in run_ranks(_all_kept, 2, style, kinds):
+        assert len(found) == len(kinds)
         for (schedule, name), one in found.items():
             where = f"{name} under schedule={schedule!r}: {one}"
             assert max(one["losses"], one["params"], one["grads"]) < TOLERANCE, where

@@ -121,13 +121,16 @@ def _muon(rank: int, world: int, style: str, nesterov: bool) -> dict[str, float]
     return {"losses": losses, "params": params}
 
 
-def _all_muons(rank: int, world: int) -> dict[Any, dict[str, float]]:
-    return {(style, nesterov): _muon(rank, world, style, nesterov) for style in STYLES for nesterov in (True, False)}
+def _muons(rank: int, world: int, first: bool) -> dict[str, dict[str, float]]:
+    return {style: _muon(rank, world, style, number % 2 == first) for number, style in enumerate(STYLES)}
 
 
-def test_orthogonalized_updates_are_computed_on_whole_matrices() -> None:
-    """Newton-Schulz in bfloat16 on pieces differs by 2e-3 after five steps, on whole matrices not at all."""
-    for found in run_ranks(_all_muons, 2):
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_orthogonalized_updates_are_computed_on_whole_matrices(first: bool) -> None:
+    """Newton-Schulz in bfloat16 on pieces differs by 2e-3 after five steps, on whole matrices not at all. Every other
+    style has Nesterov's momentum.
+    """
+    for found in run_ranks(_muons, 2, first):
         assert {key: one for key, one in found.items() if max(one.values()) > 1e-6} == {}
 
 
@@ -136,19 +139,20 @@ SAMPLE = [
     "ASGD(t0=3,foreach=True)", "Rprop(foreach=False)", "RMSprop(centered=True,foreach=True)",
     "lion_pytorch.Lion", "SM3", "CAME", "LARS", "Shampoo", "AdamWScheduleFree", "SGDScheduleFree",
 ]  # fmt: skip
+USUAL = SAMPLE[::2]
 
 
-def _kinds() -> list[Kind]:
-    """Those of the sample that are installed."""
-    found = [k for k in (*of_torch(), *of_others()) if k.name in SAMPLE]
-    assert len(found) == len(SAMPLE)
+def _kinds(names: list[str]) -> list[Kind]:
+    """Those that are installed."""
+    found = [k for k in (*of_torch(), *of_others()) if k.name in names]
+    assert len(found) == len(names)
     return [k for k in found if importlib.util.find_spec(k.library)]
 
 
-def _sampled(rank: int, world: int, style: Any) -> dict[str, float]:
+def _sampled(rank: int, world: int, style: Any, names: list[str]) -> dict[str, float]:
     """Differences to DDP after six calls, relative to the largest parameter."""
     found: dict[str, float] = {}
-    for kind in _kinds():
+    for kind in _kinds(names):
         (ours, mine), (theirs, expected) = build(kind, torch.float64), build(kind, torch.float64)
         wrapped, worst = Ddp(theirs), 0.0
         step = ws.compile(train, parallel=ws.DataParallel(style))
@@ -161,9 +165,12 @@ def _sampled(rank: int, world: int, style: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
-def test_a_sample_of_all_optimizers(style: str) -> None:
+@pytest.mark.parametrize(
+    ("style", "names"),
+    [("fully_shard", USUAL), *(pytest.param(s, SAMPLE, marks=pytest.mark.full) for s in ("replicate", "fully_shard"))],
+)
+def test_a_sample_of_all_optimizers(style: str, names: list[str]) -> None:
     """The sums of gradients over ranks round otherwise than DDP's, by 1e-16."""
-    for found in run_ranks(_sampled, 2, style, timeout=300):
-        assert len(found) >= 7
+    for found in run_ranks(_sampled, 2, style, names, timeout=300):
+        assert len(found) >= len(names) // 2
         assert {key: worst for key, worst in found.items() if not worst < 1e-10} == {}

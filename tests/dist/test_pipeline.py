@@ -26,15 +26,19 @@ def made(rows: int = 6, layers: int = 1) -> tuple[nn.Module, Optimizer, Tensor]:
     return model, AdamW(model.parameters(), 0.01), torch.randn(rows, 12)
 
 
-def _texts(rank: int, world: int, style: Any) -> list[tuple[str, str, str]]:
+EVERY = [(given, SCHEDULES) for given in product(PRECISIONS, OFFLOADS)]
+USUAL = [((None, None), SCHEDULES[:2]), ((HALF, "cpu"), SCHEDULES[1:3]), ((MIXED, None), SCHEDULES[3:])]
+
+
+def _texts(rank: int, world: int, style: Any, kinds: Any) -> list[tuple[str, str, str]]:
     """Where the two programs of one style differ, by options: both texts."""
     mesh = "replicate=1,shard=2" if style == "hybrid" else "dp=2"
     parallel, differing = ws.DataParallel(style), list[tuple[str, str, str]]()
-    for precision, offload in product(PRECISIONS, OFFLOADS):
+    for (precision, offload), schedules in kinds:
         given: dict[str, Any] = {"mixed_precision": precision, "offload": offload}
         graph = ws.capture(train, *made(), options=ws.CaptureOptions(**given))
         local = ws.partition(graph, ws.plan(graph, mesh, parallel))
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             step = ws.compile(train, parallel=parallel, mesh=mesh, schedule=schedule, **given)
             step(*made())
             offline = ws.run_passes(local, ws.pipeline(schedule=step.schedule))
@@ -48,10 +52,10 @@ def _texts(rank: int, world: int, style: Any) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s == "fully_shard" else pytest.mark.full) for s in STYLES]
+    ("style", "kinds"), [("fully_shard", USUAL), *(pytest.param(s, EVERY, marks=pytest.mark.full) for s in STYLES)]
 )
-def test_the_offline_program_is_the_compiled_one(style: str) -> None:
-    assert run_ranks(_texts, 2, style)[0] == []
+def test_the_offline_program_is_the_compiled_one(style: str, kinds: Any) -> None:
+    assert run_ranks(_texts, 2, style, kinds)[0] == []
 
 
 def _budgeted(rank: int, world: int) -> tuple[str, str, str]:

@@ -108,20 +108,15 @@ def _average(rank: int, style: str) -> dict[str, Any]:
 STEPS = {"changing calls": (_changing_calls, 3), "gan": (_gan, 1), "moving average": (_average, 1)}
 
 
-def _all(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(name, style): fn(rank, style) for name, (fn, _) in STEPS.items() for style in STYLES}
+def _train(rank: int, world: int, name: str, style: str) -> dict[str, Any]:
+    return STEPS[name][0](rank, style)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return run_ranks(_all, 2, timeout=200)
-
-
+@pytest.mark.crossed
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", STEPS)
-def test_same_as_ddp(found: list[dict[tuple[str, str], dict[str, Any]]], name: str, style: str) -> None:
-    for rank in found:
-        one = rank[name, style]
+def test_same_as_ddp(name: str, style: str) -> None:
+    for one in run_ranks(_train, 2, name, style):
         assert one["params"] <= TOLERANCE
         assert one["results"] <= TOLERANCE
         assert one["captures"] <= STEPS[name][1] + (

@@ -172,7 +172,10 @@ def _counted(rank: int, world: int, mesh: str, bucket: bool) -> tuple[dict[str, 
     return counts(mode), planned, odd
 
 
-@pytest.mark.parametrize(("mesh", "bucket", "count"), [("tp=4", False, 5), (MESH, False, 11), (MESH, True, 7)])
+@pytest.mark.parametrize(
+    ("mesh", "bucket", "count"),
+    [pytest.param("tp=4", False, 5, marks=pytest.mark.full), (MESH, False, 11), (MESH, True, 7)],
+)
 def test_collectives_of_a_sequence_sharded_norm(mesh: str, bucket: bool, count: int) -> None:
     """Along tp two gathers, two reduce-scatters and the gradient of the norm; along dp one gather and one
     reduce-scatter for each of three parameters, or for all of them.
