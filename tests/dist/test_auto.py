@@ -18,6 +18,7 @@ from wholestep.runtime.step import CompiledStep
 
 FAST = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
 LATE = ws.Hardware.measured(link_us=50_000.0, link_bytes_per_us=1e6)
+LAYERS = 3  # of steps under a budget
 
 
 def trained(rank: int, rows: int = 16, layers: int = 1, **options: Any) -> tuple[CompiledStep, list[Tensor]]:
@@ -48,7 +49,9 @@ def _same_bits(rank: int, world: int, auto: ws.Auto) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("styles", [None, ("fully_shard",), pytest.param(("zero1",), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "styles", [None, *(pytest.param((one,), marks=pytest.mark.full) for one in ("fully_shard", "zero1"))]
+)
 def test_the_bits_of_the_template(styles: Any) -> None:
     first, second = run_ranks(_same_bits, 2, ws.Auto(styles=styles))
     assert first == second
@@ -76,7 +79,7 @@ def test_the_machine_of_the_first_rank_decides() -> None:
 
 def _under(rank: int, world: int, budget: int) -> tuple[int, int, str]:
     schedule = ws.Schedule(FAST)
-    step, _ = trained(rank, rows=2048, layers=6, parallel=ws.Auto(budget), schedule=schedule)
+    step, _ = trained(rank, rows=2048, layers=LAYERS, parallel=ws.Auto(budget), schedule=schedule)
     assert step.local_graph is not None
     assert step.plan is not None
     again = sum("_again" in n.name for n in step.local_graph.graph.nodes)
@@ -135,7 +138,7 @@ def test_ranks_that_ask_for_other_things_are_told() -> None:
     assert run_ranks(_differ, 2) == ["RankMismatchError", "RankMismatchError"]
 
 
-def offline(budget: int | None = None, layers: int = 6, width: int = 48) -> ws.Plan:
+def offline(budget: int | None = None, layers: int = LAYERS, width: int = 48) -> ws.Plan:
     """What `wholestep plan --auto` would write for two ranks: nothing is trained, no rank is started."""
     with torch.device("meta"):
         blocks = [nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)) for _ in range(layers)]
@@ -144,7 +147,7 @@ def offline(budget: int | None = None, layers: int = 6, width: int = 48) -> ws.P
     return ws.plan(graph, "dp=2", ws.Auto(budget, FAST))
 
 
-def _applied(rank: int, world: int, path: str, layers: int = 6) -> Any:
+def _applied(rank: int, world: int, path: str, layers: int = LAYERS) -> Any:
     plan, schedule = ws.Plan.load(path), ws.Schedule(FAST)
     try:
         step, found = trained(rank, rows=2048, layers=layers, parallel=plan, schedule=schedule)
@@ -174,8 +177,8 @@ def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
         assert again > 0
         assert same
         assert strategy == made.strategy
-    for said in run_ranks(_applied, 2, path, 7):
-        assert said.startswith("the plan does not fit this step: 6.0.weight: absent in the plan, f32[")
+    for said in run_ranks(_applied, 2, path, LAYERS + 1):
+        assert said.startswith(f"the plan does not fit this step: {LAYERS}.0.weight: absent in the plan, f32[")
 
 
 ASKED: Any = {"pinned": {"0.0.weight": {"data": Replicate()}}, "replicated": {"0.2": "data"}}
