@@ -101,6 +101,7 @@ def _main(script: Path, options: list[str], rank: int, world: int, port: int, ou
     torch.set_num_threads(1)
     finalize.measure_hardware = _usual
     sys.argv, code = [str(script), *options], 0
+    sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
