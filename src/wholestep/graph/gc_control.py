@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import linecache
 import sys
@@ -27,14 +26,12 @@ def collector_paused() -> Generator[None]:
 @contextmanager
 def collected_after() -> Generator[None]:
     """Run the garbage collector at the end of this context if there are so many new objects that it would go through
-    all objects in some later call of a step, which can take longer than the step; then give free memory back.
+    all objects in some later call of a step, which can take longer than the step.
     """
     before = sys.getallocatedblocks()
     yield
     if gc.isenabled() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
         gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc gives back the end of its heap alone by itself
-        trim(0)
 
 
 @contextmanager
