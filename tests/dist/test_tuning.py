@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 def layers() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(16)])
 
 
 def compiled(train_step: Any, style: str, tune: Any, **options: Any) -> CompiledStep:
@@ -240,7 +240,7 @@ def train_stages(rank: int, world: int, mesh: str, tune: str, folder: str, start
     found: list[Any] = []
     for calls in starts:
         torch.manual_seed(0)
-        model, optimizer = maker(2, True, 0.0)()
+        model, optimizer = maker(3, True, 0.0)()
         parallel = [data, pipeline] if "dp" in mesh else pipeline
         step = ws.compile(
             train_gpt, parallel=parallel, mesh=mesh, tune=tune, cache=folder, hardware=ws.Hardware.measured(),
