@@ -331,7 +331,7 @@ def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
 
 def test_a_pipeline_is_simulated_with_all_stages_and_pieces() -> None:
     """Each further piece takes what the slowest stage takes for one, whatever the number of pieces."""
-    row = SMALL | {"n_layers": "8", "n_gpus": "4", "pp": "4", "dp_shard": "", "sharding": "DDP", "seq_len": "1024"}
+    row = SMALL | {"n_gpus": "4", "pp": "4", "dp_shard": "", "sharding": "DDP", "seq_len": "1024"}
     run = run_of(**row, grad_accum="8")
     assert (run.stages, run.replicate, runs.kind(run)) == (4, 1, "pipeline, one node")
     few, more = (simulated.staged_step(run_of(**row, grad_accum=str(count)), A100) for count in (8, 16))
@@ -341,7 +341,7 @@ def test_a_pipeline_is_simulated_with_all_stages_and_pieces() -> None:
         for stage in range(4)
     )
     assert more.step_us - few.step_us == pytest.approx(8 * slowest, rel=0.02)
-    assert [one.layers for one in few.stages] == [(2,)] * 4
+    assert [one.layers for one in few.stages] == [(4,)] * 4
     assert few.bubble == pytest.approx(3 / (8 + 3), abs=0.08)  # the formula of equal stages
 
 
