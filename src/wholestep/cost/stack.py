@@ -36,11 +36,11 @@ class Stack:
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
-        regathers_activations: so are the tokens that sequence parallelism gathers.
+        regathers_activations: tokens that sequence parallelism gathers are freed and gathered again, too.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
             attention, "ops" those of every other product.
         to_the_end: a recomputed layer runs to its end, as torch's did before 2.1; else to the last tensor that is read.
-        traced: the step is one graph, which keeps what is read alone; else selective recomputation keeps all it names.
+        traced: the step is one graph, which keeps only what is read; else selective recomputation keeps all it names.
         expandable_segments: of the allocator (`cost.allocator`).
         joint_qkv: queries, keys and values are one product, where they have as many heads.
         gathers_heads: behind norms of queries and keys, each rank gathers all heads and rotates them.
