@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import float32
 from torch.fx import Graph
 
-from wholestep.cost.stage_orders import NAMED, BlockCost, OrderResult, best_order, list_schedule
+from wholestep.cost.stage_orders import NAMED, BlockCost, OrderResult, fitting, list_schedule, simulated_orders
 from wholestep.errors import GraphError
 from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message, StageBlock
@@ -163,7 +163,8 @@ def random_order(draw: random.Random) -> tuple[dict[str, BlockCost], int, int, O
     if name in NAMED:
         return costs, ranks, pieces, NAMED[name](costs, pieces, ranks)
     if name == "auto":
-        return costs, ranks, pieces, best_order(costs, costs, pieces, ranks)[1]
+        tried = simulated_orders(costs, costs, pieces, ranks)
+        return costs, ranks, pieces, tried[fitting(tried)[0]]
     limits = [draw.randint(1, pieces) for _ in range(ranks)]
     return costs, ranks, pieces, list_schedule(costs, pieces, ranks, limits, draw.random() < 0.5)
 

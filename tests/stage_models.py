@@ -5,10 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 TOKENS, WIDTH, LENGTH = 20, 8, 6
+SEQUENCE: dict[str, Any] = {
+    "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)), "blocks.*.norm_*": "sequence",
+}  # fmt: skip
+"""Tensor parallelism of the `Gpt` that shards tokens between its layers."""
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.live_bytes import peak_of
-from tests.stage_models import batches, maker, train
+from tests.stage_models import SEQUENCE, batches, maker, train
 from tests.steps import mean_square
 from wholestep.backend.inductor import bodies, inductor_backend
 from wholestep.capture.call_structure import take_apart
@@ -261,6 +261,7 @@ def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("mesh", "parallel"), [
     ("pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b")),
     pytest.param("dp=2,pp=2", [GLOBAL, ws.Pipeline(micro_batches=2)], marks=pytest.mark.full),
+    pytest.param("pp=2,tp=2", [ws.TensorParallel(SEQUENCE), ws.Pipeline(micro_batches=4)], marks=pytest.mark.full),
 ])  # fmt: skip
 def test_a_budget_bounds_each_stage(mesh: str, parallel: Any) -> None:
     """Stages compute again what they have to, with the same bits; the rank that cannot fit stops the others."""

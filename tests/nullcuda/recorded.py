@@ -8,15 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import wholestep as ws
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
+from tests.steps import clipped
 
 
 def main() -> None:
@@ -26,7 +18,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
     parallel, dynamic = ws.DataParallel("fully_shard"), {"x": (0,)}
-    step = ws.compile(train_step, parallel=parallel, schedule=schedule, dynamic=dynamic, timeout=None)
+    step = ws.compile(clipped, parallel=parallel, schedule=schedule, dynamic=dynamic, timeout=None)
     did = []
     for rows in (8, 8, 8, 8, 8 + rank, 8):
         with nullcuda.counting() as counted:

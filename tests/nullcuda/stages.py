@@ -14,21 +14,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
+from tests.steps import clipped
 from wholestep.errors import PlanError
 from wholestep.runtime.random_state import of_steps
 
 nullcuda: Any = importlib.import_module("nullcuda")
 WIDTH, LAYERS = 64, 8
 MESSAGE = re.compile(r"(Send|Recv) (\d+)")
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
 
 
 def made(drop: float) -> tuple[nn.Module, Optimizer]:
@@ -46,7 +38,7 @@ def drawn_alone(drop: float, x: Tensor) -> int:
     """How many random numbers a step of eager torch draws on one device."""
     model, optimizer = made(drop)
     before = drawn(torch.cuda.get_rng_state())
-    train_step(model, optimizer, x)
+    clipped(model, optimizer, x)
     return drawn(torch.cuda.get_rng_state()) - before
 
 
@@ -56,7 +48,7 @@ def found(order: Any, mesh: str, rows: list[int], drop: float, style: str, optio
     parallel: list[Any] = [ws.Pipeline(micro_batches=4, schedule=order)]
     parallel += [ws.DataParallel(style, axis="dp", semantics="global")] if style else []  # type: ignore[arg-type]
     hardware = ws.Hardware.preset("dgx-h100")
-    step = ws.compile(train_step, parallel=parallel, mesh=mesh, hardware=hardware, timeout=None, **options)
+    step = ws.compile(clipped, parallel=parallel, mesh=mesh, hardware=hardware, timeout=None, **options)
     model, optimizer = made(drop)
     for number in rows[:-1]:
         step(model, optimizer, torch.zeros(number, WIDTH, device="cuda"))

@@ -9,15 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import wholestep as ws
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
+from tests.steps import clipped
 
 
 def main(style: str, semantics: str) -> None:
@@ -27,7 +19,7 @@ def main(style: str, semantics: str) -> None:
     mesh = "node=2,rank=2" if style == "hybrid" else None
     schedule = ws.Schedule(hardware=ws.Hardware.preset("dgx-h100"))
     parallel = ws.DataParallel(style, semantics=semantics)
-    step = ws.compile(train_step, parallel=parallel, mesh=mesh, schedule=schedule, timeout=None, cuda_graphs=False)
+    step = ws.compile(clipped, parallel=parallel, mesh=mesh, schedule=schedule, timeout=None, cuda_graphs=False)
     x = torch.zeros(8, 256, device="cuda")
     for _ in range(3):
         step(model, optimizer, x)

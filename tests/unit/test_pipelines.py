@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
@@ -20,7 +18,7 @@ import wholestep as ws
 from tests.optimizers import Kind, build, data, of_torch, train_by_closure
 from tests.random_stages import problem
 from tests.simulate import Simulation
-from tests.stage_models import batches, maker, train
+from tests.stage_models import SEQUENCE, batches, maker, train
 from tests.steps import mse
 from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.cost.stage_costs import BlockPrices
@@ -103,11 +101,6 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], pieces: int, order:
         return
     found = compare(one_device(2, True, 0.0), mesh, [beside, ws.Pipeline(micro_batches=pieces, schedule=order)])
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
-
-
-SEQUENCE: dict[str, Any] = {
-    "blocks.*.up": "colwise", "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)), "blocks.*.norm_*": "sequence",
-}  # fmt: skip
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.clock_stages import Stages
-from tests.stage_models import batches, maker, train
+from tests.stage_models import SEQUENCE, batches, maker, train
 from tests.together import Double, OneDevice, compare, joined, without_chance
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.errors import PlanError
@@ -50,11 +50,16 @@ def all_again(local: LocalGraph) -> LocalGraph:
     names = [
         name
         for stage in stages_of(local)
-        for name in SavedValues(local, gathers=False, stage=stage).path(MACHINE)[-1].names
+        for name in SavedValues(local, gathers=False, stage=stage, activations=True).path(MACHINE)[-1].names
     ]
-    made = SavedValues(local, gathers=False).applied(names, MACHINE)
+    made = SavedValues(local, gathers=False, activations=True).applied(names, MACHINE)
     assert again(made) > 10
     return made
+
+
+def gathered_again(local: LocalGraph) -> int:
+    """Gathers that run once more."""
+    return sum(meta.is_recomputed(node) for node, _ in with_bodies(local.graph) if "all_gather" in str(node.target))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -79,9 +84,10 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
 @pytest.mark.parametrize("parallel", [
     ("dp=2,pp=2", GLOBAL),
     ("pp=2,tp=2", TENSOR_PARALLEL),
+    ("pp=2,tp=2", ws.TensorParallel(SEQUENCE)),
     pytest.param(("dp=2,pp=2", ws.DataParallel("zero2", axis="dp", semantics="global")), marks=pytest.mark.full),
     pytest.param(("dp=2,pp=2", ws.DataParallel("fully_shard", axis="dp", semantics="global")), marks=pytest.mark.full),
-], ids=["zero1", "tp", "zero2", "fully_shard"])  # fmt: skip
+], ids=["zero1", "tp", "sequence", "zero2", "fully_shard"])  # fmt: skip
 @pytest.mark.parametrize("order", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.full)])
 def test_stages_beside_other_axes(parallel: tuple[str, Any], order: str) -> None:
     """After all passes that run by default: runs of blocks are written out, collectives merged."""
@@ -90,6 +96,15 @@ def test_stages_beside_other_axes(parallel: tuple[str, Any], order: str) -> None
     strategies = [beside, ws.Pipeline(micro_batches=4, schedule=order)]
     found = compare(one_device(4, True, 0.0), mesh, strategies, passes=passes, edit=all_again)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    assert (gathered_again(found.local) > 0) == (beside == ws.TensorParallel(SEQUENCE))
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_loops_gather_activations_again(pieces: int) -> None:
+    parallel = [ws.TensorParallel(SEQUENCE), ws.MicroBatches(pieces)]
+    found = compare(one_device(3, False, 0.0), "tp=2", parallel, edit=all_again)
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    assert gathered_again(found.local) > 0
 
 
 @pytest.mark.crossed

@@ -85,7 +85,7 @@ def pipeline(
         schedule: as in `compile`; a `Schedule` has its own hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound.
         may_regather: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
-            backward.
+            backward, as gathered activations may in any case.
         backend: as in `compile`; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
 
     Raises:

@@ -447,32 +447,25 @@ def blocks_of(orders: Orders, whole: Mapping[str, BlockCost], cut: Mapping[str, 
     return cut if any(name in fillers for tasks in orders for name, _ in tasks) else whole
 
 
-def fitting(found: Mapping[str, OrderResult], more_share: float = TUNING.order_memory_share) -> list[str]:
+def fitting(
+    found: Mapping[str, OrderResult], beside: Sequence[float] = (), more_share: float = TUNING.order_memory_share
+) -> list[str]:
     """The names of orders that hold at most this share more of pieces in flight than `1f1b`, on the stage that then
-    holds most; the fastest first.
+    holds most; the fastest first. `beside`: bytes that each stage holds besides.
     """
-    most = {name: max(one.peak_bytes, default=0) for name, one in found.items()}
-    fits = [name for name in found if most[name] <= most["1f1b"] * (1 + more_share)]
+    beside = beside or [0] * len(found["1f1b"].orders)
+    most = {name: max(map(sum, zip(one.peak_bytes, beside, strict=True)), default=0) for name, one in found.items()}
+    limit = most["1f1b"] + more_share * max(found["1f1b"].peak_bytes, default=0)
+    fits = [name for name in found if most[name] <= limit]
     return sorted(fits, key=lambda name: (found[name].us, most[name]))
 
 
-def best_order(
-    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int, crowd: float = 1.0
-) -> tuple[str, OrderResult, dict[str, float]]:
-    """The fastest order that holds about as much as `1f1b` at most: its name, its result, and the microseconds of all
-    that were tried.
-    """
-    found = simulated_orders(whole, cut, pieces, stages, crowd)
-    name = fitting(found)[0]
-    return name, found[name], {name: one.us for name, one in found.items()}
-
-
-def others_to_try(found: Mapping[str, OrderResult], chosen: str) -> tuple[str, ...]:
+def others_to_try(found: Mapping[str, OrderResult], chosen: str, beside: Sequence[float] = ()) -> tuple[str, ...]:
     """Orders beside the `chosen` one that compute the same bits: every block adds up the pieces one after the other.
     Each once, the fastest first; what holds much more than `1f1b` is left out.
     """
     seen = {found[chosen].orders: chosen}
-    for name in fitting(found, TUNING.tried_memory_share) if _in_turn(found[chosen].orders) else ():
+    for name in fitting(found, beside, TUNING.tried_memory_share) if _in_turn(found[chosen].orders) else ():
         if _in_turn(found[name].orders):
             seen.setdefault(found[name].orders, name)
     return tuple(name for name in seen.values() if name != chosen)

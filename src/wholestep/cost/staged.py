@@ -15,10 +15,11 @@ from .stage_orders import (
     OrderResult,
     Orders,
     Spent,
-    best_order,
     blocks_of,
+    fitting,
     on_shared_cores,
     simulate_orders,
+    simulated_orders,
 )
 from .stage_work import StageWork
 from .timeline import STAGE, Span, Timeline
@@ -130,7 +131,8 @@ def staged_step(
     whole batch one after the other. `crowd`: ranks that share a core.
     """
     ranks = len(works)
-    name, loop, tried = _ordered(whole, apart, pieces, ranks, order, crowd)
+    beside = [sum(work.loop_bytes for work, _ in several) for several in works]
+    name, loop, tried = _ordered(whole, apart, pieces, beside, order, crowd)
     costs = blocks_of(loop.orders, whole, apart)
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
@@ -202,12 +204,13 @@ def _between(exchanges: Sequence[Exchange], at: int, rank: int) -> tuple[str, st
 
 
 def _ordered(
-    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, ranks: int, order: str | StageParts,
-    crowd: float,
+    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, beside: Sequence[float],
+    order: str | StageParts, crowd: float,
 ) -> tuple[str, OrderResult, Mapping[str, float]]:  # fmt: skip
     """The order's name, the order, and the simulated microseconds of each order that was tried. Every run of a block
-    takes what it takes in the middle of the loop.
+    takes what it takes in the middle of the loop. `beside`: bytes that each rank holds besides those of pieces.
     """
+    ranks = len(beside)
     steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
     if isinstance(order, StageParts):
         found = simulate_orders(cut if order.has_fillers else steady, pieces, order.tasks)
@@ -216,7 +219,9 @@ def _ordered(
     if not whole:
         return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
     if order == "auto":
-        return best_order(steady, cut, pieces, ranks, crowd)
+        tried = simulated_orders(steady, cut, pieces, ranks, crowd)
+        best = fitting(tried, beside)[0]
+        return best, tried[best], {name: one.us for name, one in tried.items()}
     costs = cut if order == "zero_bubble" else steady
     loop = on_shared_cores(costs, pieces, NAMED[order](costs, pieces, ranks), crowd)
     return order, loop, {order: loop.us}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..cost.stage_orders import Orders, Task
 from ..graph.stage_part import Action, Message, StageBlock
@@ -15,22 +16,37 @@ def actions_of(
     the block before it begins, in the order in which the other end sends, and is waited for in front of the block.
     With `alone`, orders end on stages that may do one thing at a time (`check_orders`).
     """
-    by_value: dict[tuple[int, str], list[Message]] = {}
-    for message in messages.values():
-        by_value.setdefault((message.source, message.value), []).append(message)
-    channels: dict[tuple[int, int], list[Task]] = {}
-    sent_by: dict[Task, list[Task]] = {}
-    for stage, tasks in enumerate(orders):
-        for task in tasks:
-            sent_by[task] = []
-            for value in blocks[task[0]].gives:
-                for message in by_value.get((stage, value), ()):
-                    sent_by[task].append((message.name, task[1]))
-                    channels.setdefault((stage, message.target), []).append((message.name, task[1]))
-    if alone:
-        return _with_replies(_Alone(orders, blocks, messages, channels, sent_by).actions(), messages)
-    made = [_Stage(stage, orders, blocks, messages, channels, sent_by).actions() for stage in range(len(orders))]
+    given = _Exchanged(orders, blocks, messages)
+    made = _Alone(given).actions() if alone else [_actions(stage, given) for stage in range(len(orders))]
     return _with_replies(made, messages)
+
+
+@dataclass(frozen=True)
+class _Exchanged:
+    """What stages run and send each other. `channels`: by both ends, the messages in the order in which they are sent;
+    `sent_by`: those of each task.
+    """
+
+    orders: Orders
+    blocks: Mapping[str, StageBlock]
+    messages: Mapping[str, Message]
+    channels: dict[tuple[int, int], list[Task]] = field(default_factory=dict[tuple[int, int], list[Task]])
+    sent_by: dict[Task, list[Task]] = field(default_factory=dict[Task, list[Task]])
+
+    def __post_init__(self) -> None:
+        by_value: dict[tuple[int, str], list[Message]] = {}
+        for message in self.messages.values():
+            by_value.setdefault((message.source, message.value), []).append(message)
+        for stage, tasks in enumerate(self.orders):
+            for task in tasks:
+                sent = [one for value in self.blocks[task[0]].gives for one in by_value.get((stage, value), ())]
+                self.sent_by[task] = [(message.name, task[1]) for message in sent]
+                for message in sent:
+                    self.channels.setdefault((stage, message.target), []).append((message.name, task[1]))
+
+    def read_by(self, task: Task) -> list[Task]:
+        """The messages that a task reads."""
+        return [(name, task[1]) for name in self.blocks[task[0]].takes if name in self.messages]
 
 
 def _with_replies(made: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
@@ -58,49 +74,21 @@ def _answered(action: Action, answers: Mapping[Task, Sequence[Task]]) -> Sequenc
     return answers.get((action.name, action.piece), ()) if action.kind == "wait" else ()
 
 
-class _Stage:
-    """Writes the actions of one stage. `channels`: by both ends, the messages in the order in which they are sent;
-    `sent_by`: those of each task.
-    """
-
-    def __init__(
-        self,
-        stage: int,
-        orders: Orders,
-        blocks: Mapping[str, StageBlock],
-        messages: Mapping[str, Message],
-        channels: Mapping[tuple[int, int], list[Task]],
-        sent_by: Mapping[Task, list[Task]],
-    ) -> None:
-        self.stage, self.tasks, self.blocks, self.messages = stage, orders[stage], blocks, messages
-        self.coming = {source: iter(keys) for (source, target), keys in channels.items() if target == stage}
-        self.sent_by = sent_by
-        self.posted, self.waited = set[Task](), set[Task]()
-        self.made: list[Action] = []
-
-    def actions(self) -> tuple[Action, ...]:
-        for number, task in enumerate(self.tasks):
-            self._post(task)
-            if number + 1 < len(self.tasks):
-                self._post(self.tasks[number + 1])
-            for key in self._read(task):
-                if key not in self.waited:
-                    self.waited.add(key)
-                    self.made.append(Action("wait", *key))
-            self.made.append(Action("run", *task))
-            self.made += [Action("send", *key) for key in self.sent_by[task]]
-        return (*self.made, Action("complete"))
-
-    def _read(self, task: Task) -> list[Task]:
-        return [(name, task[1]) for name in self.blocks[task[0]].takes if name in self.messages]
-
-    def _post(self, task: Task) -> None:
-        """Start to receive what a task reads, and what the other end sends before that."""
-        for key in self._read(task):
-            while key not in self.posted:
-                other = next(self.coming[self.messages[key[0]].source])
-                self.posted.add(other)
-                self.made.append(Action("post", *other))
+def _actions(stage: int, given: _Exchanged) -> tuple[Action, ...]:
+    """The actions of one stage."""
+    coming = {source: iter(keys) for (source, target), keys in given.channels.items() if target == stage}
+    tasks, posted, waited, made = given.orders[stage], set[Task](), set[Task](), list[Action]()
+    for number, task in enumerate(tasks):
+        for key in (key for reader in tasks[number : number + 2] for key in given.read_by(reader)):
+            while key not in posted:  # and what the other end sends before that
+                other = next(coming[given.messages[key[0]].source])
+                posted.add(other)
+                made.append(Action("post", *other))
+        reads = [key for key in given.read_by(task) if key not in waited]
+        waited.update(reads)
+        made += [*(Action("wait", *key) for key in reads), Action("run", *task)]
+        made += [Action("send", *key) for key in given.sent_by[task]]
+    return (*made, Action("complete"))
 
 
 class _Alone:
@@ -111,26 +99,18 @@ class _Alone:
     would receive before its sender has to go on is received at once.
     """
 
-    def __init__(
-        self,
-        orders: Orders,
-        blocks: Mapping[str, StageBlock],
-        messages: Mapping[str, Message],
-        channels: Mapping[tuple[int, int], list[Task]],
-        sent_by: Mapping[Task, list[Task]],
-    ) -> None:
-        self.orders, self.blocks, self.channels, self.sent_by = orders, blocks, channels, sent_by
-        self.place = {key: (pair, at) for pair, keys in channels.items() for at, key in enumerate(keys)}
-        self.sent, self.posted = dict.fromkeys(channels, 0), dict.fromkeys(channels, 0)
-        self.at, self.waited = [0] * len(orders), set[Task]()
-        self.sending: list[list[Task]] = [[] for _ in orders]
-        self.made: list[list[Action]] = [[] for _ in orders]
-        self.out = [[pair for pair in channels if pair[0] == stage] for stage in range(len(orders))]
-        reads = {task: [(name, task[1]) for name in blocks[task[0]].takes if name in messages] for task in sent_by}
-        self.read = {task: [key for key in keys if key in self.place] for task, keys in reads.items()}
+    def __init__(self, given: _Exchanged) -> None:
+        self.given, self.orders, self.channels = given, given.orders, given.channels
+        self.place = {key: (pair, at) for pair, keys in self.channels.items() for at, key in enumerate(keys)}
+        self.sent, self.posted = dict.fromkeys(self.channels, 0), dict.fromkeys(self.channels, 0)
+        self.at, self.waited = [0] * len(self.orders), set[Task]()
+        self.sending: list[list[Task]] = [[] for _ in self.orders]
+        self.made: list[list[Action]] = [[] for _ in self.orders]
+        self.out = [[pair for pair in self.channels if pair[0] == stage] for stage in range(len(self.orders))]
+        self.read = {task: [key for key in given.read_by(task) if key in self.place] for task in given.sent_by}
 
     def actions(self) -> list[list[Action]]:
-        stages = range(len(self.orders))
+        stages, blocks = range(len(self.orders)), self.given.blocks
         while True:
             moved = [self._go_on(stage) for stage in stages]
             if any(moved):
@@ -138,7 +118,7 @@ class _Alone:
             able = [stage for stage in stages if self._may_run(stage, ahead=False)]
             held = (pair for pair in self.channels if self.posted[pair] < self.sent[pair])
             if able:
-                self._run(min(able, key=lambda stage: self.blocks[self.orders[stage][self.at[stage]][0]].is_backward))
+                self._run(min(able, key=lambda stage: blocks[self.orders[stage][self.at[stage]][0]].is_backward))
             elif (pair := next(held, None)) is not None:
                 self._post(pair)
             else:
@@ -189,6 +169,6 @@ class _Alone:
                 self.waited.add(key)
                 self.made[stage].append(Action("wait", *key))
         self.made[stage].append(Action("run", *task))
-        self.sending[stage] = list(self.sent_by[task])
+        self.sending[stage] = list(self.given.sent_by[task])
         self.at[stage] += 1
         return True

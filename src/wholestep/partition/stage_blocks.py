@@ -61,11 +61,12 @@ def cuts_for(loop: Loop, mesh: Mesh, axis: str, order: str) -> tuple[StageCut, S
 
 
 def stages_of(
-    whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str
-) -> StageParts:
+    whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str,
+    beside: Sequence[float] = (),
+) -> StageParts:  # fmt: skip
     """The parts of the stages along `axis`, of blocks that `cuts_for` returns, in an order by name, or the fastest
     (`auto`, which also says which others compute the same bits in about as much memory). It is chosen by what blocks
-    take as they run.
+    take as they run, and where none has a name, by what each stage holds `beside` pieces.
     """
     pieces, count, prices = whole.loop.pieces, whole.count, BlockPrices(hardware, mesh)
     costs = whole.costs(axis, prices, as_run=True)
@@ -75,8 +76,8 @@ def stages_of(
         name, tried = order, {order: on_shared_cores(cut_costs, pieces, made, hardware.ranks_per_core)}
     else:
         tried = simulated_orders(costs, cut_costs, pieces, count, hardware.ranks_per_core)
-        name = fitting(tried)[0] if order == "auto" else order
-        others = others_to_try(tried, name)
+        name = fitting(tried, beside)[0] if order == "auto" else order
+        others = others_to_try(tried, name, beside)
     parts = parts_in(tried[name].orders, whole, apart, mesh, axis, hardware, device)
     return StageParts(parts, name, {name: one.us for name, one in tried.items()}, others)
 

@@ -42,7 +42,7 @@ class FitMemory:
     Args:
         budget_bytes: bound on the tensors of a rank.
         hardware: prices computing and the links.
-        gathers: gathered parameters may be re-gathered instead of kept.
+        gathers: gathered parameters may be re-gathered instead of kept. Gathered activations may be in any case.
         after: the passes that follow this one.
         peak: peak memory of a finished program.
         agree: broadcasts the first rank's result of the given function, for the given program, to all ranks.
@@ -105,7 +105,7 @@ class FitMemory:
             if peak_bytes <= self.budget_bytes:
                 return least
             raise budget_error(saved, path, self.budget_bytes, peaks[-1])
-        if self.gathers and not saved.loops and local.mesh.size > 1 and min(found)[2]:
+        if min(found)[2] and saved.has_gathers:
             attempt(min(found)[1], saved.path(self.hardware, TUNING.hidden_gather_share))
         _, number, names = min(found)
         return Fitting(number, names)
@@ -119,7 +119,7 @@ class FitMemory:
         return Fitting(peaks.index(min(peaks)), names), min(peaks)
 
     def _saved(self, local: LocalGraph) -> SavedValues:
-        return SavedValues(local, gathers=self.gathers, stage=self.stage)
+        return SavedValues(local, gathers=self.gathers, stage=self.stage, activations=True)
 
     def _own(self, local: LocalGraph) -> LocalGraph:
         """The program of a rank."""

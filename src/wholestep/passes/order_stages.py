@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from ..cost.stage_orders import Orders
+from ..cost.memory import memory_at
+from ..cost.stage_orders import NAMED, Orders
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import LocalGraph, TrainGraph
@@ -73,11 +74,11 @@ def with_orders(local: LocalGraph, order: str, hardware: Hardware, like: Sequenc
             todo[node] = loop
     mesh, axis = local.mesh, local.stage_axis
     cuts = {node: cuts_for(loop, mesh, axis, order) for node, loop in todo.items()}
-    if order != "gpipe":  # which is the same at all prices
-        for several in zip(*cuts.values(), strict=True):
-            _schedule(local, dict(zip(cuts, several, strict=True)), hardware)
+    beside = dict[Node, list[int]]()
+    for several in zip(*cuts.values(), strict=True) if order != "gpipe" else ():  # which is the same at all prices
+        beside |= _schedule(local, dict(zip(cuts, several, strict=True)), hardware, order)
     for node, loop in todo.items():
-        stages = stages_of(*cuts[node], mesh, axis, order, hardware, _device(local))
+        stages = stages_of(*cuts[node], mesh, axis, order, hardware, _device(local), beside.get(node, ()))
         node.target = replace(loop, stages=stages)
     return local
 
@@ -86,22 +87,29 @@ def _device(local: LocalGraph) -> str:
     return meta.one_tensor(next(iter(local.graph.nodes))).device
 
 
-def _schedule(local: LocalGraph, cuts: Mapping[Node, StageCut], hardware: Hardware) -> None:
-    """Schedule the blocks of `cuts`, of the loops of `local`, as `InBodies` will when they run."""
+def _schedule(
+    local: LocalGraph, cuts: Mapping[Node, StageCut], hardware: Hardware, order: str
+) -> dict[Node, list[int]]:  # fmt: skip
+    """Schedule the blocks of `cuts`, of the loops of `local`, as `InBodies` will when they run. Returns the bytes that
+    each stage holds meanwhile besides those of pieces, where an order is chosen by these.
+    """
     blocks = [block for cut in cuts.values() for own in cut.blocks for block in own]
-    if all(block.scheduled or not any(map(is_collective, block.body.nodes)) for block in blocks):
-        return
+    if order in NAMED and all(one.scheduled or not any(map(is_collective, one.body.nodes)) for one in blocks):
+        return {}
     for node, cut in cuts.items():
         node.target = replace(cut.loop, stages=StageParts(cut.parts(local.stage_axis, _device(local)), ""))
     passes = Schedule(hardware).passes
     sizes = next(one for one in passes if isinstance(one, SizeBuckets))
     inside = next(one for one in passes if isinstance(one, InBodies))
+    found = {node: [0] * len(cut.blocks) for node, cut in cuts.items()}
     for stage in range(local.mesh.axis_size(local.stage_axis)):
         program = sizes(stage_program(local, stage))
         parts = {node.name: node for node in program.graph.nodes if part_of(node) is not None}
         for node, cut in cuts.items():
             if node.name in parts:
+                found[node][stage] = memory_at(program, parts[node.name]).size_bytes
                 cut.blocks[stage] = inside.scheduled(program, parts[node.name])
+    return found
 
 
 def in_order(local: LocalGraph, order: str, hardware: Hardware, known: list[StageParts]) -> LocalGraph:

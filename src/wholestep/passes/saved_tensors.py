@@ -47,12 +47,14 @@ class SavedTensors:
 
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
-    parameters to be re-gathered.
+    parameters to be re-gathered, `activations` what is gathered of values that depend on the batch: all ranks have to
+    choose the same of these.
     """
 
     local: LocalGraph
     compute: bool = True
     gathers: bool = True
+    activations: bool = False
     position: dict[Node, int] = field(default_factory=dict[Node, int])
     segment: dict[Node, int] = field(default_factory=dict[Node, int])
     of: dict[Node, list[Storage]] = field(default_factory=dict[Node, list[Storage]])
@@ -163,7 +165,8 @@ class SavedTensors:
         if _torch.is_getitem(node.target) or is_wait(node):
             return self.repeatable(operands(node)[0])
         if is_collective(node):
-            return self.gathers and node.target is GATHER and node not in self.batch_dependent
+            allowed = self.activations if node in self.batch_dependent else self.gathers
+            return allowed and node.target is GATHER and node.args[-1] != self.local.stage_axis
         if node.op != "call_function" or (node in self.batch_dependent and not self.compute):
             return False
         if not _torch.is_op(node.target):

@@ -14,6 +14,7 @@ from ..cost.memory import curve
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import Loop, loop_of
+from ..graph.nodes import is_collective
 from ..graph.stage_part import StagePart
 from ..hardware.hardware import Hardware
 from ..partition.stage_blocks import levels_of, recut
@@ -28,14 +29,16 @@ from .saved_tensors import SavedTensors
 class SavedValues:
     """The values of a program that can be rematerialized: its own, or, where it has loops, those of each body.
 
-    Names of values of a body begin with that of its loop. `compute`, `gathers`: as in `SavedTensors`; what is gathered
-    in a body stays. `stage`: of the program of all stages, the one whose values are asked for.
+    Names of values of a body begin with that of its loop. `compute`, `gathers`, `activations`: as in `SavedTensors`;
+    parameters that are gathered in a body stay. `stage`: of the program of all stages, the one whose values are asked
+    for.
     """
 
     local: LocalGraph
     compute: bool = True
     gathers: bool = True
     stage: int | None = None
+    activations: bool = False
 
     @cached_property
     def loops(self) -> dict[str, Loop]:
@@ -46,12 +49,17 @@ class SavedValues:
     def places(self) -> dict[str, SavedTensors]:
         """What is saved, by the name of the loop; "" for the program itself."""
         if not self.loops:
-            return {"": SavedTensors(self.local, self.compute, self.gathers)}
-        varying = batch_dependent(self.local)
+            return {"": SavedTensors(self.local, self.compute, self.gathers, self.activations)}
+        varying, again = batch_dependent(self.local), self.activations
         return {
-            node.name: SavedTensors(of_piece(self.local, node, varying, loop.body), self.compute, gathers=False)
+            node.name: SavedTensors(of_piece(self.local, node, varying, loop.body), self.compute, False, again)
             for node in self.local.graph.nodes if (loop := self.loops.get(node.name))
         }  # fmt: skip
+
+    @property
+    def has_gathers(self) -> bool:
+        """True if a gather may be repeated."""
+        return any(is_collective(n) for one in self.places.values() for n in filter(one.repeatable, one.position))
 
     def path(self, hardware: Hardware, wire_price: float = 1.0) -> list[RematChoice]:
         """The frontier, cheapest choice first. Gathers cost `wire_price` of their time on the link."""

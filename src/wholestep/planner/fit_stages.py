@@ -43,7 +43,7 @@ def fit_stages(local: LocalGraph, budget_bytes: int, prices: BlockPrices) -> Fit
     passes, hardware = stage_passes(local.mesh, local.stage_axis, prices), prices.hardware
     found = [FitMemory(budget_bytes, hardware, False, passes, stage=stage).choose(local) for stage in stages]
     names = tuple(name for one in found for name in one.names)
-    made = SavedValues(local, gathers=False).applied(names, hardware)
+    made = SavedValues(local, gathers=False, activations=True).applied(names, hardware)
     passes = smaller_buckets(passes)[max(one.way for one in found)]
     peaks = [peak_memory(run_passes(stage_program(made, stage), passes)).size_bytes for stage in stages]
     return FittedStages(made, passes, names, max(peaks))

@@ -40,7 +40,7 @@ class SavedByClass:
     gathers: bool
 
     def __post_init__(self) -> None:
-        self.saved = SavedTensors(self.local, gathers=self.gathers)
+        self.saved = SavedTensors(self.local, gathers=self.gathers, activations=True)
 
     @cached_property
     def places(self) -> dict[Node, tuple[int, TensorClass]]:

@@ -125,9 +125,9 @@ class Finalizer:
     def _stage_within(
         self, local: LocalGraph, plain: tuple[Pass, ...], key: str, budget_bytes: int, watch: Watch | None
     ) -> LocalGraph:
-        """The program of a stage within the budget. Each rank rematerializes what it has to, which others do not see;
-        buckets are as small on all ranks as one of them needs. Raises PlanError on a rank that is over the budget,
-        which stops all others.
+        """The program of a stage within the budget. Ranks of a stage rematerialize what its first one does, and more
+        where they have to; buckets are as small on all ranks as one of them needs. Raises PlanError on a rank that is
+        over the budget, which stops all others.
         """
         stage, failure = self.world.coordinate[local.stage_axis], ""
         known, label = key in self.fits, f"{self.label}/memory"
@@ -136,14 +136,16 @@ class Finalizer:
             return peak_memory(bound_to_rank(made, self.world))
 
         def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
-            """As this rank chooses, with the smallest buckets of any rank; the smallest of all if nothing fits."""
+            """As the first rank of the stage chooses, with the smallest buckets of any rank; the smallest of all if
+            nothing fits.
+            """
             if not known:
                 try:
                     own = choose()
                 except PlanError:  # told with the peak that this rank then has
                     own = Fitting(len(smaller_buckets(plain)) - 1, ())
-                asked = self.rendezvous.gather(f"{label}/buckets", own.way, "how large buckets may be")
-                self.fits[key] = replace(own, way=max(asked))
+                asked = self.rendezvous.gather(f"{label}/buckets", own, "what it rematerializes")
+                self.fits[key] = replace(asked[self._first_of(stage)], way=max(one.way for one in asked))
             return self.fits[key]
 
         fit = FitMemory(budget_bytes, self._hardware(), False, plain, peak, fitting, stage)
@@ -287,10 +289,10 @@ class Finalizer:
             self.blocks[key] = {n: parts for n, parts in own.items() if all(o.get(n) == parts for o in asked)}
         return self.blocks[key]
 
-    def _first_of(self, local: LocalGraph) -> int:
-        """The first rank of this rank's stage."""
-        mesh, axis = self.world.mesh, local.stage_axis
-        return next(rank for rank in range(mesh.size) if mesh.coordinate(rank)[axis] == local.stage)
+    def _first_of(self, stage: int) -> int:
+        """The first rank of a stage."""
+        mesh, axis = self.world.mesh, self._stage_axis()
+        return next(rank for rank in range(mesh.size) if mesh.coordinate(rank)[axis] == stage)
 
     def _order(self, local: LocalGraph, key: str) -> list[str]:
         """The collectives by name in the order of the first rank, whose batch may have another size."""
@@ -303,7 +305,7 @@ class Finalizer:
                 self.orders[key] = self.rendezvous.broadcast(f"{self.label}/order", own, what)
             else:
                 asked = self.rendezvous.gather(f"{self.label}/order", own, what)
-                self.orders[key] = asked[self._first_of(local)]
+                self.orders[key] = asked[self._first_of(local.stage)]
         return self.orders[key]
 
 
