@@ -254,7 +254,7 @@ class _Work:
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
         self._learn_carried([n for n in calls if n not in varying])
-        spare = _spare(calls, main)
+        spare = _spare(calls, main, self.urgency)
         self.exchanges = {n for n in calls if is_wait(n) and n in main and n in varying and n not in spare}
         if self.fills != "none":
             self.beside, self.alike = _beside(calls, spare, self.exchanges)
@@ -490,15 +490,16 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
     return varying, main
 
 
-def _spare(calls: Sequence[Node], main: Collection[Node]) -> set[Node]:
-    """What only sums over pieces or complete gradients need of the backward. Gathers of activations start at their
-    place all the same, and are waited for with what reads them.
+def _spare(calls: Sequence[Node], main: Collection[Node], carried: Collection[Node]) -> set[Node]:
+    """What only sums over pieces, complete gradients or reductions that are carried need of the backward. Gathers of
+    activations start at their place all the same, and are waited for with what reads them.
     """
     found = set[Node]()
     for node in reversed(calls):
         read = [user for user in node.users if user in main or user.op == "output"]
         alone = meta.is_backward(node) and bool(node.users) and found.issuperset(read)
-        if node in main and (node.target in ACCUMULATORS or (alone and not (read and is_collective(node)))):
+        ends = node.target in ACCUMULATORS or node in carried
+        if node in main and (ends or (alone and not (read and is_collective(node)))):
             found.add(node)
     return found
 
