@@ -16,7 +16,7 @@ def tables() -> Iterator[Table]:
                "memory GB/s", "reached", "host us an op", "slower beside NCCL", "from")  # fmt: skip
     yield Table("Assumed of devices", "shares of the peaks of data sheets", columns, tuple(rows))
     columns = ("stack", "ops on elements fused", "norms fused", "loss fused", "flash attention", "update fused",
-               "buckets copied", "overlap", "regathers", "recompute", "CUDA graph",
+               "buckets copied", "overlap", "gradients that fill waits", "regathers", "recompute", "CUDA graph",
                "host us a kernel", "from")  # fmt: skip
     said = "which kernels exist; recompute where a run does not say"
     yield Table("Assumed of stacks", said, columns, tuple(map(_stack, STACKS)))
@@ -38,6 +38,7 @@ def _stack(one: ws.Stack) -> tuple[str, ...]:
         update,
         copied,
         overlap,
+        "" if one.fills == "none" else one.fills,
         ", ".join(what for what, flag in again.items() if flag),
         one.recompute,
         recorded,

@@ -17,7 +17,7 @@ from torch.fx import Node
 import wholestep as ws
 from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
-from wholestep.backend.pipeline import OVERLAPPING
+from wholestep.backend.pipeline import as_run_by
 from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, run_all, steady_start
 from wholestep.cost.software import Software
@@ -239,9 +239,8 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
 
 
 def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
-    """The pipeline without what a stack lacks: an update in parts, and overlap."""
-    lacks = SplitOptimizer if stack.overlaps else OVERLAPPING
-    return [one for one in ws.pipeline(hardware) if not isinstance(one, lacks)]
+    """The pipeline with the overlap that a stack has, and without updates in parts."""
+    return [one for one in as_run_by(stack, ws.pipeline(hardware)) if not isinstance(one, SplitOptimizer)]
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
 from tests.catalogue import CASES
@@ -19,10 +20,12 @@ from tests.steps import clipped
 from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
+from wholestep.cost.stack import Fills
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import one_tensor
 from wholestep.graph.nodes import add_call, is_collective, is_wait, node_at, operands
+from wholestep.graph.op_kinds import PRODUCTS
 from wholestep.graph.verify import check_local_graph
 from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
@@ -611,6 +614,116 @@ def test_bounds_on_gradients_where_several_are_made_at_once(case: str, style: st
     graph = ws.capture(CASES[case].step, *arguments)
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel(style)))  # type: ignore[arg-type]
     check_local_graph(Schedule(SLOW, bucket_bytes=1, first_bucket_bytes=1, in_flight_bytes=1)(local))
+
+
+# -- products beside exchanges of activations -------------------------------------------
+class Mlp(nn.Module):
+    """`again`: with a product in front, so that the backward computes its sum of activations again."""
+
+    def __init__(self, width: int, again: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.before = Mlp(width) if again else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.before is None else self.before(x)
+        return x + self.down(self.up(x.tanh()).relu())
+
+
+class Recomputing(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = cast(Tensor, checkpoint(layer, x, use_reentrant=False))
+        return x
+
+
+def exchanging(mesh: str, again: bool = False, layers: int = 3) -> ws.LocalGraph:
+    """Layers whose ranks along `tp` sum activations; `zero1` beside it."""
+    several = [Mlp(64, again) for _ in range(layers)]
+    model, x = (Recomputing if again else nn.Sequential)(*several), torch.empty(64, 64)
+    graph = ws.capture(train, model, Adam(model.parameters(), fused=True), x)
+    tensor = ws.TensorParallel({"*.up": "colwise", "*.down": "rowwise"}, axis="tp")
+    beside = [ws.DataParallel("zero1", axis="dp")] if "dp" in mesh else []
+    return ws.partition(graph, ws.plan(graph, mesh, [*beside, tensor]))
+
+
+def filled(local: ws.LocalGraph, fills: Fills, in_flight_bytes: int | None = None) -> ws.LocalGraph:
+    passes = Schedule(SLOW, 16 << 10, 16 << 10, in_flight_bytes).passes
+    return ws.run_passes(local, [replace(one, fills=fills) if isinstance(one, Overlap) else one for one in passes])
+
+
+def products_beside_sums(local: ws.LocalGraph, recomputed: bool) -> list[int]:
+    """How many products run while each sum of activations of the backward, or of what it recomputes, travels."""
+    nodes = list(local.graph.nodes)
+    found = list[int]()
+    for place, node in enumerate(nodes):
+        if is_collective(node) and node.args[-1] == "tp" and meta.is_backward(node):
+            (wait,) = node.users
+            if bool(meta.module_path(node)) is recomputed:
+                found.append(sum(one.target in PRODUCTS for one in nodes[place : nodes.index(wait)]))
+    return found
+
+
+@pytest.mark.parametrize("fills", ["own", "all"])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+def test_sums_of_activations_are_hidden_behind_gradients_of_weights(mesh: str, fills: Fills) -> None:
+    local = exchanging(mesh)
+    plain, made = filled(local, "none"), filled(local, fills)
+    assert not any(products_beside_sums(plain, recomputed=False))
+    assert all(products_beside_sums(made, recomputed=False)[:-1])  # gradients alone read the last one
+    before, after = simulate(plain, SLOW), simulate(made, SLOW)
+    assert after.exposed_us < before.exposed_us
+    assert after.step_us < before.step_us
+    assert count(made) == count(plain)
+    assert_same_on_all_ranks(plain, made, 4)
+
+
+@pytest.mark.parametrize("flops_per_us", [20.0, 2000.0, 200_000.0])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+def test_gradients_of_weights_wait_only_where_that_gains(mesh: str, flops_per_us: float) -> None:
+    hardware, local = slow_hardware(flops_per_us), exchanging(mesh)
+    sized = SizeBuckets(hardware)(local)
+    plain, made = (simulate(Overlap(hardware, fills)(sized), hardware).step_us for fills in ("none", "all"))
+    assert made <= plain
+
+
+@pytest.mark.parametrize("fills", ["own", "all"])
+def test_only_the_own_linear_fills_a_wait(fills: Fills) -> None:
+    """Megatron's sums of what is recomputed are exposed: the gradients of the next layer are there already."""
+    made = filled(exchanging("tp=4", again=True), fills)
+    assert any(products_beside_sums(made, recomputed=True)) is (fills == "all")
+    assert all(products_beside_sums(made, recomputed=False)[:-1])
+
+
+def most_put_off(plain: ws.LocalGraph, made: ws.LocalGraph) -> int:
+    """The most products for weights, which read a transposed gradient, that are behind a product that they were in
+    front of.
+    """
+    orders = [[n for n in one.graph.nodes if n.target in PRODUCTS] for one in (plain, made)]
+    late = {n.name for n in orders[0] if meta.is_backward(n) and node_at(n, 0).target is torch.ops.aten.t.default}
+    before, after = ([n.name for n in one] for one in orders)
+    done = [(set(before[: before.index(name)]), set(after[: after.index(name)])) for name in before if name not in late]
+    return max(len((first - then) & late) for first, then in done)
+
+
+@pytest.mark.parametrize(("in_flight_bytes", "most"), [(1, 1), (1 << 30, 3)])
+def test_gradients_that_wait_are_bounded(in_flight_bytes: int, most: int) -> None:
+    local = exchanging("tp=4", layers=5)
+    plain, made = (filled(local, fills, in_flight_bytes) for fills in ("none", "all"))
+    assert most_put_off(plain, made) == most
+    assert ws.peak_memory(made).size_bytes == ws.peak_memory(plain).size_bytes
+
+
+@pytest.mark.parametrize("fills", ["own", "all"])
+def test_gradients_wait_where_reductions_are_carried(fills: Fills) -> None:
+    across = replace(Schedule(SLOW, 16 << 10, 16 << 10), across_steps=True).passes
+    plain, made = (
+        ws.run_passes(exchanging("dp=2,tp=2"), [replace(p, fills=f) if isinstance(p, Overlap) else p for p in across])
+        for f in ("none", fills)
+    )
+    assert made.across is not None
+    assert any(products_beside_sums(made, recomputed=False))
+    assert simulate(made, SLOW).step_us < simulate(plain, SLOW).step_us
 
 
 # -- across steps -----------------------------------------------------------------------

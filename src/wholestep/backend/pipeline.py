@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
+from ..cost.stack import Stack
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -55,19 +56,26 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
 
 
 def stage_pipeline(
-    mesh: Mesh, axis: str, schedule: Callable[[], Schedule | None], *, backend: Backend | str = "eager",
-    overlaps: bool = True,
-) -> tuple[Pass, ...]:  # fmt: skip
+    mesh: Mesh, axis: str, schedule: Callable[[], Schedule | None], *, backend: Backend | str = "eager"
+) -> tuple[Pass, ...]:
     """The passes that `compile` applies to the program of a stage along `axis`: with a schedule, which is asked for
-    where ranks of one stage have something to exchange. Without `overlaps` that of software which reduces gradients, in
-    buckets, once all are there, and updates once all are reduced.
+    where ranks of one stage have something to exchange.
     """
     alone = all(one.size == 1 or one.name == axis for one in mesh.axes)
-    made = pipeline(schedule=None if alone else schedule(), backend=backend)
-    return made if overlaps else tuple(one for one in made if not isinstance(one, OVERLAPPING))
+    return pipeline(schedule=None if alone else schedule(), backend=backend)
 
 
-OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)  # software that hides nothing lacks them
+def as_run_by(stack: Stack | None, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """`passes` with what the stack overlaps; one that hides nothing reduces gradients, in buckets, once all are there,
+    and updates once all are reduced.
+    """
+    fills = "all" if stack is None else stack.fills
+    if stack and not stack.overlaps:
+        passes = [one for one in passes if not isinstance(one, OVERLAPPING)]
+    return tuple(replace(one, fills=fills) if isinstance(one, (InBodies, Overlap)) else one for one in passes)
+
+
+OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)
 
 
 def pipeline(

@@ -10,6 +10,7 @@ from ..hardware.device import Work, item_bytes
 from ..hardware.hardware import Hardware
 
 Accumulates = Literal["own", "half", "product"]
+Fills = Literal["none", "own", "all"]
 Recompute = Literal["none", "attention", "products", "ops", "full"]
 
 
@@ -35,6 +36,8 @@ class Stack:
             "product" the product that makes a gradient, in float32.
         copies: parameters and gradients are copied out of and into the buckets of collectives, as FSDP2 does.
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
+        fills: gradients of weights that are computed while gradients of activations travel: of "none", of the "own"
+            linear, or "all".
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
         regathers_activations: tokens that sequence parallelism gathers are freed and gathered again, too.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
@@ -65,6 +68,7 @@ class Stack:
     accumulates: Accumulates = "own"
     copies: bool = False
     overlaps: bool = True
+    fills: Fills = "none"
     regathers: bool = True
     regathers_activations: bool = False
     recompute: Recompute = "none"
@@ -129,14 +133,15 @@ _FOUNDRY = (
 )
 _FOUNDRY_MAY = "the same at 300cc5c58 (May 2023): torch 1.13.1, whose checkpoints run to their end"
 _MEGATRON = (
-    "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear, which saves a shard of tokens (mpu/layers.py, "
-    "bbab79f86); biases of rows are added behind the sum; the loss of 2022 is one op after another (cross_entropy.py); "
-    "gradients in fp16 are added to buffers in fp16 (model/distributed.py), in bf16 by the product that makes them"
+    "NVIDIA/Megatron-LM: query_key_value is one ColumnParallelLinear, which saves a shard of tokens, and reduces the "
+    "gradient of its input beside the product for its weight (mpu/layers.py, bbab79f86); biases of rows are added "
+    "behind the sum; the loss of 2022 is one op after another (cross_entropy.py); gradients in fp16 are added to "
+    "buffers in fp16 (model/distributed.py), in bf16 by the product that makes them"
 )
 _KEMPNER = "KempnerInstitute/KempnerForge 01b461a, distributed/tensor_parallel.py"
 STACKS = (
-    Stack("wholestep", recorded=True, traced=True),
-    Stack("wholestep-compile", compiled=True, recorded=True, traced=True),
+    Stack("wholestep", recorded=True, traced=True, fills="all"),
+    Stack("wholestep-compile", compiled=True, recorded=True, traced=True, fills="all"),
     Stack("fsdp", copies=True),
     Stack("llm-foundry-2023", flash_attention=1, fused_optimizer=False, joint_qkv=True, source=_FOUNDRY),
     Stack("llm-foundry-2023-05", flash_attention=1, fused_optimizer=False, joint_qkv=True, to_the_end=True,
@@ -170,14 +175,15 @@ STACKS = (
     Stack("torchtrain-2024-compile", copies=True, compiled=True, recompute="ops", fused_loss=False,
           fused_optimizer=False, traced=True, keeps_logits=True, source=_TRAIN),
     Stack("megatron", compiled=True, flash_attention=3, traced=True, joint_qkv=True, accumulates="product",
-          regathers_activations=True, source=_MEGATRON),
+          fills="own", regathers_activations=True, source=_MEGATRON),
     Stack("megatron-2022", compiled=True, flash_attention=0, fused_loss=False, traced=True, joint_qkv=True,
-          accumulates="half", regathers_activations=True, source=_MEGATRON),
+          accumulates="half", fills="own", regathers_activations=True, source=_MEGATRON),
     Stack("megatron-deepspeed-2022", compiled=True, flash_attention=0, recompute="full", overlaps=False, traced=True,
           start_us=87.0, backward_start_us=8.0, waits=True, fused_loss=False, joint_qkv=True, accumulates="half",
           source=_MEASURED),
     Stack("deepspeed", copies=True),
-    Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True),
+    Stack("xla", compiled=True, flash_attention=3, recorded=True, traced=True, fills="all",
+          source="docs.nvidia.com/jax-toolbox: the latency hiding scheduler moves collectives to overlap more"),
 )  # fmt: skip
 """`wholestep` is what `ws.compile` runs; the first of them is priced as if nothing were said."""
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from ..cost.stack import Fills
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.loop import bodies_of, loop_of
@@ -33,6 +34,7 @@ class InBodies(InPlace):
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
+    fills: Fills = "all"
 
     must_follow: ClassVar[tuple[str, ...]] = ("SizeBuckets",)
 
@@ -40,7 +42,7 @@ class InBodies(InPlace):
     def inner(self) -> tuple[InPlace, ...]:
         """The passes for a body."""
         buckets = (replace(Bucket.sized(kind), stored=True) for kind in ("reduce_scatter", "all_reduce", "all_gather"))
-        return SinkWaits(), *buckets, Overlap(self.hardware), LimitInflight()
+        return SinkWaits(), *buckets, Overlap(self.hardware, self.fills), LimitInflight()
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Schedule the bodies of `local`."""
@@ -67,7 +69,7 @@ class InBodies(InPlace):
         roles |= {name: Role.PARAM for name, one in given if one not in varying}
         for block in part.blocks:
             own = [roles.get(name, Role.BATCH) for name in block.takes]
-            known_by = self.hardware, local.sizes, own
+            known_by = self, local.sizes, own
             if _communicates(block.body) and (block.scheduled is None or block.scheduled[0] != known_by):
                 body = self._scheduled(_program(local, copy_graph(block.body), own))
                 block = replace(block, scheduled=(known_by, body))

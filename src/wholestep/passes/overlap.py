@@ -13,11 +13,13 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..cost.simulation import Clock, arrivals_after, start
+from ..cost.stack import Fills
 from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import named_bodies, put_bodies
 from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
+from ..graph.op_kinds import FREE, PRODUCTS
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import ACCUMULATORS
 from .base import InPlace, Pass, batch_dependent, meets_stages
@@ -29,8 +31,9 @@ _NEVER = float("inf")
 class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
-    Arithmetic of the forward and backward keeps its order, but for gradients that only sums over pieces read: these are
-    computed while the rank would wait for activations. Gathers of parameters start ahead of their use, in order of
+    Arithmetic of the forward and backward keeps its order, but for gradients of weights, which are computed while the
+    rank would wait for activations, as `fills` says (`Stack`); with "all" where that is simulated to gain, and while
+    what they read is at most `in_flight_bytes`. Gathers of parameters start ahead of their use, in order of
     use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them (by the program's sizes), wait
     for it. Optimizer updates that feed a parameter all-gather are issued as soon as
     their gradients have arrived; all other updates run last, in dependency order. Reductions that are carried to the
@@ -40,19 +43,26 @@ class Overlap(InPlace):
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
+    fills: Fills = "all"
 
     must_follow: ClassVar[tuple[str, ...]] = ("SizeBuckets",)
     orders: ClassVar[bool] = True
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Reorder the nodes of `local`."""
-        work = _Work(local, self.hardware, {})
-        work.run()
-        if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.hardware, arrivals_after(local, work.clock))
-            work.run()
+        work = self._worked(local, self.fills)
+        if work.exchanges and self.fills == "all":
+            work = min(self._worked(local, "none"), work, key=lambda one: one.clock.now)
         _order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
+
+    def _worked(self, local: LocalGraph, fills: Fills) -> _Work:
+        work = _Work(local, self.hardware, {}, fills)
+        work.run()
+        if any(i.role is Role.CARRY for i in local.inputs):
+            work = _Work(local, self.hardware, arrivals_after(local, work.clock), fills)
+            work.run()
+        return work
 
 
 @dataclass(frozen=True)
@@ -132,11 +142,7 @@ def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
 def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> Graph:
     """A copy of a graph, or of the body that `label` begins the names of, with its collectives in order."""
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    collectives = sorted((n for n in calls if is_collective(n)), key=lambda n: place[label + n.name])
-    before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in calls}
-    for first, second in pairwise(collectives):
-        before[second].append(first)
-    order = _sorted(calls, before)
+    order = _sorted(calls, sorted((n for n in calls if is_collective(n)), key=lambda n: place[label + n.name]))
     if len(order) < len(calls):
         raise _other_order(len(place), len(place))
     return _in_order(graph, order)
@@ -176,15 +182,16 @@ def _stages_in_turn(local: LocalGraph, order: list[Node]) -> list[Node]:
     """`order`, in which a stage of a pipeline exchanges with others what it did before, in that order."""
     if local.stage is None:
         return order
-    met = [node for node in local.graph.nodes if meets_stages(local, node)]
-    before: dict[Node, list[Node]] = {n: [g for g in operands(n) if g.op == "call_function"] for n in order}
-    for first, second in pairwise(met):
+    return _sorted(order, [node for node in local.graph.nodes if meets_stages(local, node)])
+
+
+def _sorted(calls: Sequence[Node], chain: Sequence[Node]) -> list[Node]:
+    """`calls` in a topological order that has `chain` in its order, and keeps positions as far as possible; a cycle is
+    left out.
+    """
+    before = {node: [given for given in operands(node) if given.op == "call_function"] for node in calls}
+    for first, second in pairwise(chain):
         before[second].append(first)
-    return _sorted(order, before)
-
-
-def _sorted(calls: Sequence[Node], before: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """`calls` in a topological order by `before` that keeps their positions as far as possible; a cycle is left out."""
     place = {node: i for i, node in enumerate(calls)}
     left = {node: len(before[node]) for node in calls}
     after: dict[Node, list[Node]] = {node: [] for node in calls}
@@ -212,13 +219,15 @@ class _Work:
     has the nodes in it. `in_flight`: started gathers that nothing waited for yet, in bytes. `queue`: reductions that
     are carried to the next call, by urgency. `first_use`: position of the first reader of a node in the forward and
     backward. `carried`: updates with carried gradients, and when they can run. `exchanges`: waits for activations.
-    `waiting`: sums of gradients of a piece that nothing else in the piece reads, to run beside an exchange; those in
-    `left` have waited for one already.
+    `waiting`: products for gradients of weights, and what ends these gradients, to run beside an exchange; those in
+    `left` have waited for one already. `beside`: of such a product, the exchange of its own linear; `alike`: of the
+    product that gives to that exchange, those for weights, whose gathers start in front of it.
     """
 
     local: LocalGraph
     hardware: Hardware
     arrivals: Mapping[str, float]
+    fills: Fills
     order: list[Node] = field(default_factory=list[Node])
     placed: set[Node] = field(default_factory=set[Node])
     in_flight: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -228,13 +237,15 @@ class _Work:
     exchanges: set[Node] = field(default_factory=set[Node])
     waiting: list[Node] = field(default_factory=list[Node])
     left: set[Node] = field(default_factory=set[Node])
+    beside: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    alike: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
 
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
         self.clock = start(self.local, Clock(self.hardware, self.local.mesh), self.arrivals)
         varying, main = forward_backward(self.local, later_stages=False)
-        urgency = self._urgency([n for n in calls if n in main and n in varying])
+        self.urgency = self._urgency([n for n in calls if n in main and n in varying])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in varying]
         self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first_use.__getitem__)}
         self.assigned = self.placed.union(*self.ahead.values())  # placed, or placed with a gather
@@ -243,20 +254,20 @@ class _Work:
         for node in [*self.placed, *(n for n in tail if not operands(n))]:
             self.tail.learn(node, self.clock)
         self._learn_carried([n for n in calls if n not in varying])
-        spare = _read_by_sums(calls)
+        spare = _spare(calls, main, self.urgency)
         self.exchanges = {n for n in calls if is_wait(n) and n in main and n in varying and n not in spare}
-        exchanges = len(self.exchanges)
+        if self.fills != "none":
+            self.beside, self.alike = _beside(calls, spare, self.exchanges)
+        exchanges = 0 if self.fills == "none" else len(self.exchanges)
         for node in calls:
-            if node in urgency:
-                heappush(self.queue, (urgency[node], len(self.queue), node))
-            elif node in spare and exchanges > 0:
-                self.waiting += [node] if node.target in ACCUMULATORS else []
+            if node in spare and exchanges:
+                self._defer(node, spare)
             elif node in main and (node in varying or _carries_stages(self.local, node)):
                 self._place_main(node)
-            if node in self.exchanges:
+            if node in self.exchanges and exchanges:
                 exchanges -= 1
                 while self.waiting and not exchanges:
-                    self._place_main(self.waiting.pop(0))
+                    self._compute_first()
             while self.queue and self.clock.links_free <= self.clock.now:
                 self._place_all(_cone(heappop(self.queue)[2], self.placed))
         while self.queue:
@@ -266,20 +277,53 @@ class _Work:
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
     def _place_main(self, node: Node) -> None:
+        if node in self.urgency:
+            heappush(self.queue, (self.urgency[node], len(self.queue), node))
+            return
+        again = [one for product in self.alike.get(node, ()) for one in _cone(product, self.placed)]
+        for gather in filter(is_collective, again):
+            self._place_all(_cone(gather, self.placed))
         for needed in _cone(node, self.assigned):
             self._gather_ahead(needed)
             while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
                 self._place_all(_cone(late, self.placed))
             self._place_all(_cone(needed, self.placed))
 
+    def _defer(self, node: Node, spare: set[Node]) -> None:
+        """Let a product wait for an exchange, with what ends its gradient; the first go where all read too much."""
+        if node.target not in PRODUCTS and not spare.isdisjoint(node.users):
+            return  # it comes with its reader
+        self.waiting.append(node)
+        while self.waiting and (self.waiting[0].target not in PRODUCTS or self._cannot_wait()):
+            self._compute_first()
+
+    def _cannot_wait(self) -> bool:
+        """True if the first product has no exchange that it may fill, or those that wait exceed the bounds."""
+        if self.fills == "own":
+            return self.waiting[0] not in self.beside
+        sizes, products = self.local.sizes, [node for node in self.waiting if node.target in PRODUCTS]
+        assert sizes is not None, "SizeBuckets came before"
+        held = sum(map(meta.size_bytes, {_source(given) for node in products for given in operands(node)}))
+        return len(products) > sizes.in_flight and held > sizes.in_flight_bytes
+
+    def _compute_first(self) -> None:
+        """Compute the product that has waited longest, and end its gradient."""
+        self._place_main(self.waiting.pop(0))
+        while self.waiting and self.waiting[0].target not in PRODUCTS:
+            self._place_main(self.waiting.pop(0))
+
     def _fill(self, wait: Node) -> None:
-        """Add up the gradients that an earlier wait has left, whose operands are held; then others, as long as the
-        rank would be idle until `wait` ends.
+        """Compute the products that an earlier wait has left, whose operands are held; then others, as long as the rank
+        would be idle until `wait` ends, or those of the same linear.
         """
-        waiting, self.waiting = self.waiting, []
-        while waiting and (waiting[0] in self.left or self.clock.now < self.clock.done.get(node_at(wait, 0), 0.0)):
-            self._place_main(waiting.pop(0))
-        self.waiting, self.left = waiting, set(waiting)
+        until = self.clock.done.get(node_at(wait, 0), 0.0)
+        while self.waiting:
+            first = self.waiting[0]
+            idle = self.beside.get(first, wait) is wait if self.fills == "own" else self.clock.now < until
+            if not idle and first not in self.left:
+                break
+            self._compute_first()
+        self.left = set(self.waiting)
 
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
         """Reductions to be carried to the next call, with the position at which that call first needs their results."""
@@ -446,14 +490,47 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
     return varying, main
 
 
-def _read_by_sums(calls: Sequence[Node]) -> set[Node]:
-    """Sums over pieces, and what these alone read of the backward, with its waits."""
+def _spare(calls: Sequence[Node], main: Collection[Node], carried: Collection[Node]) -> set[Node]:
+    """What only sums over pieces, complete gradients or reductions that are carried need of the backward. Gathers of
+    activations start at their place all the same, and are waited for with what reads them.
+    """
     found = set[Node]()
     for node in reversed(calls):
-        alone = bool(node.users) and found.issuperset(node.users) and not is_collective(node)
-        if node.target in ACCUMULATORS or (alone and meta.is_backward(node)):
+        read = [user for user in node.users if user in main or user.op == "output"]
+        alone = meta.is_backward(node) and bool(node.users) and found.issuperset(read)
+        ends = node.target in ACCUMULATORS or node in carried
+        if node in main and (ends or (alone and not (read and is_collective(node)))):
             found.add(node)
     return found
+
+
+def _beside(
+    calls: Sequence[Node], spare: Collection[Node], exchanges: Collection[Node]
+) -> tuple[dict[Node, Node], dict[Node, list[Node]]]:
+    """Of products for gradients of weights, the exchange of what the same linear gives to its input; of the products
+    that give to that exchange, which read the same gradient, those for weights.
+    """
+    seen, found, alike = dict[Node, list[Node]](), dict[Node, Node](), dict[Node, list[Node]]()
+    for node in calls:
+        if node in spare and node.target in PRODUCTS:
+            for given in operands(node):
+                seen.setdefault(_source(given), []).append(node)
+        todo = [node_at(node_at(node, 0), 0)] if node in exchanges else []
+        while todo:
+            given = todo.pop()
+            if given.target in PRODUCTS:
+                alike[given] = [one for read in operands(given) for one in seen.get(_source(read), ())]
+                found |= dict.fromkeys(alike[given], node)
+            elif meta.is_backward(given) and not is_wait(given):
+                todo += operands(given)
+    return found, alike
+
+
+def _source(node: Node) -> Node:
+    """What `node` is a view of."""
+    while node.target in FREE and operands(node):
+        node = node_at(node, 0)
+    return node
 
 
 def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:

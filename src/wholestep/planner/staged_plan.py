@@ -14,7 +14,7 @@ from typing import cast
 
 from torch import nn
 
-from ..backend.pipeline import pipeline, stage_pipeline
+from ..backend.pipeline import as_run_by, pipeline, stage_pipeline
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices, block_costs
@@ -53,10 +53,8 @@ _MOST = 4  # layers in a stage of the smaller short step
 
 
 def stage_passes(mesh: Mesh, axis: str, prices: BlockPrices) -> tuple[Pass, ...]:
-    """The passes that `compile` applies to the program of a stage; without overlap where a stack has none."""
-    stack = prices.software.stack
-    overlaps = stack is None or stack.overlaps
-    return stage_pipeline(mesh, axis, lambda: Schedule(prices.hardware), overlaps=overlaps)
+    """The passes that `compile` applies to the program of a stage, with the overlap that a stack has."""
+    return as_run_by(prices.software.stack, stage_pipeline(mesh, axis, lambda: Schedule(prices.hardware)))
 
 
 @dataclass(frozen=True)
