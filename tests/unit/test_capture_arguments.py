@@ -123,6 +123,27 @@ def test_batch_changed_in_place() -> None:
     same_as_eager(fn, make, CALLS)
 
 
+def test_arguments_that_the_step_would_have_twice_are_refused() -> None:
+    def halved(model: nn.Module, optimizer: Optimizer, x: Tensor, target: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return train(model, optimizer, x, target)
+
+    def clipped(model: nn.Module, optimizer: Optimizer, params: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        nn.utils.clip_grad_norm_(params, 0.1)
+        return train(model, optimizer, x, y)
+
+    model = nn.Linear(6, 6)
+    made, step = (model, torch.optim.SGD(model.parameters(), 0.1)), ws.compile(halved)
+    rows = torch.randn(12, 6)
+    step(*made, rows[:5].clone(), rows[:5])
+    step(*made, *rows.split(6))
+    for pair in ((rows[:5], rows[:5]), (rows[:5], rows[4:9])):
+        with pytest.raises(ws.CaptureError, match=r"changes x in place, and x shares memory with target"):
+            step(*made, *pair)
+    with pytest.raises(ws.CaptureError, match=r"the argument params\[1\] is 'bias' of the model or the optimizer"):
+        ws.compile(clipped)(*made, [rows, model.bias], rows, rows)
+
+
 def test_batch_that_wants_a_gradient() -> None:
     def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.mse_loss(model(x), y)
