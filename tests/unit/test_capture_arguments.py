@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -209,6 +210,13 @@ def test_results_are_the_callers_own() -> None:
     same(first, tuple(kept), 0, "first result")
     first[1].zero_()
     assert next(model.parameters()).abs().sum() > 0
+
+
+def test_objects_that_hold_tensors_are_no_results() -> None:
+    made: list[Callable[[Tensor], Any]] = [lambda t: SimpleNamespace(loss=t), lambda t: lambda: t, lambda t: iter([t])]
+    for result in made:
+        with pytest.raises(ws.CaptureError, match=r"the step returns a \w+ that holds tensors"):
+            ws.compile(lambda *args, result=result: result(train(*args)))(*make(), *CALLS[0])  # type: ignore[misc]
 
 
 def test_results_carry_no_gradient() -> None:

@@ -171,6 +171,7 @@ class TensorsChangedByParts(World):
     def __init__(self):
         super().__init__()
         self.table, self.sums, self.last = torch.zeros(3, 2), [torch.zeros(2), torch.ones(2)], torch.zeros(2)
+        self.halved = torch.ones(2)
 
     def step(self, x):
         means = self.model(x).detach().mean(0)
@@ -179,6 +180,7 @@ class TensorsChangedByParts(World):
         self.table.unbind()[2].sub_(means)
         torch._foreach_mul_(self.sums, 0.5)
         torch.add(means, 1.0, out=self.last)
+        self.halved.mul_(0.5)
         return self.update(x)
 
 
@@ -473,6 +475,19 @@ class ArrayChangedFromOutside(World):
 
     def step(self, x):
         return self.update(x * torch.tensor(self.factors, dtype=x.dtype))
+
+
+@case
+class TensorReadAsNumber(World):
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.tensor(1.0)
+
+    def between(self, call):
+        self.temperature.fill_(1.0 + call % 2)
+
+    def step(self, x):
+        return self.update(x, self.temperature.item())
 
 
 @case
