@@ -63,8 +63,12 @@ def _without_writes_to_real_tensors() -> tuple[Any, str, Any]:
     ones, which a trace must not change.
     """
     name = "should_allow_numbers_as_tensors"
-    takes_numbers = getattr(fake_tensor, name, bool)
-    return fake_tensor, name, lambda op: not op._schema.is_mutable and takes_numbers(op)
+    takes_numbers: Callable[[Any], bool] = getattr(fake_tensor, name, bool)
+
+    def takes(op: Any) -> bool:
+        return not op._schema.is_mutable and takes_numbers(op)
+
+    return fake_tensor, name, takes
 
 
 def _with_sizes() -> list[tuple[Any, str, Any]]:
