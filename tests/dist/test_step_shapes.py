@@ -105,7 +105,40 @@ def _average(rank: int, style: str) -> dict[str, Any]:
     return {"params": max(_worst(ours, theirs), _worst(kept, expected)), "results": results, "captures": step.captures}
 
 
-STEPS = {"changing calls": (_changing_calls, 3), "gan": (_gan, 1), "moving average": (_average, 1)}
+def _held_parameters(rank: int, style: str) -> dict[str, Any]:
+    """A list of parameters from before the first call is clipped, also by a program that was captured later."""
+
+    def step_of(model: nn.Module, held: list[nn.Parameter], optimizer: Optimizer) -> Any:
+        def train(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(held, 0.1)
+            optimizer.step()
+            return loss.detach(), norm
+
+        return train
+
+    ours, theirs = _mlp(0), _mlp(0)
+    held, wrapped = list(ours.parameters()), Ddp(theirs)
+    expected = step_of(wrapped, list(theirs.parameters()), torch.optim.SGD(theirs.parameters(), 0.1))
+    step = ws.compile(step_of(ours, held, torch.optim.SGD(ours.parameters(), 0.1)), parallel=ws.DataParallel(style))  # type: ignore[arg-type]
+    results = 0.0
+    for call, rows in enumerate((4, 7, 5)):
+        batch = _data(rank, call, rows, 6), _data(rank, call, rows, 3)
+        results = max(results, *(difference(a, b) for a, b in zip(step(*batch), expected(*batch), strict=True)))
+    if style == "fully_shard":
+        with pytest.raises(ws.StateError, match="norm of a parameter that a compiled step has replaced by its shard"):
+            held[0].norm()
+    return {"params": _worst(ours, theirs), "results": results, "captures": step.captures}
+
+
+STEPS = {
+    "changing calls": (_changing_calls, 3),
+    "held": (_held_parameters, 2),
+    "gan": (_gan, 1),
+    "moving average": (_average, 1),
+}
 
 
 def _train(rank: int, world: int, name: str, style: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -123,6 +124,27 @@ def test_batch_changed_in_place() -> None:
     same_as_eager(fn, make, CALLS)
 
 
+def test_arguments_that_the_step_would_have_twice_are_refused() -> None:
+    def halved(model: nn.Module, optimizer: Optimizer, x: Tensor, target: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return train(model, optimizer, x, target)
+
+    def clipped(model: nn.Module, optimizer: Optimizer, params: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        nn.utils.clip_grad_norm_(params, 0.1)
+        return train(model, optimizer, x, y)
+
+    model = nn.Linear(6, 6)
+    made, step = (model, torch.optim.SGD(model.parameters(), 0.1)), ws.compile(halved)
+    rows = torch.randn(12, 6)
+    step(*made, rows[:5].clone(), rows[:5])
+    step(*made, *rows.split(6))
+    for pair in ((rows[:5], rows[:5]), (rows[:5], rows[4:9])):
+        with pytest.raises(ws.CaptureError, match=r"changes x in place, and x shares memory with target"):
+            step(*made, *pair)
+    with pytest.raises(ws.CaptureError, match=r"the argument params\[1\] is 'bias' of the model or the optimizer"):
+        ws.compile(clipped)(*made, [rows, model.bias], rows, rows)
+
+
 def test_batch_that_wants_a_gradient() -> None:
     def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.mse_loss(model(x), y)
@@ -188,6 +210,13 @@ def test_results_are_the_callers_own() -> None:
     same(first, tuple(kept), 0, "first result")
     first[1].zero_()
     assert next(model.parameters()).abs().sum() > 0
+
+
+def test_objects_that_hold_tensors_are_no_results() -> None:
+    made: list[Callable[[Tensor], Any]] = [lambda t: SimpleNamespace(loss=t), lambda t: lambda: t, lambda t: iter([t])]
+    for result in made:
+        with pytest.raises(ws.CaptureError, match=r"the step returns a \w+ that holds tensors"):
+            ws.compile(lambda *args, result=result: result(train(*args)))(*make(), *CALLS[0])  # type: ignore[misc]
 
 
 def test_results_carry_no_gradient() -> None:

@@ -152,6 +152,25 @@ def test_loaded_optimizer_state_is_used() -> None:
     assert same_as_eager(train, tiny("Adam-amsgrad"), CALLS, between=between).captures == 1
 
 
+def test_state_and_groups_that_change_between_calls() -> None:
+    def make() -> Made:
+        model = CASES["tiny"].build()
+        params = list(model.parameters())
+        return model, torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], 0.1, momentum=0.9)
+
+    def between(i: int, model: nn.Module, optimizer: Any) -> None:
+        first, second = optimizer.param_groups[0], optimizer.param_groups[-1]
+        if i in (1, 3):
+            optimizer.state.clear()
+        if i == 2:
+            del optimizer.state[first["params"][0]]
+            first["params"], second["params"] = second["params"], first["params"]
+        if i == 3:
+            del optimizer.param_groups[0]
+
+    same_as_eager(train, make, CALLS, between=between)
+
+
 def test_eager_step_in_between() -> None:
     def between(i: int, model: nn.Module, optimizer: Optimizer) -> None:
         if i == 2:

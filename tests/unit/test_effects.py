@@ -167,6 +167,24 @@ class TensorInPlace(World):
 
 
 @case
+class TensorsChangedByParts(World):
+    def __init__(self):
+        super().__init__()
+        self.table, self.sums, self.last = torch.zeros(3, 2), [torch.zeros(2), torch.ones(2)], torch.zeros(2)
+        self.halved = torch.ones(2)
+
+    def step(self, x):
+        means = self.model(x).detach().mean(0)
+        self.table[0] = means
+        self.table.view(-1)[2:4].add_(1.0)
+        self.table.unbind()[2].sub_(means)
+        torch._foreach_mul_(self.sums, 0.5)
+        torch.add(means, 1.0, out=self.last)
+        self.halved.mul_(0.5)
+        return self.update(x)
+
+
+@case
 class TensorReplaced(World):
     def __init__(self):
         super().__init__()
@@ -444,6 +462,49 @@ class DictItemFromOutside(World):
 
     def step(self, x):
         return self.update(x, self.config["factor"])
+
+
+@case
+class ArrayChangedFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.factors = np.ones(4)
+
+    def between(self, call):
+        self.factors[call % 2] = 0.5
+
+    def step(self, x):
+        return self.update(x * torch.tensor(self.factors, dtype=x.dtype))
+
+
+@case
+class TensorReadAsNumber(World):
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.tensor(1.0)
+
+    def between(self, call):
+        self.temperature.fill_(1.0 + call % 2)
+
+    def step(self, x):
+        return self.update(x, self.temperature.item())
+
+
+@case
+class MethodReplacedFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        self.__class__ = type("Own", (MethodReplacedFromOutside,), {})
+
+    def activation(self, x):
+        return torch.tanh(x)
+
+    def between(self, call):
+        if call == 3:
+            type(self).activation = lambda self, x: torch.relu(x)
+
+    def step(self, x):
+        return self.update(self.activation(x))
 
 
 @case
@@ -881,6 +942,16 @@ class GeneratorAdvances(World):
 
     def step(self, x):
         return self.update(next(self.data))  # here
+
+
+@refused("self.draws")
+class RandomStateAdvances(World):
+    def __init__(self):
+        super().__init__()
+        self.draws = np.random.RandomState(0)
+
+    def step(self, x):
+        return self.update(x, self.draws.beta(1.0, 1.0))  # here
 
 
 @refused("reads self.n, a number that changes between calls, with use as an index")

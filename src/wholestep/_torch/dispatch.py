@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
@@ -53,8 +54,21 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     slow: list[Any] = [mode.__torch_dispatch__ for mode in modes]
     quick = _fast_dispatch(slow[0], forms), inspect.unwrap(slow[1])
     changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
-    changes += _with_sizes()
+    changes += [*_with_sizes(), _without_writes_to_real_tensors()]
     return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
+
+
+def _without_writes_to_real_tensors() -> tuple[Any, str, Any]:
+    """Make torch compute `real.mul_(2)`, as all else, on fake tensors: it runs ops that take numbers as tensors on real
+    ones, which a trace must not change.
+    """
+    name = "should_allow_numbers_as_tensors"
+    takes_numbers: Callable[[Any], bool] = getattr(fake_tensor, name, bool)
+
+    def takes(op: Any) -> bool:
+        return not op._schema.is_mutable and takes_numbers(op)
+
+    return fake_tensor, name, takes
 
 
 def _with_sizes() -> list[tuple[Any, str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
 
 TreeSpec = pytree.TreeSpec
 tree_flatten, tree_unflatten, tree_map_only = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_map_only
@@ -16,6 +17,23 @@ tree_flatten, tree_unflatten, tree_map_only = pytree.tree_flatten, pytree.tree_u
 def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Return the leaves of a nested container, each with its path as text."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
+
+
+def other_kind(value: torch.Tensor) -> str:
+    """Return what a tensor is that is not dense, or spread over ranks; "" for any other one."""
+    if value.is_nested:
+        return "nested tensor"
+    if isinstance(value, DTensor):
+        return "DTensor"
+    return "" if value.layout is torch.strided else f"sparse tensor ({value.layout})"
+
+
+def memory_overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether one tensor begins in the part of a storage that the other one spans."""
+    if storage_key(a) != storage_key(b) or not (a.numel() and b.numel()):
+        return False
+    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    return a.storage_offset() <= ends[1] and b.storage_offset() <= ends[0]
 
 
 def storage_key(value: torch.Tensor) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ..graph.meta import meta_of
@@ -71,9 +73,13 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
         yield Assumption(Location(path, value, None), "content", (items, frozenset(changed)))
     elif isinstance(value, (set, deque)):
         yield Assumption(Location(path, value, None), "content", cast(Any, value).copy())
+    elif isinstance(value, array) or (isinstance(value, np.ndarray) and value.flags.writeable):
+        yield Assumption(Location(path, value, None), "content", value.tobytes())
+    elif isinstance(value, functools.partial):
+        yield from contents([value.args, value.keywords], path, carried)
     if isinstance(value, (dict, list, tuple)):
         for key, item in _items(value):
-            if isinstance(item, (dict, list, set, deque, tuple)) and key not in changed:
+            if isinstance(item, (dict, list, set, deque, tuple, array, np.ndarray)) and key not in changed:
                 yield from contents(item, f"{path}[{key!r}]", carried)
 
 
@@ -94,7 +100,7 @@ def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(now, deque):
         found = list(cast("deque[Any]", now))
         return len(expected) == len(found) and all(map(_same_item, expected, found))
-    return bool(expected == now)
+    return bool(expected == (now.tobytes() if isinstance(now, (array, np.ndarray)) else now))
 
 
 def _same_item(a: Any, b: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.gc_control import collector_paused, source_lines_dropped
-from ..graph.graph import TrainGraph
+from ..graph.graph import Role, TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
@@ -29,7 +29,7 @@ from .reachable import Reach, reach
 from .scheduled_numbers import scheduled
 from .sizes_fixed import refuse_symbolic
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
-from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
+from .state import Hyper, StepState, carry, collect, find_hypers, newest, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
@@ -89,8 +89,29 @@ def find_state(
             "pass them as arguments, or give model= and optimizer= to wholestep.compile",
         )
     state = collect(modules, optimizers, scalers)
+    _check_arguments(state, names, call.leaves)
     refuse_objects(state.optimizers.values())
     return state, call.structure, call.leaves, names
+
+
+def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise CaptureError if an argument is no dense tensor, or a parameter or a buffer, which the graph would have as
+    state and as batch.
+    """
+    held = {id(one.tensor): name for name, one in {**state.params, **state.buffers}.items()}
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and (other := _torch.other_kind(leaf)):
+            raise CaptureError(
+                f"the argument {name} is a {other}",
+                "dense tensors, whole or this rank's part",
+                "pass its parts (indices and values, offsets, a mask) and make it in the step; or make it dense",
+            )
+        if isinstance(leaf, torch.Tensor) and id(newest(leaf)) in held:
+            raise CaptureError(
+                f"the argument {name} is {held[id(newest(leaf))]!r} of the model or the optimizer",
+                "parameters and buffers that the step reads from the model, the optimizer or a variable",
+                "leave the argument out: `model.parameters()`, or a list that the function closes over, is the same",
+            )
 
 
 @collector_paused()
@@ -143,6 +164,7 @@ def _captured(
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
+    _refuse_shared_memory(graph, dict(zip(names, leaves, strict=True)))
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
     if dynamic:
         refuse_symbolic(traced.result_leaves, effects)
@@ -156,6 +178,31 @@ def _captured(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
         tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols,
     )  # fmt: skip
+
+
+def written_leaves(graph: TrainGraph) -> list[str]:
+    """Return the names of the batch tensors that a step changes in place."""
+    batch = {i.name for i in graph.inputs if i.role is Role.BATCH}
+    return [out.target for out in graph.outputs if out.kind == "update" and out.target in batch]
+
+
+def shared_memory(batch: Mapping[str, Any], written: Sequence[str]) -> str:
+    """Say which tensor of a batch shares memory with one of those `written`; "" if none does."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    pairs = ((name, other) for name in written for other in tensors if other != name)
+    found = (f"{a} shares memory with {b}" for a, b in pairs if _torch.memory_overlaps(tensors[a], tensors[b]))
+    return next(found, "")
+
+
+def _refuse_shared_memory(graph: TrainGraph, batch: Mapping[str, Any]) -> None:
+    found = shared_memory(batch, written_leaves(graph))
+    if found:
+        name = found.partition(" ")[0]
+        raise CaptureError(
+            f"the step changes {name} in place, and {found}",
+            "changes in place of tensors that share memory with no other argument",
+            f"pass `{name}.clone()`, or leave the tensor as it is: `x = x * 2` instead of `x *= 2`",
+        )
 
 
 def at_other_sizes(captured: Capture, sizes: dict[str, int]) -> Capture | None:

@@ -12,14 +12,14 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph
-from ..graph.nodes import name_in_order, node_at, redirect
+from ..graph.nodes import is_mutating, name_in_order, node_at, redirect
 from ..graph.op_kinds import CHEAP
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import with_plain_sizes
 from ..graph.verify import check_train_graph
 from .functional import functionalize
 from .methods import refuse_collectives
-from .strides import count_from_tensors
+from .strides import count_from_tensors, is_view
 from .trace import Traced
 
 aten = torch.ops.aten
@@ -66,14 +66,27 @@ def changed_constants(module: GraphModule) -> list[torch.Tensor]:
 
 
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Yield each node that changes a constant in place, and the constant's node."""
-    for node in module.graph.nodes:
-        if node.op != "call_function" or not _torch.is_op(node.target):
-            continue
-        for argument, given in zip(_torch.schema_of(node.target).arguments, node.args, strict=False):
-            mutated = argument.alias_info is not None and argument.alias_info.is_write
-            if mutated and isinstance(given, Node) and given.op == "get_attr":
+    """Yield each node that changes a constant in place, or a view of it, and the constant's node."""
+    for node in filter(is_mutating, module.graph.nodes):
+        for given in map(_viewed, _written(node)):
+            if given.op == "get_attr":
                 yield node, given
+
+
+def _written(node: Node) -> list[Node]:
+    """Return what a node writes into."""
+    arguments = _torch.schema_of(node.target).arguments
+    given: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    values = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    lists = [cast("list[Any]", value) if isinstance(value, list) else [value] for value in values]
+    return [value for items in lists for value in items if isinstance(value, Node)]
+
+
+def _viewed(node: Node) -> Node:
+    """Return the tensor that a node is a view of; itself if of none."""
+    while is_view(node) or _torch.is_getitem(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _refuse_mutated_constants(module: GraphModule) -> None:

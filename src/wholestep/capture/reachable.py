@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import types
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Loo
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OPENED = {"argparse", "types", "collections", "dataclasses", "functools"}  # standard library classes to search
+_OPENED = {"argparse", "types", "collections", "dataclasses", "functools", "queue"}  # of the standard library
 _CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -158,7 +159,8 @@ def argument_containers(called: Mapping[Any, Any], arguments: dict[Any, Any]) ->
 class Reach:
     """Result of a search: `containers`, real `tensors` with their places, by path, and objects `seen`, by identity.
 
-    `kinds` are the classes of objects, `caches` the `functools` caches with their number of misses.
+    `kinds` are the classes of objects, `methods` the places of those that code names, `caches` the `functools` caches
+    with their number of misses.
     """
 
     containers: list[Container] = field(default_factory=list[Container])
@@ -166,6 +168,7 @@ class Reach:
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
     schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
     kinds: dict[type, None] = field(default_factory=dict[type, None])
+    methods: list[Location] = field(default_factory=list[Location])
     caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
@@ -190,6 +193,7 @@ class _Search:
         self._globals_seen = set[tuple[int, str]]()
         self._names: set[str] = {"forward", "__call__", "step"}
         self._methods: list[tuple[str, types.FunctionType]] = []
+        self._classes: list[type] = []
         self._waiting: list[tuple[Any, str]] = []
 
     def visit(self, value: Any, path: str) -> None:
@@ -204,6 +208,9 @@ class _Search:
             self._methods = [(name, function) for name, function in self._methods if name not in self._names]
             for function in named:
                 self.visit(function, function.__qualname__)
+        called = [(kind, name) for kind in self._classes for name in sorted(self._names)]
+        places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind, name in called]
+        self.found.methods += [place for place in places if _is_own_function(place.get())]
 
     def _open(self, value: Any, path: str) -> None:
         if isinstance(value, _LEAVES) or id(value) in self.found.seen:
@@ -307,6 +314,7 @@ class _Search:
     def _class(self, kind: Any, path: str) -> None:
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
+        self._classes.append(kind)
         table: dict[str, Any] = {**vars(kind)}
         for name, value in table.items():
             function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
@@ -351,6 +359,10 @@ def is_of_python(file: str) -> bool:
     return file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
+def _is_own_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType) and is_own_code(value.__code__.co_filename)
+
+
 def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     return getattr(module, "__file__", None) or ("__main__" if kind.__module__ == "__main__" else "")
@@ -372,6 +384,8 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     whole: Any = value
     if isinstance(value, (set, deque, bytearray)):
         return whole.copy
+    if isinstance(value, array):
+        return whole.tobytes
     if isinstance(value, np.ndarray):
         return (lambda: _checksum(whole)) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):
@@ -380,6 +394,8 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
         return lambda: hash(value.getstate())
     if isinstance(value, np.random.Generator):
         return lambda: repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return lambda: repr(value.get_state())
     if isinstance(value, torch.Generator):
         return lambda: _generator_state(value)
     if isinstance(value, io.IOBase):

@@ -40,7 +40,7 @@ def note(optimizer: Optimizer, keys: Iterable[str]) -> None:
 def note_changed(held: Sequence[tuple[Optimizer, int, str, Any]]) -> None:
     """Record the constant options of a program that changed to another float: they may become inputs."""
     for optimizer, number, key, value in held:
-        found = optimizer.param_groups[number].get(key)
+        found = optimizer.param_groups[number].get(key) if number < len(optimizer.param_groups) else value
         parts = cast(tuple[object, ...], found) if isinstance(found, tuple) else (found,)
         if found is not value and found != value and all(isinstance(v, float) for v in parts):
             note(optimizer, [key])

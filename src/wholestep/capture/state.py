@@ -46,6 +46,13 @@ class StepTensor:
         container, key = self.places[0]
         return container[key]
 
+    def is_at_its_place(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` is the current one."""
+        try:
+            return self.tensor is tensor
+        except (KeyError, IndexError):
+            return False
+
 
 @dataclass
 class Hyper:
@@ -323,6 +330,29 @@ def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
     put(held, new)
     rekey(state.optimizers.values(), old, new)
     vars(old)[MOVED] = new
+    if type(old) in (torch.Tensor, nn.Parameter):
+        old.__class__ = Replaced
+
+
+class Replaced(nn.Parameter):
+    """A parameter that is no longer in use. A step that finds it computes with what replaced it; all else is refused:
+    a list that was made before the first call would go on with the values of that time.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StateError(
+            f"{getattr(func, '__name__', func)} of a parameter that a compiled step has replaced by its shard",
+            "parameters as the model and the optimizer have them now",
+            "take them again: `list(model.parameters())` after the first call",
+        )
+
+
+def newest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a parameter was replaced by; a tensor that was not, as it is."""
+    while (new := vars(tensor).get(MOVED)) is not None:
+        tensor = new
+    return tensor
 
 
 def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:
@@ -331,8 +361,7 @@ def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:
         for group in optimizer.param_groups:
             params: list[torch.Tensor] = group["params"]
             for i, old in enumerate(params):
-                while (new := vars(params[i]).get(MOVED)) is not None:
-                    params[i] = new
+                params[i] = newest(old)
                 rekey([optimizer], old, params[i])
 
 

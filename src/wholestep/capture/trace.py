@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -189,6 +190,7 @@ class Traced:
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
             leaves = [self.numbers.argument(v) for v in call.leaves]
+            self.watch.refuse_made(leaves)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
@@ -306,9 +308,10 @@ class _TorchCalls(TorchFunctionMode):
 
     def _fake_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._fakes.get(id(value), value)
-        if type(value) in (list, tuple) and any(id(v) in self._fakes for v in value):
-            return type(value)(self._fakes.get(id(v), v) for v in value)
+            return self._fakes.get(id(held_state.newest(value)), value)
+        if type(value) in (list, tuple):
+            found = [self._fake_of(v) for v in cast("Sequence[Any]", value)]
+            return type(value)(found) if any(map(is_not, found, value)) else value
         return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -334,8 +337,8 @@ class _TorchCalls(TorchFunctionMode):
             if read:
                 self._numbers.refuse_read(args[0], read, _calling_text())
             args = self._numbers.operands(func, args)
-        if read and _torch.is_fake(args[0]) and not _torch.known_constant(args[0]):
-            value = self._known(args[0])
+        if read and not _torch.known_constant(args[0]):
+            value = self._known(self._fake_of(args[0]))
             if value is not None:
                 with _torch.outside_of_trace():
                     return func(value, *args[1:], **(kwargs or {}))

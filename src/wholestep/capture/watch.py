@@ -7,6 +7,7 @@ is refused. Then all containers are restored: no fake tensor remains in the user
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import sys
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -277,6 +278,28 @@ class Watch:
                 )  # fmt: skip
         return value
 
+    def refuse_made(self, results: Sequence[Any]) -> None:
+        """Raise CaptureError if a result is an object that the step made and that holds a tensor of the trace."""
+        for value in results:
+            if not isinstance(value, (*SIMPLE, torch.Tensor, type)) and self._holds_fake(value):
+                raise CaptureError(
+                    f"the step returns a {type(value).__name__} that holds tensors: later calls would return it again",
+                    "tensors and plain values, in tuples, lists, dicts, mappings and dataclasses",
+                    "return its parts, and make the object after the call; or make its class a dataclass",
+                )
+
+    def _holds_fake(self, value: Any) -> bool:
+        seen, waiting = set(self.reach.seen), list[Any]([value])
+        while waiting:
+            one: Any = waiting.pop()
+            if _torch.is_fake(one):
+                return True
+            if id(one) not in seen and not isinstance(one, (type, ModuleType)):
+                is_function = isinstance(one, FunctionType)  # whose globals lead anywhere
+                waiting += (one.__closure__ or ()) if is_function else gc.get_referents(one)
+            seen.add(id(one))
+        return False
+
     def _tracer(self, containers: Sequence[Container]) -> Callable[..., Any]:
         """Return a trace function that locates the line that changes the entry `find`."""
         wanted = [c for c in containers if c.path == self.find or any(c.path_of(k) == self.find for k in c.now())]
@@ -343,7 +366,8 @@ class Watch:
         reads = dict[int, set[str]]()
         for owner, name in self._reads:
             reads.setdefault(owner, set()).add(name)
-        of_callbacks, out = owned_by_callbacks([c.fn for c in self._called]), list[Assumption]()
+        of_callbacks = owned_by_callbacks([c.fn for c in self._called])
+        out = [expect(place, place.get()) for place in self.reach.methods]
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
                 place = Location(container.path, container.holder, None)

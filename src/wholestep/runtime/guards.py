@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
-from ..capture.capture import Capture
+from ..capture.capture import Capture, shared_memory, written_leaves
 from ..capture.locations import MISSING, Slots, is_number
 from ..capture.state import baked_numbers, is_zero
 from ..capture.wrappers import switches
@@ -156,7 +157,7 @@ class Guards:
     def __init__(self, capture: Capture, inputs: StepInputs, device: str) -> None:
         state, self._effects, self._values = capture.state, capture.effects, capture.values
         self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device)
-        self._batch_sizes = inputs.sizes
+        self._batch_sizes, self._written = inputs.sizes, written_leaves(capture.graph)
         symbols = capture.symbols
         self.sizes = None if symbols is None else SizeCheck(symbols, inputs)
         dims = self.sizes.dims if self.sizes is not None else {}
@@ -167,10 +168,11 @@ class Guards:
         self.shapes = batch_shapes(inputs)
         self._params = {name: held.tensor for name, held in state.params.items()}
         self._flags = [param.requires_grad for param in self._params.values()]
+        self._dtypes = [param.dtype for param in self._params.values()]
         has_grad = [param.grad is not None for param in self._params.values()]
         self._has_grad = None if capture.fresh_grads else has_grad
         self._modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
-        self._groups = [(o, [len(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
+        self._groups = [(o, [list(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
         carried = self._effects.group_options()
         baked = baked_numbers(state, capture.hypers)
         self.numbers = [number for number in baked if (id(number[0]), *number[1:3]) not in carried]
@@ -200,6 +202,8 @@ class Guards:
                     return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
+        if shared := self._shared(leaves):
+            return Miss(shared)
         if now != self._ambient:
             return Miss("autocast, grad mode, anomaly mode or default dtype changed")
         why = self._check_held()
@@ -219,7 +223,11 @@ class Guards:
         pairs = zip(leaves, self._leaves, strict=True)
         if not all(g.fits_but_sizes(v) if isinstance(g, TensorGuard) else _same_value(v, g) for v, g in pairs):
             return False
-        return not self._check_held() and self._check_host() is None
+        return not self._check_held() and self._check_host() is None and not self._shared(leaves)
+
+    def _shared(self, leaves: Sequence[Any]) -> str:
+        """Which tensor that the step changes in place shares memory with another one; "" if none does."""
+        return shared_memory(dict(zip(self._names, leaves, strict=True)), self._written) if self._written else ""
 
     def _check_host(self) -> Miss | None:
         """The first value of Python, or choice of the host's program, that is another one."""
@@ -245,10 +253,14 @@ class Guards:
             for (name, param), was in zip(self._params.items(), self._flags, strict=True):
                 if param.requires_grad is not was:
                     return f"requires_grad of {name} is {param.requires_grad}"
-        for optimizer, counts in self._groups:
-            now = [len(group["params"]) for group in optimizer.param_groups]
-            if now != counts:
-                return f"the parameter groups have {now} parameters, they had {counts}"
+        if [param.dtype for param in self._params.values()] != self._dtypes:
+            return "parameters have other dtypes"
+        for optimizer, had in self._groups:
+            now = [group["params"] for group in optimizer.param_groups]
+            if [*map(len, now)] != [*map(len, had)]:
+                return f"the parameter groups have {[*map(len, now)]} parameters, they had {[*map(len, had)]}"
+            if not all(all(map(is_, *pair)) for pair in zip(now, had, strict=True)):
+                return "the parameter groups have other parameters"
         if not self._settings_hold() and (why := self._other_setting()):
             return why
         for state, hyper, zero in self._zeros:

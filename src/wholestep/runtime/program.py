@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -112,10 +113,12 @@ class Program:
         for i, ((container, key), (_, _, tensor)) in enumerate(zip(places, self._slots, strict=True)):
             if i not in self._rebound:
                 condition.add("{}[{}] is {}", container, key, tensor)
+                if isinstance(tensor, DTensor):  # `module.to(...)` swaps what is inside
+                    condition.add("{}({}) is {}", _torch.local_tensor, tensor, self._held[i])
         self._others_hold = condition.compiled()
         self._check_pieces()
         self._packed = pack_buckets(self.local, self._held)
-        self._states = [(o, o.state) for o in state.optimizers.values()]
+        self._states = [(o, o.state, list(o.state.values())) for o in state.optimizers.values()]
 
     def take(self, local: LocalGraph, before: LocalGraph) -> None:
         """Become another schedule of the same program: the shards of its buckets lie side by side from now on."""
@@ -145,7 +148,10 @@ class Program:
     def refresh(self) -> Miss | None:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
         rebound_hold = all(get(key) is tensor for get, key, tensor in (self._slots[i] for i in self._rebound))
-        states = all(optimizer.state is entries for optimizer, entries in self._states)
+        states = all(
+            optimizer.state is state and len(state) == len(entries) and all(map(is_, state.values(), entries))
+            for optimizer, state, entries in self._states
+        )
         if self._others_hold() and rebound_hold and states and not self._makes:
             return None
         changed = self._changed()
@@ -157,7 +163,7 @@ class Program:
     def _changed(self) -> str:
         state, optimizers = self.capture.state, list(self.capture.state.optimizers.values())
         for given, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
-            if given.role is Role.PARAM and state.params[given.name].tensor is not tensor:
+            if given.role is Role.PARAM and not state.params[given.name].is_at_its_place(tensor):
                 return f"parameter {given.name!r} was replaced"
             if given.role is Role.STATE:
                 entry = optimizers[given.optimizer].state.get(state.params[given.owner].tensor, {})
