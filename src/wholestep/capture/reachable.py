@@ -387,7 +387,7 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, array):
         return whole.tobytes
     if isinstance(value, np.ndarray):
-        return (lambda: _checksum(whole)) if whole.flags.writeable else (lambda: 0)
+        return (lambda: checksum(whole)) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):
         return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
     if isinstance(value, random.Random):
@@ -405,7 +405,7 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
     return None
 
 
-def _checksum(array: np.ndarray[Any, Any]) -> int:
+def checksum(array: np.ndarray[Any, Any]) -> int:
     """Return a checksum of an array's contents, without a copy if it is contiguous."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
