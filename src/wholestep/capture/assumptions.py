@@ -75,7 +75,7 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
     elif isinstance(value, (set, deque)):
         yield Assumption(Location(path, value, None), "content", cast(Any, value).copy())
     elif isinstance(value, array) or (isinstance(value, np.ndarray) and value.flags.writeable):
-        yield Assumption(Location(path, value, None), "content", checksum(np.asarray(value)))
+        yield Assumption(Location(path, value, None), "content", checksum(np.asarray(cast(Any, value))))
     elif isinstance(value, functools.partial):
         yield from contents([value.args, value.keywords], path, carried)
     if isinstance(value, (dict, list, tuple)):
@@ -101,7 +101,7 @@ def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(now, deque):
         found = list(cast("deque[Any]", now))
         return len(expected) == len(found) and all(map(_same_item, expected, found))
-    return bool(expected == (checksum(np.asarray(now)) if isinstance(now, (array, np.ndarray)) else now))
+    return bool(expected == (checksum(np.asarray(cast(Any, now))) if isinstance(now, (array, np.ndarray)) else now))
 
 
 def _same_item(a: Any, b: Any) -> bool:
