@@ -167,8 +167,8 @@ class Guards:
         ]
         self.shapes = batch_shapes(inputs)
         self._params = {name: held.tensor for name, held in state.params.items()}
-        self._flags = [param.requires_grad for param in self._params.values()]
-        self._dtypes = [param.dtype for param in self._params.values()]
+        self._flags = [(param.requires_grad, param.dtype) for param in self._params.values()]
+        self._flags_hold = _torch.flags_check([*self._params.values()])
         has_grad = [param.grad is not None for param in self._params.values()]
         self._has_grad = None if capture.fresh_grads else has_grad
         self._modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
@@ -249,12 +249,12 @@ class Guards:
         return Miss(f"the value that the step reads at {where} is another one", "reads a value of the batch", where)
 
     def _check_held(self) -> str:
-        if [param.requires_grad for param in self._params.values()] != self._flags:
-            for (name, param), was in zip(self._params.items(), self._flags, strict=True):
-                if param.requires_grad is not was:
+        if not self._flags_hold():
+            for (name, param), (needed, dtype) in zip(self._params.items(), self._flags, strict=True):
+                if param.requires_grad is not needed:
                     return f"requires_grad of {name} is {param.requires_grad}"
-        if [param.dtype for param in self._params.values()] != self._dtypes:
-            return "parameters have other dtypes"
+                if param.dtype is not dtype:
+                    return f"{name} is of {param.dtype}, it was of {dtype}"
         for optimizer, had in self._groups:
             now = [group["params"] for group in optimizer.param_groups]
             if [*map(len, now)] != [*map(len, had)]:
