@@ -101,7 +101,8 @@ class BucketSizes:
 
     `first_bytes` is the size of the first bucket of a kind, `summed_bytes` the size for all-reduces. All-gathers and
     reduce-scatters of `alone_bytes` or more are not bucketed. At most `in_flight_bytes`, or `in_flight` collectives,
-    are in flight. `coalesces`: one collective can carry several tensors without copies.
+    are in flight. `coalesces`: one collective can carry several tensors without copies. `puts_off`: gradients of
+    weights may wait to be computed beside collectives.
     """
 
     bucket_bytes: int
@@ -111,6 +112,7 @@ class BucketSizes:
     in_flight_bytes: int
     in_flight: int
     coalesces: bool = False
+    puts_off: bool = True
 
 
 @dataclass(frozen=True)

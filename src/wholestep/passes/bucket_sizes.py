@@ -27,7 +27,8 @@ _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    `whole`: what the collectives of the whole step carry, where the graph is a part. A graph that has sizes keeps them.
+    `whole`: what the collectives of the whole step carry, where the graph is a part. `puts_off`: gradients of weights
+    may wait to be computed beside collectives. A graph that has sizes keeps them.
     Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
 
@@ -37,6 +38,7 @@ class SizeBuckets:
     in_flight_bytes: int | None = None
     whole: CollectiveTraffic | None = None
     may_coalesce: bool = True
+    puts_off: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
     keeps_nothing: ClassVar[bool] = True
@@ -51,7 +53,7 @@ class SizeBuckets:
         routes = _routes(local.mesh, "all_gather", "reduce_scatter") if self._is_measured else routes_of(local)
         alone = min(alone_bytes(self.hardware, local.mesh, routes), size)
         first, apart = min(self.first_bucket_bytes, size), self.may_coalesce and on_gpus(local, self.hardware)
-        return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart))
+        return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart, self.puts_off))
 
     def _bucket_bytes(self, local: LocalGraph) -> int:
         """As given, or best for the links; where parameters are re-gathered to save memory, the buckets in flight hold
@@ -83,7 +85,9 @@ def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
 
 
 def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
-    """`passes`, then variants with smaller buckets and fewer in flight; sizes that the user gave do not change."""
+    """`passes`, then variants with smaller buckets and fewer in flight, in the last of which no gradient of a weight
+    waits; sizes that the user gave do not change.
+    """
     found = [tuple(passes)]
     given = next((one for one in passes if isinstance(one, SizeBuckets)), None)
     if given is None:
@@ -92,7 +96,8 @@ def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     for part in TUNING.bucket_parts:
         size = max(most // part, min(most, TUNING.smallest_bucket_bytes)) if given.bucket_bytes is None else most
         in_flight = size if given.in_flight_bytes is None else given.in_flight_bytes
-        smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight)
+        puts_off = part != TUNING.bucket_parts[-1]
+        smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight, puts_off=puts_off)
         if smaller not in found:
             found.append(smaller)
     return found

@@ -50,8 +50,10 @@ class Overlap(InPlace):
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Reorder the nodes of `local`."""
-        work = self._worked(local, self.fills)
-        if work.exchanges and self.fills == "all":
+        assert local.sizes is not None, "SizeBuckets came before"
+        fills = self.fills if local.sizes.puts_off else "none"
+        work = self._worked(local, fills)
+        if work.exchanges and fills == "all":
             work = min(self._worked(local, "none"), work, key=lambda one: one.clock.now)
         _order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
