@@ -101,8 +101,7 @@ class BucketSizes:
 
     `first_bytes` is the size of the first bucket of a kind, `summed_bytes` the size for all-reduces. All-gathers and
     reduce-scatters of `alone_bytes` or more are not bucketed. At most `in_flight_bytes`, or `in_flight` collectives,
-    are in flight. `coalesces`: one collective can carry several tensors without copies. `puts_off`: gradients of
-    weights may wait to be computed beside collectives.
+    are in flight, and with `puts_off` gradients wait for them. `coalesces`: one can carry several tensors uncopied.
     """
 
     bucket_bytes: int
