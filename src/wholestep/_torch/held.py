@@ -37,8 +37,8 @@ def memory_overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def flags_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """Return a function that is true only while dtypes and requires_grad of `tensors` are as now. It may be false with no
-    change: under a dispatch mode, or with a torch that lacks the guards of Dynamo, which take a third of the time.
+    """Return a function that is true only while dtype and requires_grad of `tensors` stay. It may be false without
+    a change: under a dispatch mode, or with a torch that lacks the guards of Dynamo, which take a third of the time.
     """
     dims = [[None] * tensor.dim() for tensor in tensors]
     try:
