@@ -300,7 +300,7 @@ class _Work:
             self._compute_first()
 
     def _cannot_wait(self) -> bool:
-        """True if the first product has no exchange that it may fill, or those that wait exceed the bounds."""
+        """True if the first product may fill no exchange, or the products that wait read more than the bounds allow."""
         if self.fills == "own":
             return self.waiting[0] not in self.beside
         sizes, products = self.local.sizes, [node for node in self.waiting if node.target in PRODUCTS]
