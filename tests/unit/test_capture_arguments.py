@@ -16,6 +16,7 @@ import wholestep as ws
 from tests.catalogue import CASES
 from tests.eager import batches, same, same_as_eager, same_holder
 from tests.steps import mse as train
+from wholestep.capture import call_structure
 
 Made = tuple[nn.Module, Optimizer]
 CALLS = batches((6, 6), (6, 3))
@@ -68,6 +69,46 @@ def test_structures(kind: str) -> None:
 
     step = same_as_eager(fn, make, [(pack(*call),) for call in CALLS])
     assert step.captures == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *((pack(*CALLS[0]),) for pack, _ in ARGUMENTS.values()),
+        (make(), {"b": 1, "a": [(2.0, ("s", None)), {}, ()]}, {1: True, "1": {0: [], 2: {"x": CALLS[0]}}}),
+        ({(0, 1): 2}, {True: 3}, {1: b"4"}, torch.amp.GradScaler("cpu"), collections.deque([5])),
+    ],
+)
+def test_arguments_are_taken_apart_as_torch_does(value: Any) -> None:
+    """Usual containers are not walked by torch."""
+    found, expected = call_structure.take_apart(value), call_structure._take_apart(value)  # pyright: ignore[reportPrivateUsage]
+    assert found.structure == expected.structure
+    assert [*map(id, found.leaves)] == [*map(id, expected.leaves)]
+    again = call_structure.put_together(found.structure, found.leaves)
+    assert [*map(id, call_structure.take_apart(again).leaves)] == [*map(id, found.leaves)]
+
+
+def test_a_parameter_of_a_group_that_another_one_replaces_is_seen() -> None:
+    """They hold one equal number: `==` of tensors would not tell them apart."""
+
+    def fn(scales: nn.ParameterList, optimizer: Optimizer, x: Tensor) -> Tensor:
+        scales.zero_grad()
+        loss = (x * scales[0] + scales[1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def once() -> tuple[nn.ParameterList, Optimizer]:
+        scales = nn.ParameterList([torch.ones(1), torch.ones(1)])
+        return scales, torch.optim.SGD([scales[0]], lr=0.1)
+
+    ours, eager = once(), once()
+    step = ws.compile(fn)
+    for trained, x in enumerate((torch.zeros(3), torch.rand(3))):
+        for scales, optimizer in (ours, eager):
+            optimizer.param_groups[0]["params"][:] = [scales[trained]]
+        same(step(*ours, x), fn(*eager, x), 1e-6, "loss")
+        same_holder(ours[0], eager[0], 1e-6, False, "scales")
 
 
 def test_zero_dim_tensor() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
@@ -121,6 +121,13 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     return condition.compiled()
 
 
+class _ByIdentity(TorchFunctionMode):
+    """Here no tensor equals another one: `==` of lists looks whether they hold the same tensors, a tenth of a loop."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> bool:
+        return False
+
+
 class HookGuard:
     """Compares the hooks of `holders` with those at its creation. Hooks that only observe do not count."""
 
@@ -194,7 +201,7 @@ class Guards:
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> Miss | None:
         """The first difference, but in sizes that a program may have other ones of; None without one."""
-        if structure != self._structure:
+        if structure is not self._structure and structure != self._structure:
             return Miss("the arguments have another structure")
         for leaf, guard, name in zip(leaves, self._leaves, self._names, strict=True):
             if isinstance(guard, TensorGuard):
@@ -257,9 +264,11 @@ class Guards:
                     return f"{name} is of {param.dtype}, it was of {dtype}"
         for optimizer, had in self._groups:
             now = [group["params"] for group in optimizer.param_groups]
-            if [*map(len, now)] != [*map(len, had)]:
+            with _ByIdentity():
+                same = now == had
+            if not same and [*map(len, now)] != [*map(len, had)]:
                 return f"the parameter groups have {[*map(len, now)]} parameters, they had {[*map(len, had)]}"
-            if not all(all(map(is_, *pair)) for pair in zip(now, had, strict=True)):
+            if not same:
                 return "the parameter groups have other parameters"
         if not self._settings_hold() and (why := self._other_setting()):
             return why
