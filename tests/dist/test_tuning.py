@@ -20,7 +20,7 @@ from tests.stage_models import batches as batches_of_gpt
 from tests.stage_models import train as train_gpt
 from tests.steps import clipped, mean_square
 from wholestep.graph.stage_part import part_of
-from wholestep.passes.overlap import collectives_of
+from wholestep.passes.order_collectives import collectives_of
 from wholestep.runtime import tuner
 from wholestep.runtime.step import CompiledStep
 from wholestep.runtime.trial import Round

@@ -10,7 +10,7 @@ import wholestep as ws
 from tests.steps import mean_square
 from wholestep.backend.pipeline import edited
 from wholestep.graph.nodes import copy_graph
-from wholestep.passes.overlap import SameOrder
+from wholestep.passes.order_collectives import SameOrder
 from wholestep.passes.sink_waits import SinkWaits
 
 

@@ -25,8 +25,8 @@ from wholestep.graph.stage_part import part_of
 from wholestep.partition.stage_program import orders_in
 from wholestep.passes.bucket import GATHER
 from wholestep.passes.in_bodies import InBodies
+from wholestep.passes.order_collectives import collectives_of, with_collectives_in
 from wholestep.passes.order_stages import as_said, said_of
-from wholestep.passes.overlap import collectives_of, with_collectives_in
 from wholestep.planner.staged_plan import ShortStages, stage_passes, staged
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -33,7 +33,8 @@ from wholestep.passes.base import Pass
 from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, in_pieces, join_rows
 from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes, resized
 from wholestep.passes.cross_step import CrossStep
-from wholestep.passes.overlap import Overlap, with_collectives_in
+from wholestep.passes.order_collectives import with_collectives_in
+from wholestep.passes.overlap import Overlap
 from wholestep.passes.reinplace import GATHER_INTO, Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.passes.sink_waits import SinkWaits

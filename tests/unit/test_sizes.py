@@ -25,8 +25,8 @@ from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
+from wholestep.passes.order_collectives import CallOrder, SameOrder, with_calls_in
 from wholestep.passes.order_stages import lowered
-from wholestep.passes.overlap import CallOrder, SameOrder, with_calls_in
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.resolve import plan

@@ -12,8 +12,8 @@ import wholestep as ws
 from tests.steps import mean_square
 from wholestep.distributed.launch import World
 from wholestep.mesh import Mesh
+from wholestep.passes.order_collectives import collectives_of
 from wholestep.passes.other_schedules import schedules_to_try, sums_of
-from wholestep.passes.overlap import collectives_of
 from wholestep.runtime.compile_options import CompileOptions, StepOptions, not_tuned
 from wholestep.runtime.trial import Round, Trial, for_one_batch, merged
 from wholestep.runtime.tuner import ScheduleTuning

@@ -18,7 +18,8 @@ from ..passes.fit_memory import FitMemory
 from ..passes.fold_repeats import FoldRepeats
 from ..passes.in_bodies import InBodies
 from ..passes.offload import Offload
-from ..passes.overlap import Overlap, SameOrder
+from ..passes.order_collectives import SameOrder
+from ..passes.overlap import Overlap
 from ..passes.peel_pieces import PeelPieces
 from ..passes.reinplace import Reinplace
 from ..passes.schedule import Schedule

@@ -16,7 +16,7 @@ from ..graph.sizes_in_graph import sizes_among
 from ..layout import replicated
 from ..rules.registry import is_random
 from .bucket import REDUCE, SCATTER
-from .overlap import forward_backward
+from .forward_backward import forward_backward
 
 _LASTING = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.CONST})
 

@@ -14,8 +14,8 @@ from ..partition.stage_program import orders_in, stage_program
 from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket import REDUCE, join_rows
+from .order_collectives import collectives_of, with_order_from
 from .order_stages import in_order
-from .overlap import collectives_of, with_order_from
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import ClassVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from .. import _torch
 from ..cost.simulation import Clock, arrivals_after, start
 from ..cost.stack import Fills
-from ..errors import RankMismatchError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.loop import named_bodies, put_bodies
-from ..graph.nodes import copy_graph, is_collective, is_wait, node_at, operands
+from ..graph.nodes import is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import FREE, PRODUCTS
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import ACCUMULATORS
-from .base import InPlace, Pass, batch_dependent, meets_stages
+from .base import InPlace, meets_stages
+from .forward_backward import carries_stages, forward_backward
+from .order_collectives import in_one_order, put_in_order, sorted_with
 
 _NEVER = float("inf")
 
@@ -55,7 +53,7 @@ class Overlap(InPlace):
         work = self._worked(local, fills)
         if work.exchanges and fills == "all":
             work = min(self._worked(local, "none"), work, key=lambda one: one.clock.now)
-        _order(local.graph, _stages_in_turn(local, work.order))
+        put_in_order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
 
     def _worked(self, local: LocalGraph, fills: Fills) -> _Work:
@@ -67,150 +65,11 @@ class Overlap(InPlace):
         return work
 
 
-@dataclass(frozen=True)
-class SameOrder:
-    """Gives all ranks the order of collectives that `ask` returns for a program; without `ask` nothing changes.
-    `Overlap` may order collectives differently on ranks whose batches differ in size: they would deadlock.
-    """
-
-    ask: Callable[[LocalGraph], Sequence[str]] | None = None
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-    orders: ClassVar[bool] = True
-    keeps_nothing: ClassVar[bool] = True
-
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The program with its collectives in that order."""
-        if self.ask is None:
-            return local
-        local = with_collectives_in(local, self.ask(local))
-        return local if local.across is None else in_one_order(local)
-
-
-@dataclass
-class CallOrder:
-    """Gives programs with the same calls one order: that of the first one that it is called with. Prices decide an
-    order, and passes behind it number what they add.
-    """
-
-    names: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-    orders: ClassVar[bool] = True
-
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The program with its calls in that order; as it is if it has others."""
-        programs = [one.graph for one in (local, *(local.across or ()))]
-        calls = [[node for node in graph.nodes if node.op == "call_function"] for graph in programs]
-        if not self.names:
-            self.names = [{node.name: place for place, node in enumerate(each)} for each in calls]
-        if [{node.name for node in each} for each in calls] != [each.keys() for each in self.names]:
-            return local
-        pairs = zip(programs, calls, self.names, strict=True)
-        made = [_in_order(graph, sorted(each, key=lambda n: places[n.name])) for graph, each, places in pairs]
-        if local.across is None:
-            return replace(local, graph=made[0])
-        first, flush = (replace(one, graph=graph) for one, graph in zip(local.across, made[1:], strict=True))
-        return replace(local, graph=made[0], across=(first, flush))
-
-
-def with_calls_in(passes: Sequence[Pass], calls: CallOrder) -> tuple[Pass, ...]:
-    """`passes` with `calls` behind `SameOrder`."""
-    return tuple(each for one in passes for each in ((one, calls) if isinstance(one, SameOrder) else (one,)))
-
-
-def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
-    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
-    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
-
-
-def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
-    """The graph with its collectives, and those of the bodies that it runs for pieces, in the order `names`; other
-    nodes keep their order as far as possible. Raises RankMismatchError if the graph has other collectives, or they
-    cannot run in that order.
-    """
-    found = collectives_of(local)
-    if found == list(names):
-        return local
-    if sorted(found) != sorted(names):
-        raise _other_order(len(found), len(names))
-    place = {name: number for number, name in enumerate(names)}
-    made = replace(local, graph=_with_collectives_in(local.graph, place, ""))
-    bodies = named_bodies(made.graph).items()
-    put_bodies(made.graph, {body: _with_collectives_in(body, place, f"{name}/") for name, body in bodies})
-    return made
-
-
-def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> Graph:
-    """A copy of a graph, or of the body that `label` begins the names of, with its collectives in order."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    order = _sorted(calls, sorted((n for n in calls if is_collective(n)), key=lambda n: place[label + n.name]))
-    if len(order) < len(calls):
-        raise _other_order(len(place), len(place))
-    return _in_order(graph, order)
-
-
-def _other_order(found: int, wanted: int) -> RankMismatchError:
-    return RankMismatchError(
-        f"this rank cannot run its {found} collectives in the order of the first rank's {wanted}",
-        "ranks whose programs differ only in sizes of the batch",
-        "pass schedule=None, or batches for which the step is the same",
-    )
-
-
-def in_one_order(steady: LocalGraph) -> LocalGraph:
-    """The three programs of a step across calls, with their collectives in the order of `steady`.
-
-    Collectives that complete the last call precede those of this call: a rank that runs `flush`, then `first`, has the
-    same sequence as a rank that runs `steady`.
-    """
-    assert steady.across is not None, "CrossStep split the program"
-    first, flush = steady.across
-    of_flush, of_first = set(collectives_of(flush)), set(collectives_of(first))
-    order = collectives_of(steady)
-    late, body = [n for n in order if n in of_flush], [n for n in order if n in of_first]
-    ends = with_collectives_in(first, body), with_collectives_in(flush, late)
-    return replace(with_collectives_in(steady, [*late, *body]), across=ends)
-
-
-def collectives_of(local: LocalGraph) -> list[str]:
-    """Names of the collectives of `local`, in order, then those of the bodies that it runs for pieces."""
-    found = [n.name for n in local.graph.nodes if is_collective(n)]
-    bodies = named_bodies(local.graph).items()
-    return found + [f"{name}/{n.name}" for name, body in bodies for n in body.nodes if is_collective(n)]
-
-
 def _stages_in_turn(local: LocalGraph, order: list[Node]) -> list[Node]:
     """`order`, in which a stage of a pipeline exchanges with others what it did before, in that order."""
     if local.stage is None:
         return order
-    return _sorted(order, [node for node in local.graph.nodes if meets_stages(local, node)])
-
-
-def _sorted(calls: Sequence[Node], chain: Sequence[Node]) -> list[Node]:
-    """`calls` in a topological order that has `chain` in its order, and keeps positions as far as possible; a cycle is
-    left out.
-    """
-    before = {node: [given for given in operands(node) if given.op == "call_function"] for node in calls}
-    for first, second in pairwise(chain):
-        before[second].append(first)
-    place = {node: i for i, node in enumerate(calls)}
-    left = {node: len(before[node]) for node in calls}
-    after: dict[Node, list[Node]] = {node: [] for node in calls}
-    for node in calls:
-        for given in before[node]:
-            after[given].append(node)
-    ready = [place[node] for node in calls if not left[node]]
-    heapify(ready)
-    order: list[Node] = []
-    while ready:
-        node = calls[heappop(ready)]
-        order.append(node)
-        for reader in after[node]:
-            left[reader] -= 1
-            if not left[reader]:
-                heappush(ready, place[reader])
-    return order
+    return sorted_with(order, [node for node in local.graph.nodes if meets_stages(local, node)])
 
 
 @dataclass
@@ -264,7 +123,7 @@ class _Work:
         for node in calls:
             if node in spare and exchanges:
                 self._defer(node, spare)
-            elif node in main and (node in varying or _carries_stages(self.local, node)):
+            elif node in main and (node in varying or carries_stages(self.local, node)):
                 self._place_main(node)
             if node in self.exchanges and exchanges:
                 exchanges -= 1
@@ -456,42 +315,6 @@ class _Tail:
         return self.ready[node], self.place[node]
 
 
-def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[Node], set[Node]]:
-    """The nodes that depend on the batch or on random numbers; and the nodes of the forward and the backward.
-
-    The latter are the batch-dependent nodes that do not depend on complete gradients, their operands, and the
-    collectives on them; with `later_stages` also the later stages of hierarchical collectives.
-    """
-    varying = batch_dependent(local)
-    gradients, communicated = set[Node](), set[Node]()
-    todo: list[Node] = []
-    for node in local.graph.nodes:
-        if node.op == "call_function" and _carries_stages(local, node):
-            todo.append(node)
-            continue
-        if node.op != "call_function" or node not in varying:
-            continue
-        given = [n for n in node.all_input_nodes if n in varying]
-        piece = _torch.is_getitem(node.target) or meta.value(node) is None
-        if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in given)):
-            gradients.add(node)
-        elif (
-            meta.value(node) is not None
-            or _sums_pieces(node, communicated)
-            or (is_collective(node) and (later_stages or not communicated.issuperset(given)))
-        ):
-            todo.append(node)
-        elif is_wait(node) or communicated.issuperset(given):
-            communicated.add(node)
-    main = set[Node]()
-    while todo:
-        node = todo.pop()
-        if node not in main:
-            main.add(node)
-            todo += [n for n in node.all_input_nodes if n.op == "call_function"]
-    return varying, main
-
-
 def _spare(calls: Sequence[Node], main: Collection[Node], carried: Collection[Node]) -> set[Node]:
     """What only sums over pieces, complete gradients or reductions that are carried need of the backward. Gathers of
     activations start at their place all the same, and are waited for with what reads them.
@@ -535,18 +358,6 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:
-    """True for what adds up a value of a piece that ranks have not exchanged: it frees that value."""
-    return node.target in ACCUMULATORS and not any(given in communicated for given in node.all_input_nodes)
-
-
-def _carries_stages(local: LocalGraph, node: Node) -> bool:
-    """True for what moves the pieces of the batch from stage to stage, which has a place in the forward and backward
-    even where nothing reads it.
-    """
-    return meets_stages(local, node) and not is_collective(node)
-
-
 def _cone(node: Node, outside: set[Node]) -> list[Node]:
     """`node` and all nodes that it depends on, without `outside`, in dependency order."""
     found: dict[Node, None] = {}
@@ -559,18 +370,3 @@ def _cone(node: Node, outside: set[Node]) -> list[Node]:
             todo.append((at, True))
             todo += [(n, False) for n in operands(at)]
     return list(found)
-
-
-def _in_order(graph: Graph, order: list[Node]) -> Graph:
-    """A copy with the call nodes in `order`."""
-    copied = copy_graph(graph)
-    twin = dict(zip(graph.nodes, copied.nodes, strict=True))
-    _order(copied, [twin[node] for node in order])
-    return copied
-
-
-def _order(graph: Graph, order: list[Node]) -> None:
-    """Put the call nodes of `graph` into `order`."""
-    output = next(iter(reversed(graph.nodes)))
-    for node in order:
-        output.prepend(node)

@@ -25,7 +25,7 @@ from ..graph.storage import Storage, storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
-from ..passes.overlap import forward_backward
+from ..passes.forward_backward import forward_backward
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies

@@ -29,8 +29,8 @@ from ..graph.sizes_in_graph import instantiated
 from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..passes.fold_repeats import said
+from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
-from ..passes.overlap import CallOrder
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters

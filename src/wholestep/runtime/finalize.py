@@ -25,9 +25,9 @@ from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting, fitted_with
+from ..passes.order_collectives import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.order_stages import as_said, in_order, note_orders, said_of
 from ..passes.other_schedules import TriedSchedule
-from ..passes.overlap import CallOrder, collectives_of, with_calls_in, with_order_from
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING

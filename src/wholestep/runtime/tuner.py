@@ -30,8 +30,8 @@ from ..errors import PlanError, first_line
 from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import at_sizes
 from ..graph.text import human
+from ..passes.order_collectives import CallOrder, with_calls_in
 from ..passes.other_schedules import TriedSchedule, blocks_to_try, orders_to_try, scheduled_with, schedules_to_try
-from ..passes.overlap import CallOrder, with_calls_in
 from ..planner.prediction import simulate as simulate_all
 from ..tuning import TUNING
 from .consistency import RankProgram
