@@ -73,23 +73,24 @@ def _take_apart(value: Any) -> StepCall:
     return StepCall(Structure(spec, tuple(opened)), tuple(flat))
 
 
-def _outline(items: Iterable[Any], leaves: list[Any]) -> tuple[Any, ...] | None:
+def _outline(items: Iterable[object], leaves: list[Any]) -> tuple[Any, ...] | None:
     """What each of `items` is built of, as a key, and its leaves in order; None where that is more than tuples, lists,
     dicts with names or numbers as keys, and usual leaves.
     """
     found: list[Any] = []
     for item in items:
-        kind = cast(type[object], type(item))
+        kind = type(item)
         if kind in _PLAIN_LEAVES or isinstance(item, (nn.Module, Optimizer, GradScaler)):
             leaves.append(item)
             found.append(_LEAF)
             continue
         if kind is dict:
-            keys, values = (*item,), item.values()
+            named = cast(dict[object, object], item)
+            keys, values = (*named,), named.values()
             if not {*map(type, keys)} <= {str, int}:
                 return None
         elif kind is tuple or kind is list:
-            keys, values = (), item
+            keys, values = (), cast(Iterable[object], item)
         else:
             return None
         inner = _outline(values, leaves)
