@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,18 @@ class JaxTrainer:
     def parameter_bytes(self) -> int:
         """Of the whole model."""
         return self._parameter_bytes
+
+    def tensor_bytes(self, batch: tuple[Any, Any]) -> int:
+        """Not counted: one kernel of XLA is the whole step."""
+        return 0
+
+    def hardware(self) -> str:
+        """Nothing simulates this peer."""
+        return ""
+
+    def simulated_ms(self, hardware: Sequence[str]) -> list[float]:
+        """Nothing simulates this peer."""
+        return []
 
     def collectives(self, batch: tuple[Any, Any]) -> dict[str, int]:
         """As the compiled program has them."""

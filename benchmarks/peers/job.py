@@ -1,6 +1,7 @@
 """What a worker is started with and the thing it drives. Imports no torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -62,6 +63,18 @@ class Trainer(Protocol):
 
     def parameter_bytes(self) -> int:
         """Bytes of the whole model's parameters."""
+        ...
+
+    def tensor_bytes(self, batch: Any) -> int:
+        """The most bytes of tensors that are alive in one more step; 0 where nothing counts them."""
+        ...
+
+    def hardware(self) -> str:
+        """The machine as all ranks measure it now, as JSON; only of peers that are `Spec.measures`."""
+        ...
+
+    def simulated_ms(self, hardware: Sequence[str]) -> list[float]:
+        """What a step takes by simulation on each of these machines; none where no simulation knows the peer."""
         ...
 
     def collectives(self, batch: Any) -> dict[str, int]:

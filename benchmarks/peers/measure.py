@@ -12,7 +12,7 @@ from . import machine
 from .launch import Peer, PeerFailed, Site, end_all
 from .results import Measured
 from .spec import Spec
-from .turns import QUIET_CORES, Turn, order, step_times_ms
+from .turns import QUIET_CORES, Turn, order, step_times_ms, usual_figures
 
 BUILD_SECONDS, COMPILE_SECONDS, TURN_SECONDS = 300.0, 1200.0, 180.0
 WARM_STEPS = 4
@@ -57,6 +57,8 @@ class Running:
     measured: Measured
     turns: list[Turn] = field(default_factory=list[Turn])
     losses: list[float] = field(default_factory=list[float])
+    hardware: list[str] = field(default_factory=list[str])
+    peak_bytes: int = 0
     last: "TurnTaken | None" = None
 
     @property
@@ -77,6 +79,7 @@ class TurnTaken:
     speed_ms: float
     calling_ms: float
     packets_ms: float
+    peak_bytes: int
 
 
 def groups(specs: Sequence[Spec], together: int) -> list[list[Spec]]:
@@ -129,10 +132,14 @@ def _measure_group(site: Site, specs: Sequence[Spec], effort: Effort, watch: Wat
                         _turn(up, name, effort)
                 watch(Said("turn", name))
         found: dict[str, Measured] = {}
+        common = usual_figures([text for running in up.values() for text in running.hardware])
         for spec in specs:
             with excused(spec):
                 if str(spec) in up:
-                    found[str(spec)] = _looked_at(up[str(spec)])
+                    found[str(spec)] = _looked_at(up[str(spec)], common)
+        if ANCHOR in found:
+            floor_ms = found[ANCHOR].simulated_ms
+            found = {name: replace(peer, simulated_floor_ms=floor_ms) for name, peer in found.items()}
         return {str(spec): {**failed, **found}[str(spec)] for spec in specs}
     finally:
         end_all(peers)
@@ -166,6 +173,7 @@ def _turn(up: dict[str, Running], name: str, effort: Effort) -> None:
     running = up[name]
     _wait_for_quiet(effort.patience_seconds)
     taken = running.last = _take(running, effort.steps)
+    running.peak_bytes = running.peak_bytes or taken.peak_bytes  # nothing was measured before: that takes memory too
     floor = up[ANCHOR].last if ANCHOR in up else None
     beside = floor or taken
     running.turns.append(
@@ -182,6 +190,8 @@ def _turn(up: dict[str, Running], name: str, effort: Effort) -> None:
             packets_ms=taken.packets_ms,
         )
     )
+    if running.peer.spec.measures:
+        running.hardware.append(running.peer.ask("measure", TURN_SECONDS)[0]["hardware"])
 
 
 def _take(running: Running, steps: int) -> TurnTaken:
@@ -205,6 +215,7 @@ def _take(running: Running, steps: int) -> TurnTaken:
         speed_ms=1e3 * max(answer["speed"] for answer in answers),
         calling_ms=1e3 * sum(answer["calling"] for answer in answers) / (1 + steps),
         packets_ms=1e3 * packets / (1 + steps),
+        peak_bytes=max(answer["peak"] for answer in answers),
     )
 
 
@@ -218,16 +229,23 @@ def _wait_for_quiet(patience_seconds: float) -> None:
             return
 
 
-def _looked_at(running: Running) -> Measured:
-    """What does not depend on time, after all turns."""
-    answers = running.peer.ask("look", TURN_SECONDS)
+def _looked_at(running: Running, common: str) -> Measured:
+    """What does not depend on time, after all turns. `common`: the usual machine of the group."""
+    machines = [common, *running.hardware] if common else []
+    answers = running.peer.ask("look", TURN_SECONDS, hardware=machines)
+    on_common, *simulated = answers[0]["simulated"] or [0.0]
+    turns = running.turns
+    if simulated:
+        turns = [replace(turn, simulated_ms=ms) for turn, ms in zip(turns, simulated, strict=True)]
     return replace(
         running.measured,
         note=answers[0]["note"],
         rest_bytes=max(answer["rest"] for answer in answers),
         parameter_bytes=max(answer["parameters"] for answer in answers),
-        peak_bytes=max(answer["peak"] for answer in answers),
+        peak_bytes=running.peak_bytes,
         collectives=answers[0]["collectives"],
-        turns=tuple(running.turns),
+        tensor_bytes=max(answer["tensors"] for answer in answers),
+        simulated_ms=on_common,
+        turns=tuple(turns),
         losses=tuple(running.losses),
     )

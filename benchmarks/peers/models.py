@@ -6,8 +6,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
+from .job import Job
 from .sizes import Config
 
 
@@ -82,6 +83,17 @@ def build(config: Config, seed: int = 0) -> GPT | MLP:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers that are wrapped one by one."""
     return list(cast(nn.ModuleList, model.blocks))
+
+
+def adamw(model: nn.Module, config: Config) -> AdamW:
+    """The optimizer of every peer."""
+    return AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+
+
+def zeros(job: Job) -> tuple[Tensor, Tensor]:
+    """A batch of the size that a rank is given."""
+    x = torch.zeros(job.config.rows // job.share[1], job.config.context, dtype=torch.int64)
+    return x, x if job.config.kind == "gpt" else x[:, 0]
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

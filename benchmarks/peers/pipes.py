@@ -1,6 +1,4 @@
-"""Pipelines: torch.distributed.pipelining, whose stages and schedules are written by hand, and ours, which follow from
-the step.
-"""
+"""Pipelines of torch.distributed.pipelining, whose stages and schedules are written by hand. Imports no wholestep."""
 
 import math
 from collections.abc import Callable
@@ -10,16 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.optim import AdamW, Optimizer
-
-import wholestep as ws
-from wholestep.runtime.step import CompiledStep
+from torch.optim import Optimizer
 
 from .job import Job
-from .models import GPT, train_step
-from .spec import Spec
+from .models import GPT, adamw
 
-PIECES = 4
 CPU = torch.device("cpu")
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -27,8 +20,8 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
-Parts = tuple[nn.Module, Optimizer, Callable[..., Tensor], str]
-"""A model, its optimizer, the step to call them with, and a note."""
+Parts = tuple[nn.Module, Optimizer, Callable[..., Tensor]]
+"""A model, its optimizer, and the step to call them with."""
 
 
 class Part(nn.Module):
@@ -56,10 +49,6 @@ class Part(nn.Module):
         return self.head(self.norm(x)) if self.last else x
 
 
-def _pieces(spec: Spec) -> int:
-    return int(spec.number("pieces", PIECES))
-
-
 def torch_pipe(model: nn.Module, job: Job) -> Parts:
     """Stages with as many layers each. The last rank knows the loss; others return none."""
     assert isinstance(model, GPT), "pipelines are of a GPT"
@@ -71,7 +60,7 @@ def torch_pipe(model: nn.Module, job: Job) -> Parts:
         numbers = [job.rank, count - 1 - job.rank]
     parts = [Part(model, number, count) for number in numbers]
     stages = [pipelining.PipelineStage(part, number, count, CPU) for part, number in zip(parts, numbers, strict=True)]
-    schedule = SCHEDULES[kind](stages[0] if chunks == 1 else stages, _pieces(job.spec), loss_fn=_loss)
+    schedule = SCHEDULES[kind](stages[0] if chunks == 1 else stages, job.spec.pieces, loss_fn=_loss)
     begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -82,24 +71,8 @@ def torch_pipe(model: nn.Module, job: Job) -> Parts:
         return torch.stack(losses).detach().mean() if losses else torch.tensor(math.nan)
 
     held = nn.ModuleList(parts)
-    return held, AdamW(held.parameters(), lr=job.config.learning_rate, fused=True), step, ""
+    return held, adamw(held, job.config), step
 
 
 def _loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
-
-
-def our_pipe(model: nn.Module, job: Job) -> Parts:
-    """The step as written, in stages for the hardware that the first call measures."""
-    kind: Any = next(name for name in ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble") if job.spec.has(name))
-    mesh, pipeline = f"pp={job.world}", ws.Pipeline(micro_batches=_pieces(job.spec), schedule=kind)
-    step = ws.compile(train_step, parallel=pipeline, mesh=mesh)
-    return model, AdamW(model.parameters(), lr=job.config.learning_rate, fused=True), step, ""
-
-
-def simulated(step: CompiledStep) -> str:
-    """What the plan of a step that has run says that it takes."""
-    graph, plan = step.train_graph, step.plan
-    assert graph is not None, "the step has run"
-    assert plan is not None, "the step has run"
-    return f"simulated {ws.simulate(ws.partition(graph, plan), plan.hardware).step_us / 1e3:.0f} ms"

@@ -16,7 +16,8 @@ from .turns import Turn, counted, median_ratio
 class Measured:
     """One peer of one scene; bytes and seconds are those of the rank that has most.
 
-    `error` says why there are no turns, `note` what the peer chose by itself.
+    `error` says why there are no turns, `note` what the peer chose by itself. `simulated_ms`: of a step, on the machine
+    whose rates are the median of those measured beside all turns; 0 where nothing is simulated. The floor's likewise.
     """
 
     peer: str
@@ -28,6 +29,9 @@ class Measured:
     parameter_bytes: int = 0
     peak_bytes: int = 0
     empty_bytes: int = 0
+    tensor_bytes: int = 0
+    simulated_ms: float = 0.0
+    simulated_floor_ms: float = 0.0
     collectives: Mapping[str, int] = field(default_factory=dict[str, int])
     turns: tuple[Turn, ...] = ()
     losses: tuple[float, ...] = ()
@@ -91,6 +95,10 @@ class Row:
     collectives: Mapping[str, int]
     rest_bytes: int
     peak_bytes: int
+    tensor_bytes: int
+    simulated_ms: float
+    simulated_to_floor: float
+    simulated_to_step: float
     first_step_seconds: float
     loss_gap: float | None
     quiet: int
@@ -131,6 +139,10 @@ def _row(scene: Scene, peer: Measured, compute_factor: float) -> Row:
         collectives=peer.collectives,
         rest_bytes=peer.rest_bytes,
         peak_bytes=peer.peak_bytes - peer.empty_bytes,
+        tensor_bytes=peer.tensor_bytes,
+        simulated_ms=peer.simulated_ms,
+        simulated_to_floor=peer.simulated_ms / peer.simulated_floor_ms if peer.simulated_floor_ms else 0.0,
+        simulated_to_step=median_ratio([(turn.simulated_ms, turn.step_ms) for turn in turns]),
         first_step_seconds=peer.first_step_seconds,
         loss_gap=loss_gap(scene, peer),
         quiet=sum(turn.quiet for turn in peer.turns),

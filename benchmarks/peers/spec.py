@@ -100,6 +100,21 @@ class Spec:
         return self.base in ("floor", "wire")
 
     @property
+    def pieces(self) -> int:
+        """Micro-batches of a pipeline."""
+        return int(self.number("pieces", 4))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether wholestep compiles it."""
+        return self.base in ("wholestep", "stages")
+
+    @property
+    def measures(self) -> bool:
+        """Whether its ranks measure the machine after each of their turns."""
+        return self.base == "stages"
+
+    @property
     def compiled(self) -> bool:
         """Whether a compiler made its kernels."""
         return self.has("compile") or self.has("inductor")

@@ -12,7 +12,8 @@ from .sizes import CONFIGS
 SHORT = {"allreduce": "AR", "all-reduce": "AR", "reduce_scatter": "RS", "allgather": "AG", "broadcast": "BC"}
 HEADS = (
     "peer", "step ms", "x floor", "x limit", "CPU ms", "calling + others + packets", "sent MB", "least MB",
-    "collectives", "at rest MB", "peak MB", "first step s", "loss gap", "quiet turns",
+    "collectives", "at rest MB", "tensors MB", "peak MB", "simulated ms, x floor, x step", "first step s",
+    "loss gap", "quiet turns",
 )  # fmt: skip
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 NOTES = """\
@@ -23,8 +24,12 @@ NOTES = """\
   others of the ranks, and of the machine's soft interrupts. Over the number of cores it is the least that a step takes.
 - sent MB: per rank and step, counted at the interface, headers included. least MB: what the style has to send.
 - collectives: of one step; AR all-reduce, RS reduce-scatter, AG all-gather, BC broadcast.
-- at rest MB: parameters and optimizer state of one rank. peak MB: resident memory in steps, over what the process
-  holds before it imports anything. first step s: with all that is compiled in it.
+- at rest MB: parameters and optimizer state of one rank. tensors MB: the most bytes of all tensors that are alive
+  after any op of a step, these included. peak MB: resident memory in the steps before and in the first turn, over what
+  the process holds before it imports anything. first step s: with all that is compiled in it.
+- simulated ms: of a step, on the machine whose rates are the median of those measured after each turn of a pipeline
+  of ours; all peers that are up at once share it. x floor: to the floor as simulated on it. x step: median over turns
+  of a step, simulated on the machine as it was measured just after the turn, to the turn's.
 - loss gap: the largest difference of the loss at any step from one process on the whole batch, or from the first
   peer of the table that exchanges. The floor trains something else.
 - quiet turns: those in which other processes took at most a quarter of a core, of all. Where there are three of
@@ -71,11 +76,18 @@ def _cells(row: Row) -> list[str]:
         f"{row.least_bytes / 1e6:.1f}",
         counts(row) or "-",
         f"{row.rest_bytes / 1e6:.1f}",
+        f"{row.tensor_bytes / 1e6:.1f}" if row.tensor_bytes else "-",
         f"{row.peak_bytes / 1e6:.0f}",
+        _simulated(row),
         f"{row.first_step_seconds:.1f}",
         "-" if row.loss_gap is None else f"{row.loss_gap:.0e}",
         f"{row.quiet}/{row.turns}",
     ]
+
+
+def _simulated(row: Row) -> str:
+    said = [f"{row.simulated_ms:.0f}", f"{row.simulated_to_floor:.2f}", f"{row.simulated_to_step:.2f}"]
+    return ", ".join(said[: 3 if row.simulated_to_step else 2]) if row.simulated_ms else "-"
 
 
 def counts(row: Row) -> str:

@@ -2,17 +2,13 @@
 
 import copy
 import datetime
+import gc
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-import wholestep as ws
-from wholestep.passes.schedule import Schedule
-from wholestep.runtime.step import CompiledStep
+from tests.live_bytes import LiveBytes
 
 from . import models
 from .job import Job
-from .pipes import our_pipe, simulated, torch_pipe
 from .spec import Spec
 from .wire import BesideTheWire
 
@@ -53,14 +46,9 @@ class Wrapped:
     note: str = ""
 
 
-def adamw(model: nn.Module, job: Job) -> AdamW:
-    """The optimizer of every peer."""
-    return AdamW(model.parameters(), lr=job.config.learning_rate, fused=True)
-
-
 def alone(model: nn.Module, job: Job) -> Wrapped:
     """Nothing is exchanged."""
-    return Wrapped(_compiled(model, job.spec), adamw(model, job))
+    return Wrapped(_compiled(model, job.spec), models.adamw(model, job.config))
 
 
 def wire(model: nn.Module, job: Job) -> Wrapped:
@@ -68,7 +56,9 @@ def wire(model: nn.Module, job: Job) -> Wrapped:
     spec = job.spec
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     bucket = int(spec.number("bucket", 1.0) * (1 << 20))
-    return Wrapped(model, adamw(model, job), BesideTheWire(size, bucket, spec.has("late"), spec.has("parts")))
+    return Wrapped(
+        model, models.adamw(model, job.config), BesideTheWire(size, bucket, spec.has("late"), spec.has("parts"))
+    )
 
 
 def ddp(model: nn.Module, job: Job) -> Wrapped:
@@ -80,13 +70,13 @@ def ddp(model: nn.Module, job: Job) -> Wrapped:
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=bucket, gradient_as_bucket_view=spec.has("view"), static_graph=spec.has("static")
     )
-    return Wrapped(_compiled(wrapped, spec), adamw(model, job))
+    return Wrapped(_compiled(wrapped, spec), models.adamw(model, job.config))
 
 
 def _tuned_ddp(model: nn.Module, job: Job) -> Wrapped:
     """Try every bucket size on copies of the model, in turns, and keep the fastest, the same on all ranks."""
     trials = [_bucket_view(copy.deepcopy(model), bucket) for bucket in BUCKETS_MB]
-    x, y = _zeros(job)
+    x, y = models.zeros(job)
     seconds = torch.zeros(UNTIMED_STEPS + TUNING_STEPS, len(trials))
     for round_seconds in seconds:
         for number, trial in enumerate(trials):
@@ -96,7 +86,7 @@ def _tuned_ddp(model: nn.Module, job: Job) -> Wrapped:
             round_seconds[number] = time.monotonic() - begun
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     best = BUCKETS_MB[int(seconds[UNTIMED_STEPS:].amin(0).argmin())]
-    return Wrapped(_bucket_view(model, best), adamw(model, job), note=f"buckets of {best:g} MB")
+    return Wrapped(_bucket_view(model, best), models.adamw(model, job.config), note=f"buckets of {best:g} MB")
 
 
 def _bucket_view(model: nn.Module, bucket: float) -> DistributedDataParallel:
@@ -123,7 +113,7 @@ def fsdp2(model: nn.Module, job: Job) -> Wrapped:
     fully_shard(model, mesh=mesh, reshard_after_forward=not spec.has("keep"))
     if spec.has("async"):
         _gather_ahead(model, layers)
-    return Wrapped(model, adamw(model, job))
+    return Wrapped(model, models.adamw(model, job.config))
 
 
 def _gather_ahead(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -136,58 +126,18 @@ def _gather_ahead(model: nn.Module, layers: list[nn.Module]) -> None:
         layer.set_modules_to_forward_prefetch([following])
 
 
-def wholestep(model: nn.Module, job: Job) -> Wrapped:
-    """The step as written, compiled for the mesh."""
-    spec = job.spec
-    reshard = True if spec.has("reshard") else False if spec.has("keep") else None
-    style: Any = spec.style
-    options: dict[str, Any] = {
-        "parallel": ws.DataParallel(style, reshard_after_forward=reshard),
-        "mesh": f"dp={job.world}",
-        "backend": "inductor" if spec.has("inductor") else "eager",
-        "schedule": _schedule(spec),
-        "tune": "auto" if spec.has("tuned") else "off",
-    }
-    note = _prepare(model, job, options) if spec.has("tuned") or spec.has("disturbed") else ""
-    return Wrapped(model, adamw(model, job), ws.compile(models.train_step, **options), note)
+def ours(model: nn.Module, job: Job) -> Wrapped:
+    """Ours. Its module is imported here: it is no memory of other peers."""
+    from .ours import compiled
+
+    return Wrapped(model, models.adamw(model, job.config), *compiled(model, job))
 
 
 def pipe(model: nn.Module, job: Job) -> Wrapped:
-    """The layers of this rank, in a pipeline."""
-    made = (torch_pipe if job.spec.base == "pipe" else our_pipe)(model, job)
-    return Wrapped(*made)
+    """The layers of this rank, in a pipeline of torch, which is imported here."""
+    from .pipes import torch_pipe
 
-
-def _prepare(model: nn.Module, job: Job, options: dict[str, Any]) -> str:
-    """Make the first calls with a copy of the model, and let the step that counts read what they found (`cache`)."""
-    name = "".join(c if c.isalnum() else "-" for c in str(job.spec))
-    options["cache"] = Path(job.corpus).with_name(f"choices-{name}-{job.rank}")
-    shutil.rmtree(options["cache"], ignore_errors=True)  # of a run before
-    trial, step = copy.deepcopy(model), ws.compile(models.train_step, **options)
-    optimizer, (x, y) = adamw(trial, job), _zeros(job)
-    burns = job.spec.has("disturbed") and job.rank == 0
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) if burns else nullcontext() as burning:
-        step(trial, optimizer, x, y)
-        if burning is not None:
-            burning.kill()
-    while job.spec.has("tuned") and step.tuning.chosen is None and not step.tuning.why_not:
-        step(trial, optimizer, x, y)
-    return str(step.tuning) if job.spec.has("tuned") else ""
-
-
-def _zeros(job: Job) -> tuple[Tensor, Tensor]:
-    """A batch of this rank's size."""
-    x = torch.zeros(job.config.rows // job.world, job.config.context, dtype=torch.int64)
-    return x, x if job.config.kind == "gpt" else x[:, 0]
-
-
-def _schedule(spec: Spec) -> Any:
-    if spec.has("bucket"):
-        size = int(spec.number("bucket", 25.0) * (1 << 20))
-        return Schedule(bucket_bytes=size, first_bucket_bytes=size)
-    if spec.has("unscheduled"):
-        return None
-    return "across_steps" if spec.has("across") else "auto"
+    return Wrapped(*torch_pipe(model, job))
 
 
 def _compiled(model: nn.Module, spec: Spec) -> nn.Module:
@@ -205,28 +155,22 @@ WRAPS: dict[str, Wrap] = {
     "ddp": ddp,
     "zero": zero,
     "fsdp2": fsdp2,
-    "wholestep": wholestep,
+    "wholestep": ours,
     "pipe": pipe,
-    "stages": pipe,
+    "stages": ours,
 }
 
 
 class TorchTrainer:
     """A wrapped model and what is counted about it."""
 
-    def __init__(self, wrapped: Wrapped, parameter_bytes: int) -> None:
-        self._wrapped, self._parameter_bytes, self.update_seconds = wrapped, parameter_bytes, 0.0
+    def __init__(self, wrapped: Wrapped, parameter_bytes: int, job: Job) -> None:
+        self._wrapped, self._parameter_bytes, self._job, self.update_seconds = wrapped, parameter_bytes, job, 0.0
 
     @property
     def note(self) -> str:
-        """What the peer chose by itself; of stages of ours, what was predicted: asked for once steps were measured, as
-        another plan would count as memory of the job.
-        """
-        step = self._wrapped.step
-        is_staged = isinstance(step, CompiledStep) and any(
-            isinstance(one, ws.Pipeline) for one in step.strategies.parts
-        )
-        return simulated(step) if is_staged else self._wrapped.note
+        """What the peer chose by itself."""
+        return self._wrapped.note
 
     def watch_updates(self) -> None:
         """Time the optimizer's own step."""
@@ -252,8 +196,9 @@ class TorchTrainer:
 
     def finish(self) -> None:
         """A step of ours may end in the next one."""
-        if isinstance(self._wrapped.step, CompiledStep):
-            self._wrapped.step.flush()
+        step: Any = self._wrapped.step
+        if self._job.spec.is_ours:
+            step.flush()
 
     def rest_bytes(self) -> int:
         """Each storage once."""
@@ -270,6 +215,40 @@ class TorchTrainer:
     def parameter_bytes(self) -> int:
         """As built, before anything was sharded."""
         return self._parameter_bytes
+
+    def tensor_bytes(self, batch: tuple[Tensor, Tensor]) -> int:
+        """Counted after each op; of peers that run op by op on plain tensors: pipelines, and what trains alone."""
+        spec = self._job.spec
+        if spec.compiled or not (spec.is_pipe or spec.base in ("one", "floor")):
+            return 0
+        kinds = (Tensor, nn.Parameter)
+        with LiveBytes(thing for thing in gc.get_objects() if type(thing) in kinds) as watch:
+            self.step(batch)
+            self.finish()
+        return watch.peak
+
+    def hardware(self) -> str:
+        """As all ranks of a compiled step measure it now."""
+        from .ours import measured_hardware
+
+        step: Any = self._wrapped.step
+        return measured_hardware(step)
+
+    def simulated_ms(self, hardware: Sequence[str]) -> list[float]:
+        """Of our pipelines what runs; of a peer that exchanges nothing its step, planned for one rank."""
+        spec: Spec = self._job.spec
+        step: Any = self._wrapped.step
+        if not hardware or self._job.rank:
+            return []
+        from .ours import program_alone, program_of, simulated_ms
+
+        if spec.base == "stages":
+            return simulated_ms(program_of(step), hardware)
+        if spec.base in ("one", "floor") and not spec.compiled:
+            model = models.build(self._job.config)
+            x, y = models.zeros(self._job)
+            return simulated_ms(program_alone(model, models.adamw(model, self._job.config), x, y), hardware)
+        return []
 
     def collectives(self, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
         """As the process group saw them. A profiler that ends before a collective of gloo does crashes (torch 2.13)."""
@@ -290,7 +269,7 @@ def torch_trainer(job: Job) -> TorchTrainer:
         dist.init_process_group("gloo", init_method=url, rank=job.rank, world_size=job.world, timeout=patience)
     model = models.build(job.config)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    trainer = TorchTrainer(WRAPS[job.spec.base](model, job), size)
+    trainer = TorchTrainer(WRAPS[job.spec.base](model, job), size, job)
     if job.spec.base == "floor":
         trainer.watch_updates()
     return trainer

@@ -1,9 +1,11 @@
 """Who steps when, and which of the measured turns count."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 QUIET_CORES = 0.25
 LEAST_QUIET = 3
@@ -24,6 +26,7 @@ class Turn:
         floor_others: as `others`, during the floor's turn.
         calling_ms: the part of `cpu_ms` of the threads that call the step, which compute.
         packets_ms: of a step, processor time in which the kernel handles packets: no process's.
+        simulated_ms: of a step, for the machine as it was measured just after; 0 where nothing is simulated.
     """
 
     step_ms: float
@@ -36,6 +39,7 @@ class Turn:
     floor_others: float
     calling_ms: float = 0.0
     packets_ms: float = 0.0
+    simulated_ms: float = 0.0
 
     @property
     def quiet(self) -> bool:
@@ -71,3 +75,18 @@ def step_times_ms(answers: Sequence[dict[str, list[float]]], begins: Sequence[fl
 def median_ratio(pairs: Sequence[tuple[float, float]]) -> float:
     """The median over pairs of the first to the second, measured one after the other."""
     return statistics.median(a / b for a, b in pairs)
+
+
+def usual_figures(texts: Sequence[str]) -> str:
+    """JSON in which each number is the median of those at its place in `texts`; "" of none."""
+    return json.dumps(_usual([json.loads(text) for text in texts])) if texts else ""
+
+
+def _usual(several: Sequence[Any]) -> Any:
+    one = several[0]
+    if isinstance(one, dict):
+        named: Sequence[dict[str, Any]] = several
+        return {key: _usual([each[key] for each in named]) for key in named[0]}
+    if isinstance(one, list):
+        return [_usual(items) for items in zip(*several, strict=True)]
+    return statistics.median_low(several) if isinstance(one, int | float) else one

@@ -1,7 +1,9 @@
 """One rank of one peer: `python -m benchmarks.peers.worker JOB`, told what to do by JSON lines on stdin.
 
-    {"do": "run", "steps": n}   n steps: when they began and ended, losses, processor seconds, bytes sent
-    {"do": "look"}              one step under the profiler: collectives; bytes at rest, resident memory
+    {"do": "run", "steps": n}   n steps: when they began and ended, losses, processor seconds, bytes sent, peak memory
+    {"do": "measure"}           the machine as it is now, for simulations
+    {"do": "look", "hardware": []}  one step under the profiler: collectives; bytes at rest, tensors;
+                                what a step takes on these machines by simulation
     {"do": "forget"}            peak memory starts again
 
 It ends when stdin does, also in the middle of a step: no rank outlives the process that started it.
@@ -95,18 +97,18 @@ class Rank:
             "sent": machine.sent_bytes(self.interface) - sent,
             "update": trainer.update_seconds - update,
             "speed": speed,
+            "peak": machine.resident_bytes("VmHWM"),
         }
 
-    def look(self) -> dict[str, Any]:
+    def look(self, hardware: list[str]) -> dict[str, Any]:
         """What does not depend on time."""
-        peak, now = machine.resident_bytes("VmHWM"), machine.resident_bytes()
         return {
-            "peak": peak,
-            "resident": now,
+            "tensors": self.trainer.tensor_bytes(self.take(1)[0]),
             "collectives": self.trainer.collectives(self.take(1)[0]),
             "rest": self.trainer.rest_bytes(),
             "parameters": self.trainer.parameter_bytes(),
             "note": self.trainer.note,
+            "simulated": self.trainer.simulated_ms(hardware),
         }
 
     def obey(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +116,9 @@ class Rank:
         if message["do"] == "run":
             return self.run(message["steps"])
         if message["do"] == "look":
-            return self.look()
+            return self.look(message["hardware"])
+        if message["do"] == "measure":
+            return {"hardware": self.trainer.hardware()}
         machine.forget_peak()
         return {}
 

@@ -24,7 +24,7 @@ from benchmarks.peers.results import Measured, Scene, read, rows
 from benchmarks.peers.sizes import CONFIGS
 from benchmarks.peers.spec import BASES, PRESETS, Spec, UnknownPeer, parse, parse_all
 from benchmarks.peers.table import HEADS, into, markdown
-from benchmarks.peers.turns import Turn, counted, median_ratio, order, step_times_ms
+from benchmarks.peers.turns import Turn, counted, median_ratio, order, step_times_ms, usual_figures
 
 SIZE = 1_000_000
 
@@ -288,7 +288,9 @@ for line in sys.stdin:
     answer = {"build": 0.5, "empty": 1000, "begin": now, "ends": [now + 0.1 * (i + 1) for i in range(n)],
               "losses": [2.0 + rank] * n, "cpu": 0.2 * n, "calling": 0.15 * n,
               "sent": 500 * n, "update": 0.01 * n, "speed": 0.0, "note": "",
-              "rest": 10, "parameters": 20, "peak": 3000, "collectives": {"allreduce": 2}}
+              "rest": 10, "parameters": 20, "peak": 3000, "tensors": 300 + rank, "collectives": {"allreduce": 2},
+              "hardware": json.dumps({"name": "m", "rates": [told, 2.0 * told]}),
+              "simulated": [json.loads(text)["rates"][1] for text in message.get("hardware", [])]}
     print(json.dumps(answer), flush=True)
 """
 
@@ -356,6 +358,29 @@ def test_others_go_on_when_one_fails(here: Network, tmp_path: Path) -> None:
         assert each.sent_bytes == 250  # one interface: either rank read the sum of both
         assert each.floor_update_ms == pytest.approx(10)
     assert [event.peer for event in said if event.kind == "failed"] == ["fsdp2"]
+
+
+def test_all_peers_are_simulated_on_the_usual_machine(here: Network, tmp_path: Path) -> None:
+    effort = Effort(rounds=3, steps=1, patience_seconds=0.0)
+    site = Scripted(here, CONFIGS["XS"], tmp_path)
+    (found,) = measure(site, parse_all(["stages:1f1b", "stages:gpipe"]), effort, lambda said: None)
+    each = {name: ([turn.simulated_ms for turn in peer.turns], peer.simulated_ms) for name, peer in found.items()}
+    # a script's rate is the number of its messages: three before the turns, and two in each turn
+    assert each == {
+        "floor": ([0.0, 0.0, 0.0], 14.0),
+        "stages:1f1b": ([10.0, 14.0, 18.0], 14.0),
+        "stages:gpipe": ([10.0, 14.0, 18.0], 14.0),
+    }
+    assert {peer.simulated_floor_ms for peer in found.values()} == {14.0}
+    assert {peer.tensor_bytes for peer in found.values()} == {301}
+
+
+def test_the_usual_machine_has_the_median_of_each_figure() -> None:
+    several = [{"name": "m", "ranks": 2, "rates": [{"us": us, "byte": byte}]} for us, byte in ((1, 9), (3, 8), (2, 1))]
+    assert json.loads(usual_figures([json.dumps(one) for one in several])) == {
+        "name": "m", "ranks": 2, "rates": [{"us": 2, "byte": 8}],
+    }  # fmt: skip
+    assert usual_figures([]) == ""
 
 
 def test_the_floor_keeps_its_turns_in_every_group(here: Network, tmp_path: Path) -> None:
@@ -429,13 +454,13 @@ def test_markdown_has_every_peer() -> None:
     lines = markdown([scene()]).splitlines()
     assert lines[0] == "### S: GPT of 3.0 M parameters, 2 ranks, 1gbit"
     assert lines[2] == f"| {' | '.join(HEADS)} |"
-    assert (
-        lines[5]
-        == "| ddp | 210 | 1.50 | 1.50 | 160 | 120 + 30 + 10 | 1.0 | 12.0 | 4 AR, 3 AG | 12.0 | 80 | 1.5 | 0e+00 | 3/3 |"
+    assert lines[5] == (
+        "| ddp | 210 | 1.50 | 1.50 | 160 | 120 + 30 + 10 | 1.0 | 12.0 "
+        "| 4 AR, 3 AG | 12.0 | - | 80 | - | 1.5 | 0e+00 | 3/3 |"
     )
     assert lines[6] == (
         "| wholestep:zero1 | 300 | 3.00 | 2.99 | 160 | 120 + 30 + 10 | 7.5 | 12.0 "
-        "| 4 AR, 3 AG | 12.0 | 80 | 1.5 | 5e-01 | 3/3 |"
+        "| 4 AR, 3 AG | 12.0 | - | 80 | - | 1.5 | 5e-01 | 3/3 |"
     )
     assert lines[8] == "- jax failed: rank 0 died"
 

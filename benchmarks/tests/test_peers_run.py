@@ -49,18 +49,22 @@ def namespaces(pid: int) -> list[str]:
 
 @pytest.mark.full
 def test_pipelines_train_alike(tmp_path: Path) -> None:
-    """Torch's and ours lose what one process loses; ours say what they predicted."""
+    """Torch's and ours lose what one process loses; ours are simulated, and tensors of both are counted."""
     options = ["--peers", "one pipe:1f1b stages:1f1b", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
     process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = process.communicate(timeout=240)[0].decode()
     assert process.returncode == 0, said
     (scene,) = read_scenes(tmp_path)
-    _, one, theirs, ours = rows(scene)
+    floor, one, theirs, ours = rows(scene)
     for row in (theirs, ours):
         assert row.loss_gap is not None
         assert row.loss_gap < 1e-5
         assert row.rest_bytes < 0.8 * one.rest_bytes, "a rank has some of the layers"
-    assert ours.note.startswith("simulated ")
+        assert row.rest_bytes < row.tensor_bytes < one.tensor_bytes
+    assert theirs.simulated_ms == theirs.simulated_to_step == 0
+    assert ours.simulated_to_floor == ours.simulated_ms / floor.simulated_ms
+    assert one.simulated_to_floor > floor.simulated_to_floor == 1
+    assert ours.simulated_to_step > 0
 
 
 @pytest.mark.full
@@ -75,7 +79,7 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     assert set(raw) == {"config", "rate", "world", "shaped", "peers"}
     assert set(raw["peers"]["ddp"]["turns"][0]) == {
         "step_ms", "cpu_ms", "sent_bytes", "others", "speed_ms", "floor_ms", "floor_update_ms", "floor_others",
-        "calling_ms", "packets_ms",
+        "calling_ms", "packets_ms", "simulated_ms",
     }  # fmt: skip
     floor, ddp, zero1, wire = rows(scene)
     assert [floor.peer, ddp.peer, zero1.peer, wire.peer] == ["floor", "ddp", "wholestep:zero1", "wire:parts,late"]

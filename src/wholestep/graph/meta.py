@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
@@ -60,7 +60,12 @@ class TensorMeta:
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Return the TensorMeta of a real or fake tensor."""
     shape, stride = _torch.plain_numbers(tensor.shape), _torch.plain_numbers(tensor.stride())
-    return TensorMeta(shape, stride, tensor.dtype, str(tensor.device))
+    numbers = (*shape, *stride)
+    make = _equal_is_one if all(type(n) is int for n in numbers) else TensorMeta  # a symbol would be compared
+    return make(shape, stride, tensor.dtype, str(tensor.device))
+
+
+_equal_is_one = lru_cache(maxsize=4096)(TensorMeta)  # thousands of nodes have a few dozen
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
