@@ -1,6 +1,7 @@
 """Which rank failed, as ranks find it out with their heartbeats. Ranks are objects in one process, and stores count."""
 
 import gc
+import linecache
 import os
 import selectors
 import socket
@@ -164,6 +165,17 @@ def test_the_main_thread_is_shown_at_the_users_line() -> None:
     assert "test_peers.py" in second.where
     assert "looks.beat(first, 2.0)" in second.where
     assert Beat.read(second.text()) == second
+
+
+def test_the_main_thread_may_empty_the_table_of_lines_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+    looks = MainThread(Activity(Step))
+    first = looks.beat(Beat(job(2)[0][0]._own.who), 2.0)
+    monkeypatch.setattr(linecache, "cache", Emptied())
+    assert "test_peers.py" in looks.beat(first, 2.0).where
 
 
 def test_a_look_at_the_main_thread_keeps_nothing_alive() -> None:

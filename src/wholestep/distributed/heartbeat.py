@@ -148,7 +148,7 @@ def waited_for(frame: FrameType | None) -> str:
             return frame.f_globals[WAITS].get(line, "")
         if file.endswith(_COLLECTIVES):
             return f"torch's {frame.f_code.co_name}"
-        if _WAIT in frame.f_code.co_names and _WAIT in linecache.getline(file, line):
+        if _WAIT in frame.f_code.co_names and _WAIT in _source_line(file, line):
             return "a collective"
         if not file.startswith(_INTERNAL):
             break
@@ -162,8 +162,16 @@ def _user_line(frame: FrameType) -> str:
         file = found.f_code.co_filename
         standard = file.startswith(_STANDARD) and _PACKAGES not in file
         if not (standard or file.startswith((*_INTERNAL, "<"))):
-            return f"{file}:{line}  {linecache.getline(file, line).strip()}"
+            return f"{file}:{line}  {_source_line(file, line)}"
     return ""
+
+
+def _source_line(file: str, line: int) -> str:
+    """A line of source; "" where the main thread empties Python's table of lines at this moment."""
+    try:
+        return linecache.getline(file, line).strip()
+    except (KeyError, TypeError):
+        return ""
 
 
 def _cpu_s() -> float:
