@@ -79,7 +79,7 @@ def _outline(items: Iterable[Any], leaves: list[Any]) -> tuple[Any, ...] | None:
     """
     found: list[Any] = []
     for item in items:
-        kind = type(item)
+        kind = cast(type[Any], type(item))
         if kind in _PLAIN_LEAVES or isinstance(item, (nn.Module, Optimizer, GradScaler)):
             leaves.append(item)
             found.append(_LEAF)
