@@ -70,6 +70,23 @@ def test_numbers_read_after_a_change_in_place_are_those_of_that_moment() -> None
     assert torch.equal(given["ids"], torch.tensor([5, 2, 3]))
 
 
+def test_counts_of_labels_of_the_batch_have_the_size_of_eager() -> None:
+    def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["y"]
+        counts = torch.bincount(labels, minlength=3)
+        weighted = torch.bincount(labels, out.detach()[:, 0])
+        empty = torch.bincount(labels[:0], minlength=2)
+        sizes = counts.numel() + weighted.numel() + empty.sum()
+        return (out * (counts[labels] + weighted[labels])[:, None]).mean() + sizes
+
+    step, model, optimizer = compiled(loss)
+    for labels, captures in (([2, 0, 1, 2], 1), ([0, 2, 2, 2], 1), ([4, 0, 1, 1], 2), ([1, 1, 2, 0], 2)):
+        given = batch(y=labels)
+        expected = loss(model(given["x"]), given)
+        assert torch.equal(step(model, optimizer, given), expected.detach())
+        assert step.captures == captures
+
+
 @pytest.mark.smoke
 def test_sizes_from_a_list_and_from_a_mask() -> None:
     def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import gc
 import math
+import os
+import random
 import types
 import warnings
 from collections import defaultdict, deque
@@ -475,6 +477,26 @@ class ArrayChangedFromOutside(World):
 
     def step(self, x):
         return self.update(x * torch.tensor(self.factors, dtype=x.dtype))
+
+
+@case
+class VariableOfTheEnvironment(World):
+    def __init__(self):
+        super().__init__()
+        os.environ.pop("WHOLESTEP_TEST_FACTOR", None)
+
+    def between(self, call):
+        os.environ["WHOLESTEP_TEST_FACTOR"] = str(1.0 + call // 2)
+
+    def step(self, x):
+        doubled = 2.0 if "WHOLESTEP_TEST_FACTOR" in os.environ else 1.0
+        return self.update(x, doubled * float(os.getenv("WHOLESTEP_TEST_FACTOR", "0.5")))
+
+
+@case
+class GeneratorWithSeed(World):
+    def step(self, x):
+        return self.update(x, np.random.default_rng(3).random() + random.Random(3).random())
 
 
 @case
@@ -952,6 +974,27 @@ class RandomStateAdvances(World):
 
     def step(self, x):
         return self.update(x, self.draws.beta(1.0, 1.0))  # here
+
+
+_ENTROPY = "the step makes a random generator without a seed, or reads random bits of the system"
+
+
+@refused(_ENTROPY)
+class GeneratorOfNumpyWithoutSeed(World):
+    def step(self, x):
+        return self.update(x, np.random.default_rng().random())  # here
+
+
+@refused(_ENTROPY)
+class RandomWithoutSeed(World):
+    def step(self, x):
+        return self.update(x, random.Random().random())  # here
+
+
+@refused(_ENTROPY)
+class BytesOfTheSystem(World):
+    def step(self, x):
+        return self.update(x, os.urandom(1)[0] / 256)  # here
 
 
 @refused("reads self.n, a number that changes between calls, with use as an index")

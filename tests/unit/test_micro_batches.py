@@ -389,7 +389,38 @@ def test_a_gradient_in_16_bits_is_added_to_its_sum_in_32_without_a_copy() -> Non
     torch.testing.assert_close(model.weight.detach(), weight - 0.1 * wide.float(), rtol=0, atol=1e-6)
 
 
+def test_frozen_batch_norms_leave_their_statistics() -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 8))
+        model[1].eval()
+        return model, SGD(model.parameters(), lr=0.1)
+
+    batches = [({"x": torch.randn(7, 10), "y": torch.randint(8, (7,))},) for _ in range(2)]
+    one = OneDevice(make, _step(LOSSES["mean"], False), batches)
+    found = compare(one, "dp=1", ws.MicroBatches(3))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    assert not [out for out in one.capture.graph.outputs if "running" in out.target]
+
+
 # -- what has no form as a loop ---------------------------------------------------------------------------------------
+def test_a_change_of_an_argument_that_is_cut_is_refused() -> None:
+    def train(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor], sums: Tensor) -> Tensor:
+        value = _step(LOSSES["mean of squares"], False)(model, optimizer, batch)
+        sums += value  # here
+        return value
+
+    model = _mlp(0.0)
+    batch, sums = {"x": torch.randn(8, 10), "weight": torch.randn(8)}, torch.zeros(4)
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), batch, sums)
+    with pytest.raises(PlanError) as caught:
+        ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(2)))
+    found = str(caught.value)
+    assert found.startswith("the step changes sums, of which each micro-batch has a piece")
+    assert "sums += value  # here" in found
+    assert "MicroBatches(..., input_batch_dim={'sums': None, '*': 0})" in found
+    ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(2, input_batch_dim={"sums": None, "*": 0})))
+
+
 def test_a_loop_that_is_split_everywhere_is_refused() -> None:
     model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))))
     step = _step(lambda out, b: out.square().mean(), False)

@@ -208,6 +208,24 @@ def test_sequence_sharded_norm_and_mlp() -> None:
     }
 
 
+def test_a_partial_sum_that_begins_with_an_expanded_value_is_added_to_in_place() -> None:
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, target: Tensor) -> Tensor:
+        params = list(model.parameters())
+        loss = F.cross_entropy(model(x), target.argmax(1))
+        first = torch.autograd.grad(loss, params, create_graph=True)
+        total = sum((g * p.detach().sign()).sum() for g, p in zip(first, params, strict=True))
+        for param, product in zip(params, torch.autograd.grad(total, params), strict=True):
+            param.grad = product
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    make = builder(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)))
+    one = OneDevice(make, train, floats(6, 5))
+    found = compare(one, "tp=2", TensorParallel("auto"), in_place=True)
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
+
+
 def test_a_sequence_is_cut_without_copies_behind_a_batch_of_one() -> None:
     """Dim 1 lies in front in memory: gathers and scatters of it take tensors as they are. The numbers are the same."""
     one = OneDevice(builder(Normed), step_of(squares, None), floats(1, 6, 10))

@@ -6,11 +6,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import os
+import random
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -42,8 +45,14 @@ def new_input(
     return fake, node
 
 
-def patched_host(on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form) -> AbstractContextManager[None]:
-    """Replace functions of `math`, steps of schedulers, `print` and reads of clocks by the given forms."""
+def patched_host(
+    on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form, on_entropy: Form, on_variable: Form
+) -> AbstractContextManager[None]:
+    """Replace functions of `math`, steps of schedulers, `print`, reads of clocks, of random bits of the system and of
+    environment variables by the given forms.
+
+    numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
+    """
     functions = [name for name, function in vars(math).items() if callable(function) and not name.startswith("_")]
     clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
     schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
@@ -53,6 +62,10 @@ def patched_host(on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Fo
             *((time, name, on_clock) for name in clocks),
             *((kind, "step", on_scheduler) for kind in schedulers),
             (builtins, "print", on_print),
+            (np.random.bit_generator, "randbits", on_entropy),
+            (random.Random, "__init__", on_entropy),
+            (os, "urandom", on_entropy),
+            (type(os.environ), "__getitem__", on_variable),
         ]
     )
 

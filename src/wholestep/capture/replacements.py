@@ -238,8 +238,20 @@ def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
             found += [i] if positions is None else positions.unbind(1)
         return aten.index.Tensor(x, found)
 
+    def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+        fewest = known(x.max().clamp(min=minlength - 1) + 1) if x.numel() else torch.tensor(minlength)
+        if fewest is None:
+            return NotImplemented
+        with _torch.outside_of_trace():
+            size = int(fewest)
+        if weights is None:
+            return x.new_zeros(size, dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
+        weights = weights if weights.dtype == torch.float32 else weights.double()
+        return weights.new_zeros(size).index_add(0, x, weights)
+
     return {
         aten._local_scalar_dense.default: read,
+        aten.bincount.default: bincount,
         aten.nonzero.default: nonzero,
         aten.masked_select.default: masked_select,
         aten.index.Tensor: index,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, cast
@@ -41,6 +43,7 @@ _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
 _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
+_OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
 _ALWAYS_READ = ("variable", "class", "modules")
 
 
@@ -70,6 +73,7 @@ class Watch:
         self._unobserved, self._arguments = set[type](), dict[Any, Any]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
+        self._variables: dict[str, Assumption] = {}
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
         self._flags: list[tuple[str, bool]] = []
@@ -83,7 +87,9 @@ class Watch:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
         containers = self._begin(called)
         trainable = {name: given[name].requires_grad for name in self.state.params}
-        patched = _torch.patched_host(self._on_math, self._schedulers.step, self._on_print, self._on_clock)
+        patched = _torch.patched_host(
+            self._on_math, self._schedulers.step, self._on_print, self._on_clock, self._on_entropy, self._on_variable
+        )
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
@@ -148,9 +154,12 @@ class Watch:
         made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
         return original(*args, **kwargs) if made is NotImplemented else made
 
-    def _called_by_user(self) -> bool:
+    def _called_by_user(self, through: tuple[str, ...] = ()) -> bool:
+        """Return whether the user's code called the patched function, at once or through modules of these names."""
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
-        while frame is not None and "wholestep/_torch/" in frame.f_code.co_filename:
+        while frame is not None and (
+            "wholestep/_torch/" in frame.f_code.co_filename or frame.f_globals.get("__name__") in through
+        ):
             frame = frame.f_back
         return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
 
@@ -178,6 +187,29 @@ class Watch:
                 self.line(),
             )
         return original()
+
+    def _on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
+        if not seeded and self._called_by_user():
+            raise CaptureError(
+                "the step makes a random generator without a seed, or reads random bits of the system: "
+                "all later steps would reuse what it draws while it is captured",
+                "random numbers from torch (torch.rand, dropout), which each step draws again",
+                "draw them before the step and pass them in",
+                self.line(),
+            )
+        return original(*args, **kwargs)
+
+    def _on_variable(self, original: Callable[..., str], environment: Any, name: str) -> str:
+        value: Any = MISSING
+        with suppress(KeyError):
+            value = original(environment, name)
+        if self._called_by_user(through=_OF_ENVIRON):
+            place = Location(f"os.environ[{name!r}]", os.environ, name)
+            self._variables.setdefault(name, expect(place, value))
+        if value is MISSING:
+            raise KeyError(name)
+        return value
 
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):
@@ -329,7 +361,9 @@ class Watch:
         leaves = [*returned, *(v for w in self._writes if w.made for v in w.made.leaves)]
         leaves += [v for c in self._called for v in c.made.leaves]
         program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
-        expected = [*self._expected, *self._carried_numbers(), *self._read_places()]
+        expected = [
+            *self._expected, *self._variables.values(), *self._carried_numbers(), *self._read_places(),
+        ]  # fmt: skip
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
             tuple(self._flags), self.promoted, self._arguments,

@@ -65,14 +65,14 @@ def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size
 
 
 def only_first(x: Tensor, coordinate: int) -> Tensor:
-    """Return `x` on the first rank of the axis and zeros on others: a replicated value as a partial sum."""
-    return x if coordinate == 0 else x.new_zeros(x.shape)
+    """Return a contiguous `x` on the first rank of the axis, zeros on others: a replicated value as a partial sum."""
+    return x.contiguous() if coordinate == 0 else x.new_zeros(x.shape)
 
 
 @asks_owner
 def share(x: Tensor, owner: int, coordinate: int) -> Tensor:
-    """Return `x` on the owner's rank of the axis and zeros on others: an owned value as a partial sum."""
-    return x if coordinate == owner else x.new_zeros(x.shape)
+    """Return a contiguous `x` on the owner's rank of the axis and zeros on others: an owned value as a partial sum."""
+    return x.contiguous() if coordinate == owner else x.new_zeros(x.shape)
 
 
 @shares("if alike")

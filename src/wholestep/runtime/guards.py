@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -104,7 +105,7 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     condition = Condition()
     for one in expected:
         holder, key, value = one.place.holder, one.place.key, one.value
-        if one.kind in ("content", "tensor"):
+        if one.kind in ("content", "tensor") or holder is os.environ:  # a variable is a new string in each read
             condition.add("{}.holds", one)
         elif one.kind == "size":
             condition.add("len({}) == {}", holder, value)
@@ -206,7 +207,9 @@ class Guards:
         for leaf, guard, name in zip(leaves, self._leaves, self._names, strict=True):
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
-                    return Miss(f"argument {name} is {_about(leaf)}, it was {tuple(guard.shape)} {guard.dtype}")
+                    found, was = _about(leaf), f"{tuple(guard.shape)} {guard.dtype}"
+                    more = " in other strides, on another device or with another requires_grad"
+                    return Miss(f"argument {name} is {found}, it was {was}{more * found.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
         if shared := self._shared(leaves):
