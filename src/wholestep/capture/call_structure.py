@@ -79,7 +79,7 @@ def _outline(items: Iterable[object], leaves: list[Any]) -> tuple[Any, ...] | No
     """
     found: list[Any] = []
     for item in items:
-        kind = cast(type[Any], type(item))
+        kind = type(item)
         if kind in _PLAIN_LEAVES or isinstance(item, (nn.Module, Optimizer, GradScaler)):
             leaves.append(item)
             found.append(_LEAF)
