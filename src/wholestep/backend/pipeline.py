@@ -73,8 +73,8 @@ def as_run_by(stack: Stack | None, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     if stack is None:
         return tuple(passes)
     lacks = (*(() if stack.overlaps else OVERLAPPING), *(() if stack.splits_update else (SplitOptimizer,)))
-    kept = [one for one in passes if not isinstance(one, lacks)]
-    return tuple(_run_by(stack, one) for one in (resized(kept, may_coalesce=False) if stack.copies else kept))
+    kept = tuple(_run_by(stack, one) for one in passes if not isinstance(one, lacks))
+    return resized(kept, may_coalesce=False) if stack.copies else kept
 
 
 def _run_by(stack: Stack, one: Pass) -> Pass:

@@ -95,8 +95,7 @@ def costs(
     local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None, software: Software = OWN
 ) -> Costs:
     """The costs of a rank's program after `passes`, the standard pipeline of `software` if None."""
-    passes = passes_of("none", hardware, stack=software.stack) if passes is None else passes
-    program = run_passes(local, passes)
+    program = run_passes(local, passes_of("none", hardware, stack=software.stack) if passes is None else passes)
     return costs_of(program, planned, hardware, software)
 
 

@@ -55,8 +55,7 @@ def what_if(
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
         on = case.hardware or hardware
-        passes = passes_on and passes_on(on)
-        row = compare(case.graph or graph, mesh, [template], on, passes=passes, software=software)[0]
+        row = compare(case.graph or graph, mesh, [template], on, None, passes_on and passes_on(on), software)[0]
         batch_s = row.batch_s / case.batch_parts
         times = batch_s / (found[0].batch_s if found else batch_s) if row.costs else float("inf")
         found.append(WhatIf(case, mesh, row, batch_s, times))
