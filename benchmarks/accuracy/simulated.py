@@ -17,7 +17,6 @@ from torch.fx import Node
 import wholestep as ws
 from benchmarks.accuracy import model
 from benchmarks.accuracy.config import Run
-from wholestep.backend.pipeline import as_run_by
 from wholestep.cost.reserved import Reserved, reserved
 from wholestep.cost.simulation import priced, run_all, steady_start
 from wholestep.cost.software import Software
@@ -27,12 +26,11 @@ from wholestep.cost.timeline import phase
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import module_path, size_bytes
 from wholestep.graph.op_kinds import collective_kind, packet_name
-from wholestep.passes.base import Pass
 from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
 from wholestep.passes.bucket_sizes import resized
 from wholestep.passes.reinplace import Reinplace
-from wholestep.passes.split_optimizer import SplitOptimizer
 from wholestep.plan.strategies import compose
+from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup
 
 TIMED = 2, 3
@@ -172,12 +170,12 @@ def _ends_us(local: ws.LocalGraph, times: Mapping[Node, float]) -> float:
 @cache
 def _reserved(run: Run, hardware: ws.Hardware, accumulates: bool) -> Reserved:
     shape = replace(run, layers=0, stack=_shape(run).stack)
-    several = passes(hardware, run.stack)
+    several = passes_of("none", hardware, stack=run.stack)
     if not run.stack.compiled:  # a result has memory of its own
-        several = [replace(one, temporaries=False) if isinstance(one, Reinplace) else one for one in several]
+        several = tuple(replace(one, temporaries=False) if isinstance(one, Reinplace) else one for one in several)
     if run.stack.copies:
         unit = _layer_bytes(run)  # which FSDP gathers and reduces at a time; gradients travel in float32
-        several = list(resized(several, bucket_bytes=unit, in_flight_bytes=2 * unit, may_coalesce=False))
+        several = resized(several, bucket_bytes=unit, in_flight_bytes=2 * unit)
     local = ws.run_passes(_planned(shape, hardware, run.layers), several)
     params = [size_bytes(node) for given, node in local.placeholders() if given.role is Role.PARAM]
     return reserved(local, run.stack, until=_held(run, local), added=params if accumulates else ())
@@ -234,13 +232,8 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
     one = replace(shape, layers=0)
     few, more = (vars(collective_traffic(_planned(one, hardware, count))).values() for count in TIMED)
     whole = CollectiveTraffic(*(round(_line(TIMED, two, shape.layers)) for two in zip(few, more, strict=True)))
-    several = resized(passes(hardware, shape.stack), whole=whole, may_coalesce=not shape.stack.copies)
-    return ws.run_passes(_planned(one, hardware, layers), several)
-
-
-def passes(hardware: ws.Hardware, stack: ws.Stack) -> list[Pass]:
-    """The pipeline with the overlap that a stack has, and without updates in parts."""
-    return [one for one in as_run_by(stack, ws.pipeline(hardware)) if not isinstance(one, SplitOptimizer)]
+    several = passes_of("none", hardware, stack=shape.stack)
+    return ws.run_passes(_planned(one, hardware, layers), resized(several, whole=whole))
 
 
 @cache
@@ -276,7 +269,7 @@ def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICT
         BlockPrices(hardware, mesh, Software(stack=run.stack, profile=rates)),
         replace(_pipelines(alike, hardware), layers=run.layers),
     )
-    return short.step(setup, run.micro, passes(hardware, run.stack), prices)
+    return short.step(setup, run.micro, passes_of("none", hardware, stack=run.stack), prices)
 
 
 @cache

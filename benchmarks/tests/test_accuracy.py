@@ -1,29 +1,35 @@
 """The benchmark of the cost model, on small files made from formulas whose answers are known."""
 
 import csv
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import wholestep as ws
 from benchmarks.accuracy import collectives, config, gemms, model, runs, simulated
 from benchmarks.accuracy.__main__ import main, thinned, with_part
 from benchmarks.accuracy.read import Case, data_sheet, hardware_of, number, rows
 from benchmarks.accuracy.report import errors, in_short, left_out, worst
+from wholestep.cli import app
 from wholestep.graph.meta import is_backward, module_path
 from wholestep.hardware.calibration import TimeSample, fit_curve
 from wholestep.hardware.curves import Curve, Regime, curve_us
 from wholestep.passes.in_bodies import InBodies
 from wholestep.passes.overlap import Overlap
+from wholestep.planner.recompute_kinds import passes_of
 
 MIB = 1 << 20
+NEVER_FITTED = Path(__file__).parents[1] / "accuracy" / "never_fitted.csv"
 RUN = {
     "source_id": "made", "hw": "A100 80GB", "n_gpus": "16", "gpus_per_node": "8", "model": "Llama2-7B",
     "n_layers": "32", "d_model": "4096", "n_heads": "32", "n_kv_heads": "32", "d_ff": "11008", "vocab": "32000",
@@ -146,10 +152,47 @@ def test_a_host_that_waits_before_each_pass_takes_longer() -> None:
 
 
 def test_a_stack_without_overlap_has_none_in_blocks_of_stages() -> None:
-    made = simulated.passes(A100, ws.Stack.named("megatron-deepspeed-2022"))
+    made = passes_of("none", A100, stack=ws.Stack.named("megatron-deepspeed-2022"))
     assert not any(isinstance(one, (InBodies, Overlap)) for one in made)
-    made = simulated.passes(A100, ws.Stack.named("megatron-2022"))
+    made = passes_of("none", A100, stack=ws.Stack.named("megatron-2022"))
     assert [one.fills for one in made if isinstance(one, (InBodies, Overlap))] == ["own", "own"]
+
+
+PUBLISHED = f"""
+from dataclasses import replace
+from pathlib import Path
+from benchmarks.accuracy import config, model
+from benchmarks.accuracy.read import rows
+
+def run():
+    given = rows(Path({str(NEVER_FITTED)!r}), config.COLUMNS)
+    made = next(row for row in given if (row["source_id"], row["tp"], row["dp_shard"]) == ("kempnerforge", "4", "2"))
+    return replace(config.read(made), layers=8, accumulate=1, sequence=False)
+
+def step():
+    return model.build(run(), 8)
+"""
+
+
+def test_the_command_says_of_a_published_row_what_the_table_says(tmp_path: Path) -> None:
+    """Of eight layers and one micro-batch of it, for which the table takes two and three, without sequence parallelism,
+    which is no name for `--tp`.
+    """
+    (tmp_path / "row.py").write_text(PUBLISHED)
+    made: dict[str, Any] = {}
+    exec(PUBLISHED, made)
+    run, out = cast(config.Run, made["run"]()), tmp_path / "step.json"
+    hardware = runs.machine(run)
+    assert hardware is not None
+    hardware.save(tmp_path / "machine.json")
+    (tensor,) = (one for one in model.strategies(run) if isinstance(one, ws.TensorParallel))
+    assert isinstance(tensor.plan, dict)
+    named = [text for name, how in tensor.plan.items() for text in ("--tp", f"{name}={how}")]
+    given = ["--mesh", model.mesh(run), "--hardware", str(tmp_path / "machine.json"), "--precision", "bf16"]
+    given += ["--stack", run.stack.name, "--json", str(out), *named]
+    done = CliRunner().invoke(app, ["simulate", f"{tmp_path / 'row.py'}:step", *given])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["step_us"] / 1e6 == pytest.approx(simulated.step_s(run, hardware), rel=0.003)
 
 
 def test_checkpoints_before_torch_2_1_run_a_layer_to_its_end() -> None:
@@ -325,7 +368,7 @@ def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
     step, *given = model.build(run, 8)
     graph = ws.capture(step, *given, options=ws.CaptureOptions(mixed_precision=simulated.HALF))
     local = ws.partition(graph, ws.plan(graph, "dp=16", model.strategies(run), hardware=A100))
-    local = ws.run_passes(local, simulated.passes(A100, run.stack))
+    local = ws.run_passes(local, passes_of("none", A100, stack=run.stack))
     whole = ws.simulate(local, A100, stack=run.stack).step_us / 1e6
     assert simulated.step_s(run, A100) == pytest.approx(whole, rel=0.1)
 

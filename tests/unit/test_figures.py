@@ -12,6 +12,7 @@ import wholestep as ws
 from tests.steps import model_file
 from wholestep.cli import app
 from wholestep.cli.shared_options import SharedOptions
+from wholestep.cost import stack
 from wholestep.hardware import validation
 from wholestep.hardware.validation import Validation
 from wholestep.planner.bounds import Costs
@@ -164,6 +165,25 @@ def test_all_of_them_price_other_software(mode: str, tmp_path: Path) -> None:
 
 
 SMALL = model_file("nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)", "64, 256")
+DEEP = model_file(", ".join(["nn.Linear(1024, 1024), nn.GELU()"] * 8), "2048, 1024")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_of_them_have_the_order_of_other_software(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Software with the same kernels that overlaps nothing waits longer for what travels."""
+    own = ws.Stack.named("wholestep")
+    monkeypatch.setattr(stack, "STACKS", (own, replace(own, name="in-turn", overlaps=False)))
+    (tmp_path / "job.py").write_text(DEEP)
+    took: list[float] = []
+    for name in ("wholestep", "in-turn"):
+        code, said = run(*MODES[mode], f"{tmp_path / 'job.py'}:build", "--hardware", "dgx-h100", "--stack", name)
+        assert code == 0, said
+        found = re.search(r"  exposed +([0-9.]+) (us|ms) of communication", said)
+        assert found is not None, said
+        took.append(float(found[1]) * (1 if found[2] == "us" else 1000))
+    assert took[1] > 1.5 * took[0]
 
 
 def test_options_change_what_is_simulated(tmp_path: Path) -> None:

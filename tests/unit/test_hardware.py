@@ -19,6 +19,7 @@ from wholestep.cost.simulation import Clock
 from wholestep.graph.meta import contiguous, meta_of, set_tensors, size_bytes
 from wholestep.graph.nodes import is_collective
 from wholestep.hardware.curves import ALGORITHMS, Curve, Regime
+from wholestep.hardware.device import Device
 from wholestep.hardware.hardware import Level, units_of
 from wholestep.layout import Layout
 from wholestep.reshard import reshard
@@ -334,8 +335,15 @@ def test_products_pay_for_whole_tiles_and_whole_waves():
     assert h100.matmul_us(1, 8192, 8192, 8192, "float32") > 5 * h100.matmul_us(1, 8192, 8192, 8192)
     long = 1 << 16
     assert h100.matmul_us(1, 1, long, long) == pytest.approx(h100.bytes_us(2 * (long * long + 2 * long)))
-    whole = h100.attention_us(1, 32, 4096, 4096, 128, causal=False)
-    assert whole > 1.8 * h100.attention_us(1, 32, 4096, 4096, 128, causal=True)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(512, 5 / 8), (1024, 9 / 16), (8192, 65 / 128)])
+def test_causal_attention_computes_whole_blocks(tokens: int, share: float) -> None:
+    """Of 128 queries: of the last block all keys, of the first one its own."""
+    device = ws.Hardware.preset("dgx-h100").device
+    assert isinstance(device, Device)
+    half, whole = (device.attention_us(8, 32, tokens, tokens, 128, "bfloat16", causal=c) for c in (True, False))
+    assert half / whole == pytest.approx(share)
 
 
 def step_of_a_rank():

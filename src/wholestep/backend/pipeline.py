@@ -67,13 +67,20 @@ def stage_pipeline(
 
 
 def as_run_by(stack: Stack | None, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """`passes` with what the stack overlaps; one that hides nothing reduces gradients, in buckets, once all are there,
-    and updates once all are reduced.
+    """`passes` with what the stack overlaps, splits and copies; as they are for None. One that hides nothing reduces
+    gradients, in buckets, once all are there, and updates once all are reduced.
     """
-    fills = "all" if stack is None else stack.fills
-    if stack and not stack.overlaps:
-        passes = [one for one in passes if not isinstance(one, OVERLAPPING)]
-    return tuple(replace(one, fills=fills) if isinstance(one, (InBodies, Overlap)) else one for one in passes)
+    if stack is None:
+        return tuple(passes)
+    lacks = (*(() if stack.overlaps else OVERLAPPING), *(() if stack.splits_update else (SplitOptimizer,)))
+    kept = tuple(_run_by(stack, one) for one in passes if not isinstance(one, lacks))
+    return resized(kept, may_coalesce=False) if stack.copies else kept
+
+
+def _run_by(stack: Stack, one: Pass) -> Pass:
+    if isinstance(one, FitMemory):
+        return replace(one, after=as_run_by(stack, one.after))
+    return replace(one, fills=stack.fills) if isinstance(one, (InBodies, Overlap)) else one
 
 
 OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)

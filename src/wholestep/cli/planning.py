@@ -82,7 +82,8 @@ class PlanRequest:
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
-        return passes_of(self.options.recomputes(), hardware, tensor_bytes or self.options.memory)
+        memory, stack = tensor_bytes or self.options.memory, self.options.software.stack
+        return passes_of(self.options.recomputes(), hardware, memory, stack)
 
     @property
     def fitted_bytes(self) -> int | None:

@@ -38,6 +38,7 @@ class Stack:
         overlaps: gradients are reduced, and parameters gathered, while others are computed.
         fills: gradients of weights that are computed while gradients of activations travel: of "none", of the "own"
             linear, or "all".
+        splits_update: some parameters are updated while gradients of others travel; else all in one update.
         regathers: parameters that are gathered for the forward are freed, and gathered again for the backward.
         regathers_activations: tokens that sequence parallelism gathers are freed and gathered again, too.
         recompute: what the backward computes again where nobody says so: "products" keeps results of products and
@@ -69,6 +70,7 @@ class Stack:
     copies: bool = False
     overlaps: bool = True
     fills: Fills = "none"
+    splits_update: bool = False
     regathers: bool = True
     regathers_activations: bool = False
     recompute: Recompute = "none"
@@ -140,8 +142,8 @@ _MEGATRON = (
 )
 _KEMPNER = "KempnerInstitute/KempnerForge 01b461a, distributed/tensor_parallel.py"
 STACKS = (
-    Stack("wholestep", recorded=True, traced=True, fills="all"),
-    Stack("wholestep-compile", compiled=True, recorded=True, traced=True, fills="all"),
+    Stack("wholestep", recorded=True, traced=True, fills="all", splits_update=True),
+    Stack("wholestep-compile", compiled=True, recorded=True, traced=True, fills="all", splits_update=True),
     Stack("fsdp", copies=True),
     Stack("llm-foundry-2023", flash_attention=1, fused_optimizer=False, joint_qkv=True, source=_FOUNDRY),
     Stack("llm-foundry-2023-05", flash_attention=1, fused_optimizer=False, joint_qkv=True, to_the_end=True,

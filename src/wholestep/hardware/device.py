@@ -143,9 +143,10 @@ class Device:
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,
         *, causal: bool = True, backward: bool = False, speed: float = 1.0,
     ) -> float:  # fmt: skip
-        """Fused attention without the launch. A backward has five products, a forward two."""
+        """Fused attention without the launch: two products, five backward. Causal blocks read keys up to their end."""
         top = self.ceiling(dtype)
-        flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
+        shared = min(0.5 + 0.5 * _QUERIES / keys, 1.0) if causal else 1.0
+        flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * shared
         share = speed * ((top.attention_backward if backward else top.attention) or top.rate)
         rate = share * self.clock(top, share)
         moved = batch * heads * (2 * queries + 2 * keys) * width * item_bytes(dtype) * (2 if backward else 1)
@@ -184,6 +185,7 @@ class Device:
         return moved
 
 
+_QUERIES = 128  # in a block of FlashAttention 1 (Triton), 2 and 3, for heads of 64 and 128
 _WIDER = {
     "float8": ("bfloat16", "float16", "float32"),
     "float16": ("bfloat16", "tf32", "float32"),

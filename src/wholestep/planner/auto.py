@@ -8,7 +8,6 @@ from functools import partial
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ..backend.pipeline import pipeline
 from ..cost.software import OWN, Software
 from ..errors import MeshError, PlanError, WholestepError, shown
 from ..graph.gc_control import existing_objects_frozen
@@ -32,6 +31,7 @@ from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
 from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
+from .recompute_kinds import passes_of
 from .search import Search
 from .search_result import Candidate, SearchResult, Status, Watch, explained, unwatched
 from .staged_auto import StagedAuto, staged_meshes
@@ -160,7 +160,7 @@ class Auto:
             placed: layouts of inputs that are placed already.
             same_batches: consider only candidates that give ranks the batches of `base`.
             hardware: replaces the option.
-            passes: replace `pipeline(hardware)`.
+            passes: replace `pipeline(hardware)`, as `software` runs it.
             watch: called with the name of each candidate that is planned.
             software: runs the step, where that is not wholestep.
             cores: with several, this process may be copied (`os.fork`) to use them: it must have no GPU and no job.
@@ -170,7 +170,7 @@ class Auto:
         """
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         hardware = hardware or self.hardware or Hardware.default()
-        passes = tuple(pipeline(hardware) if passes is None else passes)
+        passes = tuple(passes_of("none", hardware, stack=software.stack) if passes is None else passes)
         watch = watch or unwatched
         if self.pipeline is not None:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)

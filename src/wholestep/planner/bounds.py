@@ -10,7 +10,6 @@ from math import prod
 
 from torch.fx import Node
 
-from ..backend.pipeline import pipeline
 from ..cost.compute import flops
 from ..cost.memory import PeakMemory, curve, peak_memory
 from ..cost.reserved import reserved_bytes
@@ -29,6 +28,7 @@ from ..passes.forward_backward import forward_backward
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
+from .recompute_kinds import passes_of
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Costs:
 def costs(
     local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None, software: Software = OWN
 ) -> Costs:
-    """The costs of a rank's program after `passes`, the standard pipeline if None."""
-    program = run_passes(local, pipeline(hardware) if passes is None else passes)
+    """The costs of a rank's program after `passes`, the standard pipeline of `software` if None."""
+    program = run_passes(local, passes_of("none", hardware, stack=software.stack) if passes is None else passes)
     return costs_of(program, planned, hardware, software)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from ..backend.pipeline import pipeline
+from ..backend.pipeline import as_run_by, pipeline
+from ..cost.stack import Stack
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
 from ..passes.recompute_layers import RecomputeLayers
@@ -12,16 +13,18 @@ from ..passes.recompute_layers import RecomputeLayers
 RecomputeKind: TypeAlias = Literal["none", "selective", "full", "auto"]
 
 
-def passes_of(kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None) -> tuple[Pass, ...]:
-    """The standard pipeline with `RecomputeLayers` before it; for `auto`, with what fits the step into `memory_bytes`,
-    the memory of the hardware if None.
+def passes_of(
+    kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None, stack: Stack | None = None
+) -> tuple[Pass, ...]:
+    """The standard pipeline, as `stack` runs it, with `RecomputeLayers` before it; for `auto`, with what fits the step
+    into `memory_bytes`, the memory of the hardware if None.
 
     Raises:
         PlanError: `memory_bytes` is not a size.
     """
     if kind == "auto":
-        return pipeline(hardware, memory_bytes=memory_bytes or hardware.memory_bytes)
-    return (*recomputing(kind), *pipeline(hardware))
+        return as_run_by(stack, pipeline(hardware, memory_bytes=memory_bytes or hardware.memory_bytes))
+    return (*recomputing(kind), *as_run_by(stack, pipeline(hardware)))
 
 
 def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from ..backend.pipeline import pipeline
 from ..cost.software import OWN, Software
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, TrainGraph
@@ -59,7 +58,7 @@ class MadeStep:
     def costs(self, kind: RecomputeKind) -> MadeCosts:
         """Costs of the whole step with a kind of recomputation."""
         if kind not in self.known:
-            made, passes = self.of(kind), pipeline(self.hardware)
+            made, passes = self.of(kind), passes_of("none", self.hardware, stack=self.software.stack)
             if self.step is None or self.pair is None:
                 (plan, local), *_ = made
                 programs = [run_passes(local, passes)]
@@ -167,7 +166,7 @@ class ShortSteps:
             PlanError: it cannot be planned.
         """
         local = planned_program(self.whole_step(batch), mesh, strategies, None, self.hardware)[1]
-        return run_passes(local, passes_of(kind, self.hardware), owned=True)
+        return run_passes(local, passes_of(kind, self.hardware, stack=self.software.stack), owned=True)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies) -> int:
         """Bytes that a rank keeps between steps.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..backend.pipeline import pipeline
 from ..cost.software import OWN, Software
 from ..errors import WholestepError
 from ..graph.graph import TrainGraph
@@ -19,6 +18,7 @@ from ..plan.strategies import compose
 from ..planner.bounds import Costs, costs
 from ..planner.candidates import Template, batches, templates
 from ..planner.folded_step import FoldedStep, fold_step
+from ..planner.recompute_kinds import passes_of
 from ..planner.resolve import planned_program
 from ..planner.search_result import first_line
 
@@ -56,10 +56,10 @@ def compare(
 
     Costs of a deep step are extrapolated from steps with few of its equal layers, except those of the fastest template.
     `watch` is called with the name of each template before it is planned. Programs go through `passes`, the standard
-    pipeline if None; `software` runs them.
+    pipeline of `software` if None, which runs them.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
-    passes = pipeline(hardware) if passes is None else passes
+    passes = passes_of("none", hardware, stack=software.stack) if passes is None else passes
     whole = any(isinstance(one, FitMemory) for one in passes)  # a budget is for all layers
     short, rows = None if whole else fold_step(graph, hardware, software=software), list[PlanRow]()
     for template in chosen:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..backend.pipeline import pipeline
 from ..cost.kernel_times import KernelTimes
 from ..cost.software import OWN, Software
 from ..cost.stack import Stack
@@ -20,6 +19,7 @@ from ..hardware.hardware import Hardware
 from ..passes.base import Pass, run_passes
 from ..passes.order_stages import partition
 from ..plan.plan import Plan
+from ..planner.recompute_kinds import passes_of
 from ..planner.staged_plan import staged
 from ..typed_values import check_arguments
 from .compare import PlanRow
@@ -82,7 +82,7 @@ def report(
         next_step = "pass the name of the row of this plan, or omit chosen"
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
-    local = program(plan, graph, hardware)
+    local = program(plan, graph, hardware, passes_of("none", hardware, stack=stack))
     made, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -122,7 +122,7 @@ def program(
     if isinstance(graph, TrainGraph) and plan.owners:
         return partition(graph, plan)
     if isinstance(graph, TrainGraph):
-        return run_passes(partition(graph, plan), pipeline(hardware) if passes is None else passes)
+        return run_passes(partition(graph, plan), passes_of("none", hardware) if passes is None else passes)
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh.of_ranks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..backend.pipeline import pipeline
 from ..cost.software import OWN, Software
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
@@ -44,10 +43,10 @@ class WhatIf:
 
 def what_if(
     plan: Plan, graph: TrainGraph, hardware: Hardware, cases: Sequence[WhatIfCase],
-    passes_on: Callable[[Hardware], Sequence[Pass]] = pipeline, software: Software = OWN,
+    passes_on: Callable[[Hardware], Sequence[Pass]] | None = None, software: Software = OWN,
 ) -> list[WhatIf]:  # fmt: skip
     """The plan itself, then each case; the row of a case that cannot be planned has the error. `passes_on` gives the
-    passes that programs go through, and `software` runs them.
+    passes that programs go through, by default those of `software`, which runs them.
     """
     if plan.strategies is None:
         text = f"the plan does not hold what made it ({plan.strategy})"
@@ -56,7 +55,7 @@ def what_if(
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
         on = case.hardware or hardware
-        row = compare(case.graph or graph, mesh, [template], on, passes=passes_on(on), software=software)[0]
+        row = compare(case.graph or graph, mesh, [template], on, None, passes_on and passes_on(on), software)[0]
         batch_s = row.batch_s / case.batch_parts
         times = batch_s / (found[0].batch_s if found else batch_s) if row.costs else float("inf")
         found.append(WhatIf(case, mesh, row, batch_s, times))
