@@ -1,16 +1,22 @@
 """What Python does around the tensors: every kind is done in each call as eager does it, or refused with the line."""
 
 import dataclasses
+import datetime
 import functools
 import gc
 import math
 import os
 import random
+import secrets
 import types
+import uuid
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date as Date
+from os import urandom as system_bytes
+from time import monotonic as seconds_since_start
 from typing import Any
 
 import numpy as np
@@ -38,6 +44,7 @@ from torch.optim.lr_scheduler import (
 import wholestep as ws
 
 CALLS = 6
+SYSTEM = random.SystemRandom()
 
 
 def halve_gradient(param: torch.Tensor) -> None:
@@ -997,6 +1004,30 @@ class BytesOfTheSystem(World):
         return self.update(x, os.urandom(1)[0] / 256)  # here
 
 
+@refused(_ENTROPY)
+class Secrets(World):
+    def step(self, x):
+        return self.update(x, secrets.randbelow(9))  # here
+
+
+@refused(_ENTROPY)
+class RandomOfTheSystem(World):
+    def step(self, x):
+        return self.update(x, SYSTEM.random())  # here
+
+
+@refused(_ENTROPY)
+class Identifier(World):
+    def step(self, x):
+        return self.update(x, uuid.uuid4().int % 9)  # here
+
+
+@refused(_ENTROPY)
+class BytesOfTheSystemByAnotherName(World):
+    def step(self, x):
+        return self.update(x, system_bytes(1)[0] / 256)  # here
+
+
 @refused("reads self.n, a number that changes between calls, with use as an index")
 class CounterAsIndex(World):
     def step(self, x):
@@ -1018,6 +1049,24 @@ class PrintsTensor(World):
         loss = self.update(x)
         print("loss", loss)  # here
         return loss
+
+
+@refused("the step reads the clock with time.monotonic()")
+class ReadsClockByAnotherName(World):
+    def step(self, x):
+        return self.update(x, seconds_since_start() % 1)  # here
+
+
+@refused("the step reads the clock with datetime.now()")
+class ReadsTimeOfDay(World):
+    def step(self, x):
+        return self.update(x, datetime.datetime.now(datetime.UTC).microsecond / 1e6)  # here
+
+
+@refused("the step reads the clock with date.today()")
+class ReadsDate(World):
+    def step(self, x):
+        return self.update(x, Date.today().day)  # here
 
 
 @refused("the step reads the clock with time.perf_counter()")

@@ -31,9 +31,14 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
                 delattr(owner, name)
 
 
+def forms_of(forms: Iterable[tuple[Any, str, Form]]) -> list[tuple[Any, str, Any]]:
+    """Functions, given as (owner, name, form), with what replaces each: a function that runs `form(original, ...)`."""
+    return [(owner, name, _bound(form, owner, name)) for owner, name, form in forms]
+
+
 def forms_set(forms: Iterable[tuple[Any, str, Form]]) -> AbstractContextManager[None]:
     """Replace functions, given as (owner, name, form), by `form(original, ...)`, and restore them on exit."""
-    return attributes_set([(owner, name, _bound(form, owner, name)) for owner, name, form in forms])
+    return attributes_set(forms_of(forms))
 
 
 def _bound(form: Form, owner: Any, name: str) -> Any:

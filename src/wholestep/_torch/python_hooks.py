@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import math
 import os
 import random
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import Form, forms_set
+from .attributes import Form, attributes_set, forms_of, forms_set
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _proxies: Any = proxy_tensor
@@ -46,17 +49,18 @@ def new_input(
 
 
 def patched_host(
-    on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form, on_entropy: Form, on_variable: Form
-) -> AbstractContextManager[None]:
+    modules: Iterable[ModuleType], on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form, on_entropy: Form,
+    on_variable: Form,
+) -> AbstractContextManager[None]:  # fmt: skip
     """Replace functions of `math`, steps of schedulers, `print`, reads of clocks, of random bits of the system and of
-    environment variables by the given forms.
+    environment variables by the given forms, also where the globals of `modules` have another name for them.
 
     numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
     """
     functions = [name for name, function in vars(math).items() if callable(function) and not name.startswith("_")]
     clocks = [name + suffix for name in CLOCKS for suffix in ("", "_ns")]
     schedulers = [kind for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)]
-    return forms_set(
+    changes = forms_of(
         [
             *((math, name, on_math) for name in functions),
             *((time, name, on_clock) for name in clocks),
@@ -64,10 +68,36 @@ def patched_host(
             (builtins, "print", on_print),
             (np.random.bit_generator, "randbits", on_entropy),
             (random.Random, "__init__", on_entropy),
+            (random, "_urandom", on_entropy),
             (os, "urandom", on_entropy),
+            (uuid, "_generate_time_safe", on_clock),
             (type(os.environ), "__getitem__", on_variable),
         ]
     )
+    changes += [(datetime, kind.__name__, _with_clock(kind, on_clock)) for kind in (datetime.datetime, datetime.date)]
+    new_of = {id(getattr(owner, name)): new for owner, name, new in changes if isinstance(owner, ModuleType)}
+    named = [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
+    return attributes_set([*changes, *named])
+
+
+def _with_clock(kind: type, on_clock: Form) -> type:
+    """Return a class that makes objects of `kind`, and calls `on_clock` where `kind` reads the clock."""
+
+    class Dates(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return kind(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, kind)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, kind)
+
+    def reads(name: str) -> staticmethod[..., Any]:
+        original: Callable[..., Any] = getattr(kind, name)
+        return staticmethod(lambda *args, **kwargs: on_clock(original, *args, **kwargs))  # type: ignore[no-any-return]
+
+    return Dates(kind.__name__, (kind,), {n: reads(n) for n in ("now", "utcnow", "today") if hasattr(kind, n)})
 
 
 def _with_subclasses(kind: type) -> list[type]:

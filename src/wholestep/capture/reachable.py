@@ -354,6 +354,12 @@ def is_own_code(file: str) -> bool:
     return bool(file) and is_user_file(file) and not file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
+def own_modules() -> list[types.ModuleType]:
+    """The modules that hold the user's code."""
+    loaded = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    return [m for m in loaded if m.__name__ == "__main__" or is_own_code(getattr(m, "__file__", None) or "")]
+
+
 def is_of_python(file: str) -> bool:
     """Return whether a file belongs to the standard library."""
     return file.startswith(_LIBRARIES) and "site-packages" not in file
@@ -390,7 +396,7 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
         return (lambda: checksum(whole)) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):
         return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return lambda: hash(value.getstate())
     if isinstance(value, np.random.Generator):
         return lambda: repr(value.bit_generator.state)

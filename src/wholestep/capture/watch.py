@@ -32,7 +32,7 @@ from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedEr
 from .host_numbers import At, Numbers
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
-from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, state_containers
+from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, own_modules, state_containers
 from .state import StepState
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
@@ -44,6 +44,7 @@ _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
 _OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
+_OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller
 _ALWAYS_READ = ("variable", "class", "modules")
 
 
@@ -88,8 +89,9 @@ class Watch:
         containers = self._begin(called)
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(
-            self._on_math, self._schedulers.step, self._on_print, self._on_clock, self._on_entropy, self._on_variable
-        )
+            own_modules(), self._on_math, self._schedulers.step, self._on_print, self._on_clock, self._on_entropy,
+            self._on_variable,
+        )  # fmt: skip
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
@@ -154,17 +156,19 @@ class Watch:
         made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
         return original(*args, **kwargs) if made is NotImplemented else made
 
-    def _called_by_user(self, through: tuple[str, ...] = ()) -> bool:
-        """Return whether the user's code called the patched function, at once or through modules of these names."""
+    def _own_line(self, through: tuple[str, ...] = ()) -> str:
+        """Return the user's line that called the patched function, at once or through modules of these names, or ""."""
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
         while frame is not None and (
             "wholestep/_torch/" in frame.f_code.co_filename or frame.f_globals.get("__name__") in through
         ):
             frame = frame.f_back
-        return self._thread == threading.get_ident() and frame is not None and is_own_code(frame.f_code.co_filename)
+        if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
+            return ""
+        return show_line(frame.f_code.co_filename, frame.f_lineno)
 
     def _on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if not self._called_by_user():
+        if not self._own_line():
             original(*args, **kwargs)
             return
         tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
@@ -177,26 +181,29 @@ class Watch:
             )
         self.call(original, args, kwargs)
 
-    def _on_clock(self, original: Callable[[], Any]) -> Any:
-        if self._called_by_user():
+    def _on_clock(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if line := self._own_line(through=_OF_IDENTIFIERS):
+            name = (
+                original.__qualname__ if "." in original.__qualname__ else f"{original.__module__}.{original.__name__}"
+            )
             raise CaptureError(
-                f"the step reads the clock with time.{original.__name__}(): all later steps would reuse that time",
+                f"the step reads the clock with {name}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
                 "read the clock outside the step, or in a function passed to wholestep.callback; "
                 "step.profile() times a step",
-                self.line(),
+                line,
             )
-        return original()
+        return original(*args, **kwargs)
 
     def _on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
-        if not seeded and self._called_by_user():
+        if not seeded and (line := self._own_line(through=_OF_IDENTIFIERS)):
             raise CaptureError(
                 "the step makes a random generator without a seed, or reads random bits of the system: "
                 "all later steps would reuse what it draws while it is captured",
                 "random numbers from torch (torch.rand, dropout), which each step draws again",
                 "draw them before the step and pass them in",
-                self.line(),
+                line,
             )
         return original(*args, **kwargs)
 
@@ -204,7 +211,7 @@ class Watch:
         value: Any = MISSING
         with suppress(KeyError):
             value = original(environment, name)
-        if self._called_by_user(through=_OF_ENVIRON):
+        if self._own_line(through=_OF_ENVIRON):
             place = Location(f"os.environ[{name!r}]", os.environ, name)
             self._variables.setdefault(name, expect(place, value))
         if value is MISSING:
