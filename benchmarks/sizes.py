@@ -5,21 +5,21 @@
 
 Trains a GPT with AdamW and clipping in float64 on random lengths and numbers of rows, each batch twice. One job runs at
 a time: first the peer, `--repeats` times, whose losses and parameters are kept in a file, then each style, which is
-compared with them. Times are the least of all runs, call by call: what other processes cost only adds to them. So a
-style runs until none of its sizes costs too much, at most twice as often as the peer. `--narrow` leaves as many nodes
-in the program, and so what a size costs the library, and makes kernels short, whose times two processes of a machine
-change by a tenth.
+compared with them. What a new size costs is the difference of two calls of one run, the first with this size and the
+same batch again, and of all runs the median, size by size: kernels of 300 ms that differ by a tenth between two calls
+make a difference of one run noise. A style with a size that costs too much by this median runs as often again.
+`--narrow` leaves as many nodes in the program, and so what a size costs the library, and makes kernels short.
 
     DDP            the peer under per_rank: the same step, eager, with DistributedDataParallel
     one process    the peer on one rank, and under global: the same step, eager, with the batch of all ranks
     --compiled     compiles the model of the peer with torch.compile, which makes sizes dynamic by itself
 
 All in milliseconds of processor time, so that other processes of a busy machine count little. `first`: the first call;
-`second`: that whose size makes symbols of rows and length; `new` and `worst`: what each new size after it took longer
-than the same batch again, median and worst; all of the calling thread of the first rank. `own`: the longest of these
-without the time in the kernel of the operating system; `kernel` and `MB`: of the worst, the time in that kernel, and
-memory that nothing had touched, by page faults. `beyond`: the most by which `own` of a size is above that of the peer
-for this size, which no capture can save: kernels meet a shape for the first time, a larger batch needs more memory.
+`second`: that whose size makes symbols of rows and length; `new` and `worst`: what new sizes after it cost, the median
+and the largest; all of the calling thread of the first rank. `own`: the largest without the time in the kernel of the
+operating system; `kernel` and `MB`: of the worst, the time in that kernel, and memory that nothing had touched, by page
+faults. `beyond`: the most by which a size costs more than the peer for this size, both without the kernel of the
+operating system: no capture saves that kernels meet a shape for the first time, or that a larger batch needs memory.
 `known`: the whole process of the first rank for a batch that it has met, median. `error`: the largest difference of a
 loss or a parameter from the peer, on any rank and in any run. Exit status 1 if that is more than rounding, if a step is
 captured more than twice, or if `beyond` is more than 5 % of the first call or 50 ms.
@@ -58,7 +58,6 @@ NEEDED = 4  # ranks of a mesh of two axes
 MOST_ROWS = 4
 TOLERANCE = 1e-9
 MOST_NEW_MS, MOST_NEW_SHARE = 50.0, 0.05
-MOST_RUNS = 2
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -115,30 +114,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """What a job computed, and the milliseconds of its calls: new sizes and the same batch again by thread, in all and
-    without the kernel of the operating system, and the latter by process. `kernels` and `touched`: milliseconds in that
-    kernel and MB touched first, of a new size beyond the same batch again.
+    """What a job computed, and what it used for each size: milliseconds of the thread for a `new` size, and of the
+    process for one that is `known`; milliseconds `beyond` the same batch again, by the thread, its `own` without the
+    kernel of the operating system, and those in that `kernel`; MB `touched` first beyond the same batch again.
     """
 
     losses: list[float]
     params: list[Tensor]
     new: list[float]
-    again: list[float]
-    own_new: list[float]
-    own_again: list[float]
     known: list[float]
-    kernels: list[float]
+    beyond: list[float]
+    own: list[float]
+    kernel: list[float]
     touched: list[float]
-
-    @property
-    def beyond(self) -> list[float]:
-        """What each new size took longer than the same batch again."""
-        return [new - again for new, again in zip(self.new[2:], self.again[2:], strict=True)]
-
-    @property
-    def own(self) -> list[float]:
-        """The same without the kernel of the operating system."""
-        return [new - again for new, again in zip(self.own_new[2:], self.own_again[2:], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -153,11 +141,11 @@ class Run:
     misses: str = ""
 
 
-def least_of(runs: Sequence[Found]) -> Found:
-    """Call by call; losses and parameters are of the first."""
+def median_of(runs: Sequence[Found]) -> Found:
+    """Size by size; losses and parameters are of the first."""
     columns = [each.name for each in fields(Found) if each.name not in ("losses", "params")]
-    least = {name: [min(call) for call in zip(*(getattr(run, name) for run in runs), strict=True)] for name in columns}
-    return replace(runs[0], **least)
+    by_size = {name: zip(*(getattr(run, name) for run in runs), strict=True) for name in columns}
+    return replace(runs[0], **{name: [statistics.median(size) for size in sizes] for name, sizes in by_size.items()})
 
 
 def sizes_of(job: Job, rank: int) -> list[tuple[int, int]]:
@@ -208,10 +196,10 @@ def run(job: Job, step: Callable[[int], Tensor], params: Callable[[], list[Tenso
             calls.append(found)
     new, again = calls[::2], calls[1::2]
     beyond = [[a - b for a, b in zip(*both, strict=True)] for both in zip(new, again, strict=True)]
-    threads = [[one[0] for one in calls] for calls in (new, again)]
-    own = [[one[0] - one[2] for one in calls] for calls in (new, again)]
-    known, kernels, touched = [one[1] for one in again], [one[2] for one in beyond], [one[3] for one in beyond]
-    return Found(losses, params(), *threads, *own, known, kernels, touched)
+    own = [thread - kernel for thread, _, kernel, _ in beyond]
+    of_new, known = [one[0] for one in new], [one[1] for one in again]
+    of_beyond = ([one[column] for one in beyond] for column in (2, 3))
+    return Found(losses, params(), of_new, known, [one[0] for one in beyond], own, *of_beyond)
 
 
 def run_peer(job: Job, rank: int) -> Found:
@@ -264,10 +252,10 @@ HEADS = ("first", "second", "new", "worst", "own", "kernel", "MB", "known", "bey
 
 
 def shown(job: Job, found: Found, runs: int, rest: str) -> str:
-    beyond = found.beyond
+    beyond = found.beyond[2:]
     worst = max(range(len(beyond)), key=beyond.__getitem__)
-    of_worst = found.kernels[2:][worst], found.touched[2:][worst]
-    cells = [*found.new[:2], statistics.median(beyond), beyond[worst], max(found.own), *of_worst]
+    of_worst = found.kernel[2:][worst], found.touched[2:][worst]
+    cells = [*found.new[:2], statistics.median(beyond), beyond[worst], max(found.own[2:]), *of_worst]
     cells.append(statistics.median(found.known))
     return f"{job.name:34}{runs:5}" + "".join(f"{cell:9.1f}" for cell in cells) + rest
 
@@ -306,17 +294,17 @@ def run_once(job: Job) -> Run:
 
 
 def holds(job: Job, repeats: int) -> bool:
-    """Run a job, print its row, and say whether it is as wanted. A peer runs `repeats` times, a style until no size is
-    slow, at most MOST_RUNS times as often: other processes make a least time longer, never shorter.
+    """Run a job `repeats` times, print its row, and say whether it is as wanted. A style that is slow runs as often
+    again, which tells a cost from noise.
     """
-    runs = list[Run]()
     try:
-        while len(runs) < repeats if not job.style else len(runs) < MOST_RUNS * repeats and is_slow(job, runs):
-            runs.append(run_once(job))
+        runs = [run_once(job) for _ in range(repeats)]
+        if job.style and is_slow(job, runs):
+            runs += [run_once(job) for _ in range(repeats)]
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         print(f"{job.name:34} failed: {str(error).strip().splitlines()[-1]}", flush=True)
         return False
-    found = least_of([run.found for run in runs])
+    found = median_of([run.found for run in runs])
     if not job.style:
         print(shown(job, found, len(runs), f"{'-':>9}" * 3), flush=True)
         kept = torch.load(job.kept(0), weights_only=True)
@@ -333,14 +321,12 @@ def holds(job: Job, repeats: int) -> bool:
 def beyond_peer(job: Job, found: Found) -> float:
     """The most by which a new size costs more than it costs the peer."""
     peer = Found(**torch.load(job.kept(0), weights_only=True))
-    return max(own - max(theirs, 0.0) for own, theirs in zip(found.own, peer.own, strict=True))
+    return max(own - max(theirs, 0.0) for own, theirs in list(zip(found.own, peer.own, strict=True))[2:])
 
 
 def is_slow(job: Job, runs: Sequence[Run]) -> bool:
-    """True if a new size costs more than is wanted, by the least of these runs; of none, all may."""
-    if not runs:
-        return True
-    found = least_of([run.found for run in runs])
+    """True if a new size costs more than is wanted, by the median of these runs."""
+    found = median_of([run.found for run in runs])
     return beyond_peer(job, found) > min(MOST_NEW_MS, MOST_NEW_SHARE * found.new[0])
 
 
@@ -348,9 +334,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpts = [name for name, config in CONFIGS.items() if config.kind == "gpt"]
     parser.add_argument("--size", choices=gpts, default="S")
-    parser.add_argument("--narrow", action="store_true", help="an eighth of the width: less noise of kernels")
+    parser.add_argument("--narrow", action="store_true", help="an eighth of the width: short kernels")
     parser.add_argument("--calls", type=int, default=50, help="sizes; each batch is trained on twice")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of a peer")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of a peer and of a style")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="hybrid alone runs on 4")
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES))
     parser.add_argument("--semantics", nargs="+", choices=SEMANTICS, default=list(SEMANTICS))
