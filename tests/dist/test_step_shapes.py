@@ -1,5 +1,6 @@
 """Steps of other shapes than the catalogue has, on two ranks against DDP: several models, changing calls."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import wholestep as ws
 from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
 
-STYLES = ("replicate", "fully_shard", "zero1")
+STYLES = ("replicate", "fully_shard", "zero1", "zero2")
 TOLERANCE = 1e-6
 
 
@@ -133,7 +134,44 @@ def _held_parameters(rank: int, style: str) -> dict[str, Any]:
     return {"params": _worst(ours, theirs), "results": results, "captures": step.captures}
 
 
+class _Spectral(nn.Module):
+    """A Fourier layer, whose weights are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64) / 5)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x)
+        return self.head(torch.fft.irfft(spectrum @ self.weight @ self.weight.mH, n=8))
+
+
+def _complex(rank: int, style: str) -> dict[str, Any]:
+    """Complex parameters and gradients, with Adam."""
+
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    ours = _Spectral()
+    theirs = copy.deepcopy(ours)
+    wrapped = Ddp(theirs)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (ours, theirs)]
+    step, results = ws.compile(train, parallel=ws.DataParallel(style)), 0.0  # type: ignore[arg-type]
+    for call in range(4):
+        batch = _data(rank, call, 5, 8), _data(rank, call, 5, 3)
+        loss = step(ours, optimizers[0], *batch)
+        results = max(results, difference(loss, train(wrapped, optimizers[1], *batch)))
+    return {"params": _worst(ours, theirs), "results": results, "captures": step.captures}
+
+
 STEPS = {
+    "complex": (_complex, 1),
     "changing calls": (_changing_calls, 3),
     "held": (_held_parameters, 2),
     "gan": (_gan, 1),

@@ -34,13 +34,18 @@ def launcher_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def numbers(value: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones in the same memory, which is all that backends send."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
 def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.Tensor:
     """Start an all-to-all of equal rows of `value` into `out`; `wait_tensor(out)` waits for it.
 
     `_c10d_functional.all_to_all_single` has no out variant (2.11 to 2.15).
     """
     c10d = cast(Any, torch._C)._distributed_c10d
-    work = c10d._resolve_process_group(group).alltoall_base(out, value, [], [])
+    work = c10d._resolve_process_group(group).alltoall_base(numbers(out), numbers(value), [], [])
     c10d._register_work(out, work)
     return out
 
@@ -48,13 +53,13 @@ def start_exchange(value: torch.Tensor, out: torch.Tensor, group: str) -> torch.
 def start_send(value: torch.Tensor, target: int, tag: int, group: str) -> Any:
     """Start to send `value` to the rank `target` of a group; the result has a `wait`, until which `value` is read."""
     c10d = cast(Any, torch._C)._distributed_c10d
-    return c10d._resolve_process_group(group).send([value], target, tag)
+    return c10d._resolve_process_group(group).send([numbers(value)], target, tag)
 
 
 def start_receive(out: torch.Tensor, source: int, tag: int, group: str) -> Any:
     """Start to receive from the rank `source` of a group into `out`, which may be read after the result's `wait`."""
     c10d = cast(Any, torch._C)._distributed_c10d
-    return c10d._resolve_process_group(group).recv([out], source, tag)
+    return c10d._resolve_process_group(group).recv([numbers(out)], source, tag)
 
 
 def start_coalesced_gather(
@@ -66,7 +71,8 @@ def start_coalesced_gather(
     2.15). gloo starts one by one, under a name that crashes it (`backend.gloo.exchange.gather`): only tests do that.
     """
     c10d = cast(Any, torch._C)._distributed_c10d
-    work = c10d._resolve_process_group(group).allgather_into_tensor_coalesced(list(received), list(pieces))
+    sent, got = [numbers(piece) for piece in pieces], [numbers(place) for place in received]
+    work = c10d._resolve_process_group(group).allgather_into_tensor_coalesced(got, sent)
     c10d._register_work(row, work)
     return row
 
@@ -78,8 +84,9 @@ def start_coalesced_scatter(
     c10d = cast(Any, torch._C)._distributed_c10d
     options = c10d.ReduceScatterOptions()
     options.reduceOp = getattr(c10d.ReduceOp, op.upper())
-    resolved = c10d._resolve_process_group(group)
-    c10d._register_work(row, resolved.reduce_scatter_tensor_coalesced(list(received), list(pieces), options))
+    sent, got = [numbers(piece) for piece in pieces], [numbers(place) for place in received]
+    work = c10d._resolve_process_group(group).reduce_scatter_tensor_coalesced(got, sent, options)
+    c10d._register_work(row, work)
     return row
 
 

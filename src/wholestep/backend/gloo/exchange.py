@@ -78,4 +78,5 @@ def add_up(graph: Graph, node: Node, op: Any, parts: Any) -> None:
 def swap(value: Tensor, parts: int, group: str) -> Tensor:
     """Part number i of `value` goes to rank i of the group."""
     rows = [value.shape[0] // parts] * parts
-    return funcol.all_to_all_single.default(value, rows, rows, group)
+    swapped = funcol.all_to_all_single.default(_torch.numbers(value), rows, rows, group)
+    return torch.view_as_complex(swapped) if value.is_complex() else swapped
