@@ -4,18 +4,26 @@ import dataclasses
 import datetime
 import functools
 import gc
+import logging
 import math
 import os
+import queue
 import random
+import re
 import secrets
+import subprocess
+import sys
+import threading
 import types
 import uuid
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date as Date
 from os import urandom as system_bytes
+from pathlib import Path
 from time import monotonic as seconds_since_start
 from typing import Any
 
@@ -45,6 +53,8 @@ import wholestep as ws
 
 CALLS = 6
 SYSTEM = random.SystemRandom()
+LOG = logging.getLogger("a step")
+CONTEXT: ContextVar[int] = ContextVar("context", default=0)
 
 
 def halve_gradient(param: torch.Tensor) -> None:
@@ -93,6 +103,19 @@ def refused(text: str) -> Callable[[type[World]], type[World]]:
         return cls
 
     return note
+
+
+@case
+class NumberOfThread(World):
+    def __init__(self):
+        super().__init__()
+        self.of_thread = threading.local()
+        self.of_thread.n = 0
+
+    def step(self, x):
+        self.of_thread.n += 1
+        self.n = self.of_thread.n
+        return self.update(x, 1.0 / self.of_thread.n)
 
 
 # -- attributes --------------------------------------------------------------------------------------------------------
@@ -1051,6 +1074,92 @@ class PrintsTensor(World):
         return loss
 
 
+@refused("the step logs a tensor")
+class LogsTensor(World):
+    def step(self, x):
+        loss = self.update(x)
+        LOG.warning("loss %s", loss)  # here
+        return loss
+
+
+@refused("the step calls open(")
+class AppendsToFile(World):
+    def step(self, x):
+        with open(os.devnull, "a") as file:  # here
+            file.write("a step")
+        return self.update(x)
+
+
+@refused("the step calls open(")
+class ReadsFile(World):
+    def step(self, x):
+        return self.update(x, len(Path(os.devnull).read_text()) + 1.0)  # here
+
+
+@refused("the step calls torch.save(")
+class SavesTensor(World):
+    def step(self, x):
+        torch.save({"n": 1}, os.devnull)  # here
+        return self.update(x)
+
+
+@refused("the step calls os.mkdir('a directory')")
+class MakesDirectory(World):
+    def step(self, x):
+        os.makedirs("a directory", exist_ok=True)  # here
+        return self.update(x)
+
+
+@refused("the step calls subprocess.Popen('true')")
+class StartsProcess(World):
+    def step(self, x):
+        subprocess.run(["true"], check=True)  # here
+        return self.update(x)
+
+
+@refused("the step calls os.putenv(")
+class SetsVariable(World):
+    def step(self, x):
+        os.environ["OF_A_STEP"] = "1"  # here
+        return self.update(x)
+
+
+@refused("the step starts the thread")
+class StartsThread(World):
+    def step(self, x):
+        threading.Thread(target=print).start()  # here
+        return self.update(x)
+
+
+@refused("the step changes CONTEXT")
+class ContextVariable(World):
+    def step(self, x):
+        CONTEXT.set(CONTEXT.get() + 1)  # here
+        return self.update(x)
+
+
+@refused("the step changes self.queue")
+class QueueOfThreads(World):
+    def __init__(self):
+        super().__init__()
+        self.queue = queue.SimpleQueue()
+
+    def step(self, x):
+        self.queue.put(1)  # here
+        return self.update(x)
+
+
+@refused("the step changes self.counts: a ndarray")
+class ItemOfArray(World):
+    def __init__(self):
+        super().__init__()
+        self.counts = np.zeros(4)
+
+    def step(self, x):
+        self.counts[0] = self.counts[0] + 1  # here
+        return self.update(x)
+
+
 @refused("the step reads the clock with time.monotonic()")
 class ReadsClockByAnotherName(World):
     def step(self, x):
@@ -1275,6 +1384,56 @@ def test_is_refused_with_the_line(name: str) -> None:
         assert error.value.where.endswith("# here"), error.value
     assert not fakes_in(world)
     compare(observed(world), before, "after the refusal")
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        where = record.pathname, record.lineno, record.funcName
+        self.found.append((record.levelname, record.getMessage(), *where, vars(record).get("phase")))
+
+
+class _Logs(World):
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        LOG.warning("step %d of %s", self.n, "many", extra={"phase": "fit"})
+        sys.stdout.write("a step\n")
+        return self.update(x)
+
+
+def test_log_records_and_text_of_a_stream_are_written_in_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[list[tuple[Any, ...]]] = []
+    for compiled in (False, True):
+        world, records = _Logs(), _Records()
+        LOG.addHandler(records)
+        step = ws.compile(world.step, model=world.model, optimizer=world.optimizer) if compiled else world.step
+        for x in batches():
+            step(x)
+        LOG.removeHandler(records)
+        assert capsys.readouterr().out == "a step\n" * CALLS
+        found.append(records.found)
+    assert found[0] == found[1]
+    assert [record[1] for record in found[0]] == [f"step {n + 1} of many" for n in range(CALLS)]
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<ipython-input-1-0a1b2c>", "<python-input-0>"])
+def test_effects_of_code_that_was_typed_are_seen(file: str) -> None:
+    source = "def step(x):\n    global COUNT\n    COUNT += 1\n    SEEN.append(COUNT)\n    return world.update(x, COUNT)"
+    for line in (4, 0):
+        world, lines = World(), source.splitlines()
+        scope: dict[str, Any] = {"world": world, "COUNT": 0, "SEEN": [], "__name__": "__main__"}
+        exec(compile("\n".join(lines[: line - 1] + lines[line:] if line else lines), file, "exec"), scope)
+        step = ws.compile(scope["step"], model=world.model, optimizer=world.optimizer)
+        if line:
+            for x in batches():
+                step(x)
+            assert scope["COUNT"] == CALLS
+        else:
+            with pytest.raises(ws.CaptureError, match=re.escape(f"{file}:4")):
+                step(batches()[0])
 
 
 def test_another_object_in_each_call_is_captured_again_and_said_once() -> None:

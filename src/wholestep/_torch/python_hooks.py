@@ -6,9 +6,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import datetime
+import functools
+import logging
 import math
 import os
 import random
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
@@ -49,11 +53,12 @@ def new_input(
 
 
 def patched_host(
-    modules: Iterable[ModuleType], on_math: Form, on_scheduler: Form, on_print: Form, on_clock: Form, on_entropy: Form,
-    on_variable: Form,
-) -> AbstractContextManager[None]:  # fmt: skip
-    """Replace functions of `math`, steps of schedulers, `print`, reads of clocks, of random bits of the system and of
-    environment variables by the given forms, also where the globals of `modules` have another name for them.
+    modules: Iterable[ModuleType], on_math: Form, on_scheduler: Form, outward: Any
+) -> AbstractContextManager[None]:
+    """Replace functions of `math`, steps of schedulers, and what reads or changes something outside of Python's
+    objects, by the given forms, also where the globals of `modules` have another name for them. The latter are methods
+    `on_print`, `on_log`, `on_text` (of a stream), `on_file` (of torch), `on_thread`, `on_clock`, `on_entropy` and
+    `on_variable` (of the system) of `outward`.
 
     numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
     """
@@ -63,18 +68,24 @@ def patched_host(
     changes = forms_of(
         [
             *((math, name, on_math) for name in functions),
-            *((time, name, on_clock) for name in clocks),
+            *((time, name, outward.on_clock) for name in clocks),
             *((kind, "step", on_scheduler) for kind in schedulers),
-            (builtins, "print", on_print),
-            (np.random.bit_generator, "randbits", on_entropy),
-            (random.Random, "__init__", on_entropy),
-            (random, "_urandom", on_entropy),
-            (os, "urandom", on_entropy),
-            (uuid, "_generate_time_safe", on_clock),
-            (type(os.environ), "__getitem__", on_variable),
+            (builtins, "print", outward.on_print),
+            (np.random.bit_generator, "randbits", outward.on_entropy),
+            (random.Random, "__init__", outward.on_entropy),
+            (random, "_urandom", outward.on_entropy),
+            (os, "urandom", outward.on_entropy),
+            (uuid, "_generate_time_safe", outward.on_clock),
+            (type(os.environ), "__getitem__", outward.on_variable),
+            (logging.Logger, "handle", outward.on_log),
+            (threading.Thread, "start", outward.on_thread),
+            *((torch, name, outward.on_file) for name in ("save", "load")),
         ]
     )
-    changes += [(datetime, kind.__name__, _with_clock(kind, on_clock)) for kind in (datetime.datetime, datetime.date)]
+    streams = [(getattr(sys, name), "write", functools.partial(outward.on_text, name)) for name in ("stdout", "stderr")]
+    changes += forms_of([form for form in streams if hasattr(form[0], "__dict__")])
+    dates: list[type] = [datetime.datetime, datetime.date]
+    changes += [(datetime, kind.__name__, _with_clock(kind, outward.on_clock)) for kind in dates]
     new_of = {id(getattr(owner, name)): new for owner, name, new in changes if isinstance(owner, ModuleType)}
     named = [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
     return attributes_set([*changes, *named])

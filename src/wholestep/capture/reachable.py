@@ -19,8 +19,10 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -37,7 +39,7 @@ from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Loo
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OPENED = {"argparse", "types", "collections", "dataclasses", "functools", "queue"}  # of the standard library
+_OPENED = {"_thread", "argparse", "types", "collections", "dataclasses", "functools", "queue"}  # of Python's own
 _CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -45,7 +47,7 @@ _LOOKED_UP = ("state", "param_groups", "defaults", "_opt_called")
 _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_format, Enum, range, slice)
 
 
-@dataclass
+@dataclass(eq=False)
 class Container:
     """A mutable container and its contents `before` the trace, by key.
 
@@ -356,8 +358,9 @@ def is_own_code(file: str) -> bool:
 
 def own_modules() -> list[types.ModuleType]:
     """The modules that hold the user's code."""
-    loaded = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    return [m for m in loaded if m.__name__ == "__main__" or is_own_code(getattr(m, "__file__", None) or "")]
+    loaded: list[tuple[str, Any]] = list(sys.modules.items())  # a test may put anything there
+    found = [m for name, m in loaded if name == "__main__" or is_own_code(getattr(m, "__file__", None) or "")]
+    return [module for module in found if isinstance(module, types.ModuleType)]
 
 
 def is_of_python(file: str) -> bool:
@@ -402,6 +405,10 @@ def _opaque(value: Any) -> Callable[[], Any] | None:
         return lambda: repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
         return lambda: repr(value.get_state())
+    if isinstance(value, SimpleQueue):
+        return whole.qsize
+    if isinstance(value, ContextVar):
+        return lambda: id(whole.get(None))
     if isinstance(value, torch.Generator):
         return lambda: _generator_state(value)
     if isinstance(value, io.IOBase):

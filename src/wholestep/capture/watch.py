@@ -10,12 +10,9 @@ from __future__ import annotations
 import gc
 import inspect
 import io
-import os
-import random
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, cast
@@ -32,6 +29,7 @@ from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedEr
 from .host_numbers import At, Numbers
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
+from .outside import Outside
 from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, own_modules, state_containers
 from .state import StepState
 
@@ -43,8 +41,6 @@ _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
 _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
-_OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
-_OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller
 _ALWAYS_READ = ("variable", "class", "modules")
 
 
@@ -74,28 +70,24 @@ class Watch:
         self._unobserved, self._arguments = set[type](), dict[Any, Any]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
-        self._variables: dict[str, Assumption] = {}
         self._rebound: list[str] = []
         self._originals: list[dict[Any, Any]] = []
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
         self._held = {(id(container), key) for held in tensors for container, key in held.places}
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
-        self._thread = threading.get_ident()
+        self._outside = Outside(self.call, lambda tensor: self.numbers.index_of(tensor) is not None)
 
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
         containers = self._begin(called)
         trainable = {name: given[name].requires_grad for name in self.state.params}
-        patched = _torch.patched_host(
-            own_modules(), self._on_math, self._schedulers.step, self._on_print, self._on_clock, self._on_entropy,
-            self._on_variable,
-        )  # fmt: skip
+        patched = _torch.patched_host(own_modules(), self._on_math, self._schedulers.step, self._outside)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         try:
-            with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved:
+            with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved, self._outside.heard():
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
@@ -155,68 +147,6 @@ class Watch:
     def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
         return original(*args, **kwargs) if made is NotImplemented else made
-
-    def _own_line(self, through: tuple[str, ...] = ()) -> str:
-        """Return the user's line that called the patched function, at once or through modules of these names, or ""."""
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
-        while frame is not None and (
-            "wholestep/_torch/" in frame.f_code.co_filename or frame.f_globals.get("__name__") in through
-        ):
-            frame = frame.f_back
-        if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
-            return ""
-        return show_line(frame.f_code.co_filename, frame.f_lineno)
-
-    def _on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if not self._own_line():
-            original(*args, **kwargs)
-            return
-        tensors = [v for v in take_apart((args, kwargs)).leaves if isinstance(v, torch.Tensor)]
-        if any(self.numbers.index_of(v) is None for v in tensors):
-            raise CaptureError(
-                "the step prints a tensor, which has no value while the step is captured",
-                "a host call that each step makes with its own values",
-                "write wholestep.callback(print, ...) with the same arguments",
-                self.line(),
-            )
-        self.call(original, args, kwargs)
-
-    def _on_clock(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if line := self._own_line(through=_OF_IDENTIFIERS):
-            name = (
-                original.__qualname__ if "." in original.__qualname__ else f"{original.__module__}.{original.__name__}"
-            )
-            raise CaptureError(
-                f"the step reads the clock with {name}(): all later steps would reuse that time",
-                "a step whose work does not depend on the time",
-                "read the clock outside the step, or in a function passed to wholestep.callback; "
-                "step.profile() times a step",
-                line,
-            )
-        return original(*args, **kwargs)
-
-    def _on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
-        if not seeded and (line := self._own_line(through=_OF_IDENTIFIERS)):
-            raise CaptureError(
-                "the step makes a random generator without a seed, or reads random bits of the system: "
-                "all later steps would reuse what it draws while it is captured",
-                "random numbers from torch (torch.rand, dropout), which each step draws again",
-                "draw them before the step and pass them in",
-                line,
-            )
-        return original(*args, **kwargs)
-
-    def _on_variable(self, original: Callable[..., str], environment: Any, name: str) -> str:
-        value: Any = MISSING
-        with suppress(KeyError):
-            value = original(environment, name)
-        if self._own_line(through=_OF_ENVIRON):
-            place = Location(f"os.environ[{name!r}]", os.environ, name)
-            self._variables.setdefault(name, expect(place, value))
-        if value is MISSING:
-            raise KeyError(name)
-        return value
 
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):
@@ -369,7 +299,7 @@ class Watch:
         leaves += [v for c in self._called for v in c.made.leaves]
         program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
         expected = [
-            *self._expected, *self._variables.values(), *self._carried_numbers(), *self._read_places(),
+            *self._expected, *self._outside.variables.values(), *self._carried_numbers(), *self._read_places(),
         ]  # fmt: skip
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),

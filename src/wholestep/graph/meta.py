@@ -24,6 +24,13 @@ _INTERNAL = (
     os.path.dirname(torch.__file__) + os.sep,
     *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
 )
+_TYPED = (
+    "<stdin>",
+    "<console>",
+    "<python-input-",
+    "<ipython-input-",
+    "<doctest ",
+)  # what code that was typed is called
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
 
 
@@ -258,8 +265,8 @@ def show_line(file: str, number: int) -> str:
 
 @cache  # a trace asks for each frame of each call
 def is_user_file(file: str) -> bool:
-    """Return whether a source file belongs neither to torch nor to the stages of wholestep."""
-    return not any(part in file for part in _INTERNAL) and not file.startswith("<")
+    """Return whether a source file, or what was typed, belongs neither to torch nor to the stages of wholestep."""
+    return not any(part in file for part in _INTERNAL) and (not file.startswith("<") or file.startswith(_TYPED))
 
 
 def last_user_frame(stack: str) -> str:

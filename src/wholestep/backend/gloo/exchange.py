@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ... import _torch
 from ...graph import meta
 from ...graph.nodes import is_wait, node_at
 from ...graph.op_kinds import collective

@@ -1,0 +1,206 @@
+"""What a step reads from and does to the world outside of Python's objects while it is captured: text and log records
+are written again in each call, variables of the environment are compared, and all else is refused with its line.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import CaptureError
+from ..graph.meta import show_line
+from .assumptions import Assumption, expect
+from .call_structure import take_apart
+from .locations import MISSING, Location
+from .reachable import is_of_python, is_own_code
+
+_OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
+_OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller
+_OF_LOGGING = ("logging",)
+_EVENTS = ("open", "os.", "shutil.", "subprocess.", "socket.", "sqlite3.", "tempfile.")
+_HARMLESS = ("socket.gethostname", "socket.__new__")
+_OF_SOURCES = frozenset(["importlib", "inspect", "linecache", "tokenize", "warnings"])  # they read the source of code
+_OF_RECORDS = frozenset(vars(logging.makeLogRecord({})))
+_listeners: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
+
+
+class Outside:
+    """Recorder of what the code of the user does outside of Python's objects during one trace.
+
+    `call` records a call that each step makes. `has_value` says whether a tensor has its value on the host.
+    `variables` are the variables of the environment that were read, with what they were.
+    """
+
+    def __init__(self, call: Callable[..., None], has_value: Callable[[torch.Tensor], bool]) -> None:
+        self._call, self._has_value, self._thread = call, has_value, threading.get_ident()
+        self.variables: dict[str, Assumption] = {}
+
+    @contextmanager
+    def heard(self) -> Generator[None]:
+        """Hear of files, processes and sockets (audit events) in this thread."""
+        _hear_events()
+        _listeners[self._thread] = self._on_event
+        try:
+            yield
+        finally:
+            del _listeners[self._thread]
+
+    def on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """In place of `print`."""
+        line = self._own_line()
+        if not line:
+            original(*args, **kwargs)
+            return
+        self._refuse_tensors("prints", (args, kwargs), f"wholestep.callback({original.__name__}, ...)", line)
+        self._call(original, args, kwargs)
+
+    def on_log(self, original: Callable[..., None], logger: logging.Logger, record: logging.LogRecord) -> None:
+        """In place of `Logger.handle`."""
+        line = self._own_line(_is_of(_OF_LOGGING))
+        if not line:
+            original(logger, record)
+            return
+        self._refuse_tensors("logs", (record.msg, record.args), f"wholestep.callback({logger.name}.info, ...)", line)
+        extra = {key: value for key, value in vars(record).items() if key not in _OF_RECORDS}
+        found = record.levelno, record.pathname, record.lineno, record.msg, record.args, record.exc_info
+        self._call(_log, (logger, *found, record.funcName, extra or None, record.stack_info), {})
+
+    def on_text(self, stream: str, original: Callable[[str], int], text: str) -> int:
+        """In place of `write` of `sys.stdout` or `sys.stderr`."""
+        if not self._own_line(_is_outside):
+            return original(text)
+        self._call(_write, (stream, text), {})
+        return len(text)
+
+    def on_file(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of `torch.save` and `torch.load`, which open files in C++."""
+        if line := self._own_line(_is_outside):
+            _refuse(f"calls torch.{original.__name__}(...)", line)
+        return original(*args, **kwargs)
+
+    def on_thread(self, original: Callable[..., None], thread: threading.Thread) -> None:
+        """In place of `Thread.start`."""
+        if line := self._own_line(_is_outside):
+            _refuse(f"starts the thread {thread.name!r}", line)
+        original(thread)
+
+    def on_clock(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of what reads a clock."""
+        if line := self._own_line(_is_of(_OF_IDENTIFIERS)):
+            name = original.__qualname__
+            name = name if "." in name else f"{original.__module__}.{name}"
+            raise CaptureError(
+                f"the step reads the clock with {name}(): all later steps would reuse that time",
+                "a step whose work does not depend on the time",
+                "read the clock outside the step, or in a function passed to wholestep.callback; "
+                "step.profile() times a step",
+                line,
+            )
+        return original(*args, **kwargs)
+
+    def on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of what reads random bits of the system, and of `random.Random.__init__`."""
+        seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
+        if not seeded and (line := self._own_line(_is_of(_OF_IDENTIFIERS))):
+            raise CaptureError(
+                "the step makes a random generator without a seed, or reads random bits of the system: "
+                "all later steps would reuse what it draws while it is captured",
+                "random numbers from torch (torch.rand, dropout), which each step draws again",
+                "draw them before the step and pass them in",
+                line,
+            )
+        return original(*args, **kwargs)
+
+    def on_variable(self, original: Callable[..., str], environment: Any, name: str) -> str:
+        """In place of `os.environ[name]`."""
+        value: Any = MISSING
+        with suppress(KeyError):
+            value = original(environment, name)
+        if self._own_line(_is_of(_OF_ENVIRON)):
+            place = Location(f"os.environ[{name!r}]", os.environ, name)
+            self.variables.setdefault(name, expect(place, value))
+        if value is MISSING:
+            raise KeyError(name)
+        return value
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if line := self._own_line(_is_outside):
+            given = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
+            _refuse(f"calls {event}({', '.join(map(repr, given))})", line)
+
+    def _refuse_tensors(self, verb: str, values: Any, instead: str, line: str) -> None:
+        tensors = [v for v in take_apart(values).leaves if isinstance(v, torch.Tensor)]
+        if not all(map(self._has_value, tensors)):
+            raise CaptureError(
+                f"the step {verb} a tensor, which has no value while the step is captured",
+                "a host call that each step makes with its own values",
+                f"write {instead} with the same arguments",
+                line,
+            )
+
+    def _own_line(self, passes: Callable[[FrameType], bool] | None = None) -> str:
+        """Return the user's line that called the patched function, at once or through frames that pass, or ""."""
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
+        while frame is not None and (_is_ours(frame) or (passes is not None and passes(frame))):
+            frame = frame.f_back
+        if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
+            return ""
+        return show_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _refuse(what: str, line: str) -> NoReturn:
+    raise CaptureError(
+        f"the step {what}: that would happen once, while the step is captured, and in no later step",
+        "a step that reads and changes tensors and objects of Python alone",
+        "do it outside of the step, or write wholestep.callback(fn, ...), which calls fn in each step",
+        line,
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return "wholestep/_torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+
+
+def _is_of(modules: tuple[str, ...]) -> Callable[[FrameType], bool]:
+    return lambda frame: frame.f_globals.get("__name__") in modules
+
+
+def _is_outside(frame: FrameType) -> bool:
+    """Return whether a frame reads or writes for its caller: of the standard library, or of numpy."""
+    name: str = frame.f_globals.get("__name__", "")
+    if name.partition(".")[0] in _OF_SOURCES:
+        return False
+    file = frame.f_code.co_filename
+    return file.startswith("<frozen ") or is_of_python(file) or name.partition(".")[0] == "numpy"
+
+
+def _log(
+    logger: logging.Logger, level: int, path: str, line: int, message: object, args: Any, error: Any, function: str,
+    extra: Mapping[str, object] | None, stack: str | None,
+) -> None:  # fmt: skip
+    logger.handle(logger.makeRecord(logger.name, level, path, line, message, args, error, function, extra, stack))
+
+
+def _write(stream: str, text: str) -> None:
+    getattr(sys, stream).write(text)
+
+
+@functools.cache
+def _hear_events() -> None:
+    sys.addaudithook(_on_audit)  # for the rest of the process: no hook can be removed
+
+
+def _on_audit(event: str, args: tuple[Any, ...]) -> None:
+    listener = _listeners.get(threading.get_ident()) if _listeners else None
+    if listener is not None and event.startswith(_EVENTS) and event not in _HARMLESS:
+        listener(event, args)
