@@ -55,6 +55,24 @@ def train_by_closure(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tenso
     return optimizer.step(closure).detach()  # type: ignore[arg-type, union-attr]
 
 
+class Counting(Optimizer):
+    """Counts its updates of each parameter in a number of Python, and passes its rate to an op as one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["n"] = torch.zeros_like(p), 0
+                state["n"] += 1
+                state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.add_(state["mean"] / (1 - 0.9 ** state["n"]), alpha=-group["lr"])
+
+
 # -- torch ----------------------------------------------------------------------------------
 _DECAY = {"weight_decay": 0.1}
 _DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}

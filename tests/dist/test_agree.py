@@ -11,6 +11,7 @@ from torch import nn
 import wholestep as ws
 from tests.backends import Interpreted
 from tests.dist.launch import run_ranks
+from tests.optimizers import Counting
 from wholestep.runtime import consistency
 
 SECONDS = 10.0
@@ -132,6 +133,7 @@ def legal(rank: int, world: int) -> dict[str, tuple[str, str]]:
     mask = torch.tensor([True, rank == 0, True])
     return {
         "sizes": attempt(rank, job(rank, by_rows), torch.randn(3 + rank, 3)),
+        "sizes and counts": attempt(rank, job(rank, kind=Counting), torch.randn(3 + rank, 3)),
         "one row": attempt(rank, job(rank), torch.randn(1 + 2 * rank, 3)),
         "no row": attempt(rank, job(rank, lambda m, x: m(x).square().sum()), torch.randn(2 * rank, 3)),
         "micro-batches": attempt(rank, job(rank, micro_batches), rows),

@@ -12,6 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 import wholestep as ws
 from tests.catalogue import CASES, OPTIMIZERS, RECIPES, Recipe
 from tests.eager import batches, same_as_eager
+from tests.optimizers import Counting
 from tests.steps import mse as train
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -90,6 +91,14 @@ def test_learning_rate_set_by_hand() -> None:
         optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
 
     assert same_as_eager(train, tiny("Adam-fused"), CALLS, between=between).captures == 1
+
+
+def test_learning_rate_beside_a_count_of_updates() -> None:
+    def between(i: int, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+
+    made = tiny(Recipe("Counting", Counting))
+    assert same_as_eager(train, made, batches((6, 6), (6, 3), count=5), between=between).captures == 2
 
 
 @pytest.mark.parametrize("key", ["betas", "weight_decay", "eps", "amsgrad"])

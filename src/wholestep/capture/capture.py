@@ -139,11 +139,16 @@ def capture_step(
     for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
-                return _captured(fn, args, kwargs, options, numbers, whole or {}, promoted, dynamic or {})
+                made = _captured(fn, args, kwargs, options, numbers, whole or {}, promoted, dynamic or {})
         except CaptureError as failed:
             first = first or failed
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
                 break
+            continue
+        if first is None or made.effects.carried <= promoted:
+            return made
+        carried |= made.effects.carried  # with these from the start, a try that failed may hold
+        return capture_step(fn, args, kwargs, options, whole=whole, carried=carried, changing=changing, dynamic=dynamic)
     assert first is not None, "a capture returned or raised"
     raise first
 
