@@ -17,11 +17,13 @@ import threading
 import types
 import uuid
 import warnings
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date as Date
+from enum import Enum
 from os import urandom as system_bytes
 from pathlib import Path
 from time import monotonic as seconds_since_start
@@ -1276,6 +1278,246 @@ class SettingOfTorch(World):
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
+# -- objects of classes that people write for a loop -----------------------------------------------------------------
+class Meter:
+    """An average that starts as an int and becomes a tensor, as in the examples of torch."""
+
+    def __init__(self):
+        self.sum = self.avg = self.count = 0
+
+    def update(self, value, n):
+        self.sum += value * n
+        self.count += n
+        self.avg = self.sum / self.count
+
+
+@case
+class AverageMeter(World):
+    def __init__(self):
+        super().__init__()
+        self.meter = Meter()
+        self.total = 0.0
+
+    def step(self, x):
+        loss = self.update(x)
+        self.meter.update(loss, x.shape[0])
+        self.total += loss
+        return self.meter.avg, self.meter.count, self.total
+
+
+@case
+class SumOfDoubles(World):
+    def __init__(self):
+        super().__init__()
+        self.model.double()
+        self.total = 0.0
+
+    def step(self, x):
+        loss = self.update(x.double())
+        self.total += loss
+        return self.total
+
+
+class Phase(Enum):
+    WARM_UP = 1
+    MAIN = 2
+
+
+@case
+class MemberOfEnum(World):
+    def __init__(self):
+        super().__init__()
+        self.kind = Phase.WARM_UP
+
+    def step(self, x):
+        self.n += 1
+        if self.n > 2:
+            self.kind = Phase.MAIN
+        return self.update(x, 2.0 if self.kind is Phase.MAIN else 1.0)
+
+
+@case
+class AttributeThatAppears(World):
+    def step(self, x):
+        factor = getattr(self, "factor", 1.0)
+        return self.update(x, factor * (2.0 if hasattr(self.model, "ready") else 1.0))
+
+    def between(self, call):
+        if call == 1:
+            self.factor = 3.0
+        if call == 3:
+            self.model.ready = True
+
+
+class Counting:
+    made = 0
+
+
+class CountingBelow(Counting):
+    pass
+
+
+@case
+class ClassAttributeMade(World):
+    def __init__(self):
+        super().__init__()
+        if "made" in vars(CountingBelow):
+            del CountingBelow.made
+
+    def step(self, x):
+        CountingBelow.made += 1
+        return self.update(x, 1.0 / CountingBelow.made)
+
+
+class Stored:
+    def __init__(self):
+        self.values = {}
+
+    def __get__(self, owner, kind=None):
+        return self.values[id(owner)]  # a KeyError for the class
+
+    def __set__(self, owner, value):
+        self.values[id(owner)] = value
+
+
+class WithStored:
+    count = Stored()
+
+
+@case
+class DescriptorWithValues(World):
+    def __init__(self):
+        super().__init__()
+        self.described = WithStored()
+        self.described.count = 0
+
+    def step(self, x):
+        self.described.count += 1
+        self.n = self.described.count
+        return self.update(x, 1.0 / self.described.count)
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Items(list):
+    reads = 0
+
+    def first(self):
+        self.reads += 1
+        return self[0]
+
+
+@case
+class SubclassesOfContainers(World):
+    def __init__(self):
+        super().__init__()
+        self.settings, self.items = Settings(factor=1.0), Items([1.0])
+
+    def step(self, x):
+        self.settings.factor *= 0.5
+        factor = self.items.first()
+        self.n = self.items.reads
+        return self.update(x, factor * self.settings.factor)
+
+
+def scaled(world, x, factor=1.0, *, power=1.0):
+    return world.update(x, factor * power)
+
+
+@case
+class DefaultsFromOutside(World):
+    def __init__(self):
+        super().__init__()
+        scaled.__defaults__ = (1.0,)
+        scaled.__kwdefaults__["power"] = 1.0
+
+    def step(self, x):
+        return scaled(self, x)
+
+    def between(self, call):
+        if call == 1:
+            scaled.__defaults__ = (2.0,)
+        if call == 3:
+            scaled.__kwdefaults__["power"] = 3.0
+
+
+HIDDEN = {"a": 1.0, "b": 1.0}
+HELD = Meter()
+
+
+@case
+class ValuesBehindObjectsInC(World):
+    def __init__(self):
+        super().__init__()
+        HIDDEN.update(a=1.0, b=1.0)
+        HELD.count = 0
+        self.get, self.view, self.ref = HIDDEN.get, types.MappingProxyType(HIDDEN), weakref.ref(HELD)
+
+    def step(self, x):
+        self.ref().count += 1
+        self.n = self.ref().count
+        return self.update(x, self.get("a") * self.view["b"])
+
+    def between(self, call):
+        if call == 1:
+            HIDDEN["a"] = 2.0
+        if call == 3:
+            HIDDEN["b"] = 3.0
+
+
+@case
+class WeakKeys(World):
+    def __init__(self):
+        super().__init__()
+        self.seen = weakref.WeakKeyDictionary({HELD: 0})
+
+    def step(self, x):
+        self.seen[HELD] += 1
+        self.n = self.seen[HELD]
+        return self.update(x)
+
+
+def received(world):
+    count = 0
+    while True:
+        x = yield
+        count += 1
+        world.update(x, 1.0 / count)
+
+
+@refused("self.data")
+class GeneratorReceives(World):
+    def __init__(self):
+        super().__init__()
+        self.data = received(self)
+        next(self.data)
+
+    def step(self, x):
+        self.data.send(x)  # here
+        return self.update(x)
+
+
+@refused("self.alive.data")
+class WeakSetGrows(World):
+    def __init__(self):
+        super().__init__()
+        self.alive = weakref.WeakSet()
+
+    def step(self, x):
+        self.alive.add(HELD)  # here
+        return self.update(x)
+
+
+@refused("self.model.0._forward_hooks")
+class HookStays(World):
+    def step(self, x):
+        self.model[0].register_forward_hook(lambda module, given, made: made * 0.9)  # here
+        return self.update(x)
+
+
 def observed(world: World) -> Any:
     """Everything that can be seen from outside, tensors copied."""
     found: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import torch
 
 from ..graph.meta import meta_of
 from .locations import MISSING, SIMPLE, Location, shown
-from .reachable import checksum
+from .reachable import checksum, leads_to
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
         yield Assumption(Location(path, value, None), "content", cast(Any, value).copy())
     elif isinstance(value, array) or (isinstance(value, np.ndarray) and value.flags.writeable):
         yield Assumption(Location(path, value, None), "content", checksum(np.asarray(cast(Any, value))))
-    elif isinstance(value, functools.partial):
-        yield from contents([value.args, value.keywords], path, carried)
+    elif led := leads_to(value):
+        yield from contents(tuple(led), path, carried)
     if isinstance(value, (dict, list, tuple)):
         for key, item in _items(value):
             if isinstance(item, (dict, list, set, deque, tuple, array, np.ndarray)) and key not in changed:

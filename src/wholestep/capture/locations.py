@@ -123,7 +123,7 @@ class Slots:
     def __getitem__(self, key: Any) -> Any:
         try:
             return getattr(self.owner, key)
-        except (AttributeError, ValueError):  # a ValueError: an empty cell
+        except Exception:  # an empty cell, or what a descriptor of the user's raises
             raise KeyError(key) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:

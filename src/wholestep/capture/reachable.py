@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import gc
 import io
 import random
 import sys
 import sysconfig
 import types
+import weakref
 import zlib
 from array import array
 from collections import deque
@@ -39,7 +41,9 @@ from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Loo
 from .state import StepState
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OPENED = {"_thread", "argparse", "types", "collections", "dataclasses", "functools", "queue"}  # of Python's own
+_OPENED = {  # of Python's own
+    "_thread", "_weakrefset", "argparse", "types", "collections", "dataclasses", "functools", "queue", "weakref",
+}  # fmt: skip
 _CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -78,6 +82,9 @@ class Container:
         if self.keys is not None:
             found = ((key, Location("", self.holder, key).get()) for key in self.keys)
             return {key: value for key, value in found if value is not MISSING}
+        if self.style == "class":
+            table = cast(Mapping[str, Any], vars(self.holder.owner))
+            return {k: v for k, v in table.items() if not (k[:2] == k[-2:] == "__" or _is_descriptor(v))}
         held = dict(cast(Mapping[Any, Any], self.holder))
         for key in self.excluded:
             held.pop(key, None)
@@ -222,15 +229,17 @@ class _Search:
             self._function(value)
         elif isinstance(value, types.MethodType):
             self._waiting += [(value.__self__, path.rpartition(".")[0] or "self"), (value.__func__, path)]
-        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
-            self.found.caches.append((value, value.cache_info().misses))
-            self._waiting.append((value.__wrapped__, path))
-        elif isinstance(value, functools.partial):
-            self._waiting += [(item, path) for item in (value.func, value.args, value.keywords)]
+        elif (led := leads_to(value)) is not None:
+            self._waiting += [(item, path) for item in led]
         elif isinstance(value, (tuple, frozenset)):
             self._waiting += [(item, f"{path}[{i}]") for i, item in enumerate(cast(tuple[Any, ...], value))]
         elif isinstance(value, (dict, list)):
             self._note(Container(path, value, "item"))
+            if hasattr(cast(Any, value), "__dict__"):  # of a class of the user's
+                self._object(value, path)
+        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
+            self.found.caches.append((value, value.cache_info().misses))
+            self._waiting.append((value.__wrapped__, path))
         elif isinstance(value, LRScheduler):
             self.found.schedulers.append(value)
         elif isinstance(value, Optimizer):
@@ -254,8 +263,9 @@ class _Search:
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._note(Container(name, Slots(cell), "variable", frozenset(["cell_contents"])))
-        defaults = function.__defaults__, function.__kwdefaults__
-        self._waiting += [(item, f"{function.__name__}'s defaults") for item in defaults]
+        if function.__defaults__ or function.__kwdefaults__:
+            defaults = frozenset(["__defaults__", "__kwdefaults__"])
+            self._note(Container(f"{function.__name__}'s defaults", Slots(function), "variable", defaults))
         if function.__dict__:
             self._note(Container(function.__name__, function.__dict__, "attribute"))
         if not is_own_code(code.co_filename):
@@ -322,10 +332,8 @@ class _Search:
             function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))
-        own = (k for k, v in table.items() if not (k.startswith("__") and k.endswith("__")) and not _is_descriptor(v))
-        data = frozenset(own)
-        if data:
-            self._note(Container(path, Slots(kind), "class", data))
+        self._waiting += [(v, f"{path}.{k}") for k, v in table.items() if is_own_code(_file_of(type(cast(object, v))))]
+        self._note(Container(path, Slots(kind), "class"))
 
 
 def state_containers(state: StepState, number: int, path: str) -> list[Container]:
@@ -386,6 +394,19 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 def _is_descriptor(value: Any) -> bool:
     return isinstance(value, type) or hasattr(cast(Any, type(value)), "__get__")
+
+
+def leads_to(value: Any) -> list[Any] | None:
+    """Return the objects to which a value of a type in C refers, for its user to change; None for other types."""
+    if isinstance(value, weakref.ProxyTypes):
+        return [value.__repr__.__self__]
+    if isinstance(value, weakref.ref):
+        return [cast(Any, value)()]
+    if isinstance(value, types.MappingProxyType):
+        return gc.get_referents(cast(Any, value))
+    if isinstance(value, types.BuiltinMethodType):  # such as `items.append`
+        return [value.__self__]
+    return [value.func, value.args, value.keywords] if isinstance(value, functools.partial) else None
 
 
 def _opaque(value: Any) -> Callable[[], Any] | None:

@@ -48,6 +48,10 @@ _READS: dict[Any, str] = {
     torch.Tensor.__int__: "int()",
     torch.Tensor.__index__: "use as an index",
 }
+_IN_PLACE: dict[Any, Any] = {
+    getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
+    for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")
+}
 _FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
@@ -336,6 +340,8 @@ class _TorchCalls(TorchFunctionMode):
                 return made
             if read:
                 self._numbers.refuse_read(args[0], read, _calling_text())
+            if args[0] in self._numbers:  # `n += tensor` makes a new object: a number is none to change in place
+                func = _IN_PLACE.get(func, func)
             args = self._numbers.operands(func, args)
         if read and not _torch.known_constant(args[0]):
             value = self._known(self._fake_of(args[0]))

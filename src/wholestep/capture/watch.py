@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -175,7 +176,8 @@ class Watch:
         return is_state and after not in self.numbers
 
     def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
-        path, place = container.path_of(key), container.place_of(key)
+        place = container.place_of(key)
+        path = container.path if container.path.endswith(_HOOKS) else place.path  # a hook has a new key in each trace
         if before is MISSING and (_is_library_hook(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
             self.set_up.append((container, key, after))
             return
@@ -238,7 +240,7 @@ class Watch:
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
-        if not isinstance(value, (*SIMPLE, torch.Tensor, type)) and id(value) not in self.reach.seen:
+        if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and id(value) not in self.reach.seen:
             held: dict[str, Any] = getattr(value, "__dict__", {})
             if path or any(_torch.is_fake(v) for v in held.values()):
                 raise RefusedError(
@@ -306,15 +308,17 @@ class Watch:
             tuple(self._flags), self.promoted, self._arguments,
         )  # fmt: skip
 
-    def _read_from_class(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
-        """Guard attributes that were read from the class because the object had none."""
+    def _read_while_absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
+        """Guard attributes that the object did not have: the class has them, or the step asked whether they exist."""
         owner = container.owner
         if owner is None or isinstance(owner, torch.optim.Optimizer):
             return []
-        inherited = [
-            n for n in names - container.before.keys() - _MODULE_ATTRIBUTES if hasattr(cast(Any, type(owner)), n)
-        ]
-        return [expect(container.place_of(n), MISSING) for n in inherited if container.path_of(n) not in changed]
+        absent = (names if container.keys is None else names & container.keys) - container.before.keys()
+        absent -= {*container.excluded}
+        if isinstance(owner, torch.nn.Module):
+            held = (vars(owner)[table] for table in container.excluded)
+            absent -= _MODULE_ATTRIBUTES.union(*held)
+        return [expect(container.place_of(n), MISSING) for n in absent if container.path_of(n) not in changed]
 
     def _carried_numbers(self) -> list[Assumption]:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
@@ -345,7 +349,7 @@ class Watch:
                 out.append(Assumption(place, "size", len(container.holder)))
             if container.opaque is not None or (container.owner is None and container.style not in _ALWAYS_READ):
                 continue
-            out += self._read_from_class(container, reads.get(id(container.owner), set()), changed)
+            out += self._read_while_absent(container, reads.get(id(container.owner), set()), changed)
             for key, value in container.before.items():
                 path = container.path_of(key)
                 if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or key == "training":
@@ -406,6 +410,9 @@ class _RefusedIterator:
         )  # fmt: skip
         error.where = self._line()
         raise error
+
+    def send(self, value: object) -> Any:
+        return self.__next__()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +25,7 @@ def unwrapped(value: Any) -> Any:
 
     A wrapper delegates to its `.optimizer`; an optimizer with its own state or parameter groups (Lookahead) is none.
     """
-    while not isinstance(value, nn.Module):
+    while not isinstance(value, nn.Module) and not isinstance(cast(object, value), dict):
         inner = getattr(value, "optimizer", None)
         if not isinstance(inner, Optimizer) or inner is value:
             break
