@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import wholestep as ws
+from tests.eager import same_as_eager
 from wholestep.capture import capture_step
 
 Step = Any
@@ -185,3 +186,49 @@ def test_a_generator_that_is_set_back_goes_on() -> None:
             return nn.functional.dropout(model(x)).sum().detach()
 
     assert capture_step(step, (nn.Linear(4, 4), torch.ones(2, 4)), {}).graph.outputs
+
+
+def test_values_are_read_beside_a_number_that_changes() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.calls = 0
+            self.model = nn.Linear(3, 2)
+
+        def step(self, x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Any]:
+            self.calls += 1
+            return (self.model(x) * self.calls).sum().detach(), first.item()
+
+    trainer = Trainer()
+    step = ws.compile(trainer.step)
+    x, numbers = torch.ones(4, 3), [torch.tensor(n) for n in (2, 5, 7)]
+    once = trainer.model(x).sum().detach()
+    for call in (1, 2):
+        found, first = step(x, *numbers)
+        assert first == 2
+        torch.testing.assert_close(found, once * call)
+    assert step.captures == 1
+
+
+def test_a_rate_is_not_read_from_the_batch() -> None:
+    class Counting(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["n"] = state.get("n", 0) + 1
+                    p.add_(p.grad / (1 - 0.9 ** state["n"]), alpha=-group["lr"])
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        return model, Counting(model.parameters(), {"lr": 0.1})
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    calls = [(torch.randn(1, 3), torch.tensor([1])) for _ in range(4)]
+    same_as_eager(train, make, calls, tolerance=1e-6)

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import _torch
 from ..graph import meta
+from ..graph.graph import Input
 from ..graph.nodes import copy_node, is_mutating, operands
 from ..rules.registry import is_random
 
@@ -43,9 +44,11 @@ class ReadValues:
 
 @dataclass
 class Reader:
-    """Answers reads during a trace. `batch` maps input names to real tensors."""
+    """Answers reads during a trace. `inputs` are the graph's, to which the trace adds numbers; `batch` maps names of
+    inputs to real tensors.
+    """
 
-    names: Sequence[str]
+    inputs: Sequence[Input]
     batch: Mapping[str, Any]
     reads: list[Read] = field(default_factory=list[Read])
     _nodes: list[Node] = field(default_factory=list[Node])
@@ -79,10 +82,10 @@ class Reader:
         given, new, copied = self._given(), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
-        placeholders = iter(self.names)
+        placeholders = iter(self.inputs)
         for node in wanted[0].graph.nodes:
             if node.op == "placeholder":
-                name = next(placeholders, "")
+                name = next(placeholders).name
                 if name in inputs:
                     copied[node] = inputs[name]
             elif node.op == "get_attr":

@@ -104,7 +104,7 @@ class Traced:
         pairs = zip(request.names, request.leaves, strict=True)
         whole = request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
-        self.reader = Reader([i.name for i in fakes.inputs], batch)
+        self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
         self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
