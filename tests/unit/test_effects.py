@@ -1277,7 +1277,6 @@ class SettingOfTorch(World):
         return loss
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
 # -- objects of classes that people write for a loop -----------------------------------------------------------------
 class Meter:
     """An average that starts as an int and becomes a tensor, as in the examples of torch."""
@@ -1539,6 +1538,7 @@ def observed(world: World) -> Any:
     return found
 
 
+# -- the tests ---------------------------------------------------------------------------------------------------------
 def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
