@@ -1,10 +1,13 @@
 """Which rank failed, as ranks find it out with their heartbeats. Ranks are objects in one process, and stores count."""
 
+import ctypes
 import gc
 import linecache
 import os
-import selectors
+import platform
+import select
 import socket
+import struct
 import sys
 import threading
 import weakref
@@ -197,10 +200,13 @@ def test_a_look_at_the_main_thread_keeps_nothing_alive() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="sockets are found in /proc")
-def test_connections_of_python_are_not_taken_for_those_of_gloo() -> None:
+@pytest.mark.parametrize("upper_half", [0, 0x7F21])
+def test_connections_of_python_are_not_taken_for_those_of_gloo(upper_half: int) -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, selectors.EpollSelector() as polled:
-        polled.register(ours, selectors.EVENT_READ)
+    with ours, theirs, select.epoll() as polled:
+        packed = "=IQ" if platform.machine() == "x86_64" else "@IQ"
+        event = struct.pack(packed, select.EPOLLIN, upper_half << 32 | ours.fileno())
+        assert ctypes.CDLL(None).epoll_ctl(polled.fileno(), 1, ours.fileno(), event) == 0  # 1: EPOLL_CTL_ADD
         _torch.break_gloo_connections()
         theirs.send(b"x")
         assert ours.recv(1) == b"x"

@@ -21,8 +21,8 @@ def break_gloo_connections() -> int:
     """Shut this process's gloo connections down, so that waiting collectives raise. Returns how many there were.
 
     gloo has no abort (`ProcessGroupGloo.abort` of 2.11 to 2.13 does nothing). gloo registers its sockets in an epoll
-    with a pointer as data; libuv (of the store) and Python's event loops register the descriptor. Linux only; elsewhere
-    0.
+    with a pointer as data; libuv (of the store) and Python's event loops with the descriptor, in the lower half of the
+    data: Python leaves what the upper half held. Linux only; elsewhere 0.
     """
     found = 0
     for fd, _ in _descriptors("anon_inode:[eventpoll]"):
@@ -30,7 +30,7 @@ def break_gloo_connections() -> int:
             polled = _POLLED.findall(Path(f"/proc/self/fdinfo/{fd}").read_text())
         except OSError:
             continue
-        found += sum(_shut_down(int(target)) for target, data in polled if int(data, 16) != int(target))
+        found += sum(_shut_down(int(target)) for target, data in polled if int(data[-8:], 16) != int(target))
     return found
 
 
