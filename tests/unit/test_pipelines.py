@@ -29,7 +29,7 @@ from wholestep.graph.nodes import is_collective, is_mutating, node_at
 from wholestep.graph.stage_part import StagePart, part_of, transfer
 from wholestep.graph.storage import held_in_states
 from wholestep.partition.stage_program import send, stage_program
-from wholestep.passes.base import batch_dependent
+from wholestep.partition.batch_dependent import batch_dependent
 from wholestep.plan.plan import Plan
 from wholestep.planner.staged_plan import staged
 

@@ -327,6 +327,9 @@ set_recomputed, is_recomputed = _flag("wholestep_again")
 set_sums_gradients, sums_gradients = _flag("wholestep_sums_gradients")
 """Whether a node of a local graph adds the gradients of one parameter from several backwards."""
 
+set_received_of_batch, is_received_of_batch = _flag("wholestep_received_of_batch")
+"""Whether a node receives what depends on the batch from another stage."""
+
 set_kept, is_kept = _flag("wholestep_kept")
 """Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
 

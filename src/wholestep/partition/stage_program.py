@@ -17,6 +17,7 @@ from ..graph.loop import Loop, loop_of
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
 from ..graph.stage_part import StageParts, transfer
 from ..rules.registry import draws
+from .batch_dependent import batch_dependent
 from .rank_ops import drawn
 
 aten = torch.ops.aten
@@ -75,6 +76,7 @@ class _Program:
     def made(self) -> LocalGraph:
         sends = [node for node in self.local.graph.nodes if node.target is transfer]
         self.tags = {node: number for number, node in enumerate(sends)}
+        self.varying = batch_dependent(self.local)
         needed = self._needed()
         for node in self.local.graph.nodes:
             if node.op == "placeholder":
@@ -166,6 +168,7 @@ class _Program:
         elif target == self.stage:
             args = (shape, made.dtype, made.device, source, self.tags[node], axis)
             self.at[node] = add_call(self.graph, receive, args, made, node, node.name)
+            meta.set_received_of_batch(self.at[node], node in self.varying)
 
     def _loop(self, node: Node, loop: Loop) -> None:
         assert loop.stages is not None, "a loop of stages"

@@ -11,12 +11,11 @@ from torch.fx import Node
 
 from ..errors import GraphError, WholestepError
 from ..graph.gc_control import collector_paused
-from ..graph.graph import LocalGraph, Role
+from ..graph.graph import LocalGraph
 from ..graph.nodes import copy_graph, is_collective
 from ..graph.stage_part import part_of
 from ..graph.verify import check_local_graph
 from ..partition.stage_program import POINT_TO_POINT
-from ..rules.registry import is_random
 from ..typed_values import check_arguments
 
 Pass = Callable[[LocalGraph], LocalGraph]
@@ -142,18 +141,6 @@ def _check(unchecked: list[str], made: LocalGraph) -> None:
                 "fix the pass",
             ) from error
     unchecked.clear()
-
-
-def batch_dependent(local: LocalGraph) -> set[Node]:
-    """Nodes that depend on the batch, also on what other stages send of it, on gradients of earlier calls, or on random
-    numbers.
-    """
-    found = {node for given, node in local.placeholders() if given.role in (Role.BATCH, Role.GRAD)}
-    for node in local.graph.nodes:
-        depends = is_random(node) or part_of(node) is not None or not found.isdisjoint(node.all_input_nodes)
-        if node.op == "call_function" and depends:
-            found.add(node)
-    return found
 
 
 def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: Sequence[str]) -> None:

@@ -20,8 +20,9 @@ from ..graph.nodes import add_call, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..partition.accumulators import ACCUMULATORS
+from ..partition.batch_dependent import batch_dependent
 from ..tuning import TUNING
-from .base import InPlace, batch_dependent
+from .base import InPlace
 from .coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter, shapes_of, starts_in_row
 
 funcol = torch.ops._c10d_functional

@@ -11,7 +11,8 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait
 from ..partition.accumulators import ACCUMULATORS
-from .base import batch_dependent, meets_stages
+from ..partition.batch_dependent import batch_dependent
+from .base import meets_stages
 
 
 def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[Node], set[Node]]:

@@ -17,8 +17,9 @@ from ..graph.op_kinds import FREE
 from ..graph.stage_part import StageBlock, part_of
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import accumulate_early, add_up
+from ..partition.batch_dependent import batch_dependent
 from ..partition.stage_blocks import with_blocks
-from .base import InPlace, batch_dependent
+from .base import InPlace
 from .bucket import CUTS, Bucket
 from .limit_inflight import LimitInflight
 from .overlap import Overlap

@@ -12,8 +12,9 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import add_call, is_collective, is_wait
 from ..graph.storage import always_shares, shared_operand
+from ..partition.batch_dependent import batch_dependent
 from ..partition.host_copies import arrived, to_device, to_host
-from .base import InPlace, batch_dependent, meets_stages
+from .base import InPlace, meets_stages
 
 _HOST = frozenset({Role.PARAM, Role.STATE, Role.GRAD})
 

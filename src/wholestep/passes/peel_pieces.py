@@ -16,7 +16,8 @@ from ..graph.loop import bodies_of
 from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands
 from ..graph.stage_part import Action, Held, StageBlock, StagePart, part_of
-from .base import InPlace, batch_dependent
+from ..partition.batch_dependent import batch_dependent
+from .base import InPlace
 
 Key = tuple[str, int]
 """A value of a piece."""

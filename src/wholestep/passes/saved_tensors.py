@@ -16,8 +16,8 @@ from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import is_uninitialized
 from ..graph.storage import Storage, storages
 from ..partition import rank_ops
+from ..partition.batch_dependent import batch_dependent
 from ..rules.registry import is_random
-from .base import batch_dependent
 from .bucket import GATHER
 
 _PURE: frozenset[Any] = frozenset({*rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged})

@@ -17,8 +17,8 @@ from ..graph.loop import Loop, loop_of
 from ..graph.nodes import is_collective
 from ..graph.stage_part import StagePart
 from ..hardware.hardware import Hardware
+from ..partition.batch_dependent import batch_dependent
 from ..partition.stage_blocks import levels_of, recut
-from .base import batch_dependent
 from .in_bodies import of_piece
 from .remat_frontier import Array, RematChoice, choices, held_by
 from .rematerialize import rematerialized

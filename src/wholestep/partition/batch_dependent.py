@@ -1,0 +1,22 @@
+"""What of a program depends on the batch."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..graph import meta
+from ..graph.graph import LocalGraph, Role
+from ..graph.stage_part import part_of
+from ..rules.registry import is_random
+
+
+def batch_dependent(local: LocalGraph) -> set[Node]:
+    """Nodes that depend on the batch, also on what other stages send of it, on gradients of earlier calls, or on random
+    numbers.
+    """
+    found = {node for given, node in local.placeholders() if given.role in (Role.BATCH, Role.GRAD)}
+    for node in local.graph.nodes:
+        own = is_random(node) or part_of(node) is not None or meta.is_received_of_batch(node)
+        if node.op == "call_function" and (own or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
