@@ -8,11 +8,14 @@ import argparse
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import float32
 from torch.fx import Graph
 
-from wholestep.cost.stage_orders import NAMED, BlockCost, OrderResult, fitting, list_schedule, simulated_orders
+from wholestep.cost.block_runs import BlockCost, OrderResult
+from wholestep.cost.list_schedule import list_schedule
+from wholestep.cost.stage_orders import NAMED, simulated_orders
 from wholestep.errors import GraphError
 from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message, StageBlock
@@ -48,6 +51,17 @@ def equal_stages(
         if split:
             blocks[f"w{chunk}"] = BlockCost(rank, weights, 2 * last - chunk, True, True, after=(f"b{chunk}",))
     return blocks
+
+
+def stages_in_v(apart: bool = False) -> dict[str, BlockCost]:
+    """Blocks of four equal stages that go forth and back over two ranks: those of the second rank are one block."""
+    found = dict[str, BlockCost]()
+    for name, block in equal_stages(3, apart=apart).items():
+        sends, times = tuple((message, target % 2, us) for message, target, us in block.sends), 1 + block.stage % 2
+        found[name] = replace(
+            block, stage=block.stage % 2, us=times * block.us, holds_bytes=times * block.holds_bytes, sends=sends
+        )
+    return found
 
 
 def with_blocks(costs: Mapping[str, BlockCost]) -> tuple[dict[str, StageBlock], dict[str, Message]]:
@@ -160,13 +174,16 @@ def random_order(draw: random.Random) -> tuple[dict[str, BlockCost], int, int, O
     us = (draw.random(), draw.random(), draw.random())
     apart, name = draw.random() < 0.5, draw.choice([*NAMED, "auto", *["list"] * 4])
     costs = equal_stages(ranks, chunks, apart, us)
+    if draw.random() < 0.2:
+        costs, ranks = stages_in_v(apart), 2
     if name in NAMED:
         return costs, ranks, pieces, NAMED[name](costs, pieces, ranks)
     if name == "auto":
         tried = simulated_orders(costs, costs, pieces, ranks)
-        return costs, ranks, pieces, tried[fitting(tried)[0]]
+        return costs, ranks, pieces, tried[tried.fitting()[0]]
     limits = [draw.randint(1, pieces) for _ in range(ranks)]
-    return costs, ranks, pieces, list_schedule(costs, pieces, ranks, limits, draw.random() < 0.5)
+    room = [draw.uniform(0, pieces) for _ in range(ranks)] if draw.random() < 0.5 else None
+    return costs, ranks, pieces, list_schedule(costs, pieces, ranks, limits, draw.random() < 0.5, room_bytes=room)
 
 
 def hangs(draw: random.Random) -> str:

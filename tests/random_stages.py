@@ -2,7 +2,7 @@
 
 A seed draws a model (its depth, tied weights, skips over stages, a bias and a block that several stages use), the rest
 of its step, the mesh with its axes in any order, the style of data parallelism, the pieces, the order of blocks, the
-sizes of buckets and how much channels hold.
+rank of each stage, the sizes of buckets and how much channels hold.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class Case:
     bucket_bytes: int | None
     scheduled: bool
     room: int
+    placement: str
 
 
 def case(seed: int) -> Case:
@@ -82,7 +83,7 @@ def case(seed: int) -> Case:
         mesh=",".join(axes), style=draw.choice(STYLES), regather=draw.choice([None, None, False, True]),
         pieces=draw.choice([1, 2, 2, 3, 4, 4, 6]), order=order, chunks=chunks, named=draw.random() < 0.3,
         bucket_bytes=draw.choice([None, 1 << 8, 1 << 10, 1 << 10, 1 << 12]), scheduled=draw.random() < 0.9,
-        room=draw.choice([0, 0, 1, 4]),
+        room=draw.choice([0, 0, 1, 4]), placement=draw.choice(["loop", "loop", "v"]),
     )  # fmt: skip
 
 
@@ -156,16 +157,16 @@ def one_device(case: Case) -> OneDevice:
 
 def strategies(case: Case, seed: int) -> list[Any]:
     """The strategies of a case."""
-    mesh, names = ws.Mesh(case.mesh), None
-    ranks = mesh.axis_size("pp") * (case.chunks or (2 if case.order == "interleaved" else 1))
+    mesh, names, order, placement = ws.Mesh(case.mesh), None, cast(Any, case.order), cast(Any, case.placement)
+    pipeline = ws.Pipeline(micro_batches=case.pieces, schedule=order, chunks=case.chunks, placement=placement)
+    count = mesh.axis_size("pp") * pipeline.chunks_of_rank
     if case.named:
         whole = ["tokens", "places", *(f"blocks.{number}" for number in range(case.layers)), "norm", "head"]
         whole = whole[:-1] if case.tied else whole
-        ranks = ranks if ranks <= len(whole) else mesh.axis_size("pp")
-        ends = sorted(random.Random(seed).sample(range(1, len(whole)), ranks - 1))
+        count = count if count <= len(whole) else mesh.axis_size("pp")
+        ends = sorted(random.Random(seed).sample(range(1, len(whole)), count - 1))
         names = [whole[a:b] for a, b in zip([0, *ends], [*ends, len(whole)], strict=True)]
-    order: Any = case.order
-    found: list[Any] = [ws.Pipeline(stages=names, micro_batches=case.pieces, schedule=order, chunks=case.chunks)]
+    found: list[Any] = [replace(pipeline, stages=names)]
     if "dp" in mesh.names:
         style: Any = case.style
         data = ws.DataParallel(style, axis="dp", semantics="global", reshard_after_forward=case.regather)

@@ -27,7 +27,8 @@ def compiled(model: nn.Module, job: Job) -> tuple[ws.CompiledStep, str]:
     """The step for the mesh, and a note."""
     if job.spec.is_pipe:
         kind: Any = next(name for name in ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble") if job.spec.has(name))
-        pipeline = ws.Pipeline(micro_batches=job.spec.pieces, schedule=kind)
+        placement = "v" if job.spec.has("v") else "loop"
+        pipeline = ws.Pipeline(micro_batches=job.spec.pieces, schedule=kind, placement=placement)
         return ws.compile(models.train_step, parallel=pipeline, mesh=f"pp={job.world}"), ""
     options = _options(job)
     note = _prepare(model, job, options) if job.spec.has("tuned") or job.spec.has("disturbed") else ""

@@ -45,8 +45,9 @@ BASES = {
         ("pieces",),
     ),
     "stages": Base(
-        "wholestep.Pipeline with a schedule (gpipe, 1f1b, interleaved, zero_bubble, auto); pieces: micro-batches, 4",
-        tuple(order for order in ORDERS if order != "zbv"),
+        "wholestep.Pipeline with a schedule (gpipe, 1f1b, interleaved, zero_bubble, auto); v: two stages on each "
+        "rank, in a V; pieces: micro-batches, 4",
+        (*ORDERS[:3], *ORDERS[4:], "v"),
         ("pieces",),
     ),
     "wholestep": Base(
@@ -172,7 +173,7 @@ TORCH = (
 OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshard", "fully_shard,keep"))
 PLAIN = tuple(f"{name},unscheduled" for name in OURS)
 COMPILED = ("floor:compile", "ddp:compile", *(f"{name},inductor" for name in OURS))
-PIPES = (*(f"pipe:{name}" for name in BASES["pipe"].words), *(f"stages:{name}" for name in BASES["stages"].words))
+PIPES = (*(f"pipe:{name}" for name in ORDERS[:4]), *(f"stages:{name}" for name in (*ORDERS[:3], *ORDERS[4:], "auto,v")))
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,

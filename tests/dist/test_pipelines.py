@@ -59,8 +59,11 @@ def _piped(
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("drop", [0.0, 0.2], ids=["", "dropout"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_two_ranks_compute_what_one_process_does(tied: bool, drop: float, pieces: int, order: str) -> None:
-    found = run_ranks(_piped, 2, tied, drop, {"micro_batches": pieces, "schedule": order})
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_two_ranks_compute_what_one_process_does(
+    placement: str, tied: bool, drop: float, pieces: int, order: str
+) -> None:
+    found = run_ranks(_piped, 2, tied, drop, {"micro_batches": pieces, "schedule": order, "placement": placement})
     assert max(worst for worst, _, _ in found) < TOLERANCE
     assert sum(held for _, held, _ in found) == found[0][2], "each parameter rests on one rank"
     assert min(held for _, held, _ in found) > 0

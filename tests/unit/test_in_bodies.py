@@ -15,7 +15,7 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.together import OneDevice, compare
 from wholestep.cost.stage_costs import BlockPrices
-from wholestep.cost.stage_orders import fitting, simulated_orders
+from wholestep.cost.stage_orders import simulated_orders
 from wholestep.errors import RankMismatchError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
@@ -159,7 +159,7 @@ def test_auto_is_the_fastest_order_of_what_runs(inside: str, pieces: int) -> Non
     passes = stage_passes(local.mesh, local.stage_axis, prices)
     short = ShortStages(local)
     found = simulated_orders(*short.costs(prices, "auto", passes), pieces, 2)
-    fits = fitting(found, [work.loop_bytes for work in short.works(prices, "auto", passes)])
+    fits = found.fitting([work.loop_bytes for work in short.works(prices, "auto", passes)])
     assert fits[0] == made.order
     for name in {"1f1b", "gpipe", "zero_bubble"}.intersection(fits):
         other = staged(_in_stages(inside, name, pieces), prices)

@@ -28,8 +28,8 @@ from wholestep.graph.loop import loop_of, with_bodies
 from wholestep.graph.nodes import is_collective, is_mutating, node_at
 from wholestep.graph.stage_part import StagePart, part_of, transfer
 from wholestep.graph.storage import held_in_states
-from wholestep.partition.stage_program import send, stage_program
 from wholestep.partition.batch_dependent import batch_dependent
+from wholestep.partition.stage_program import send, stage_program
 from wholestep.plan.plan import Plan
 from wholestep.planner.staged_plan import staged
 
@@ -56,12 +56,26 @@ def parts_of(local: LocalGraph) -> list[StagePart]:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("drop", [0.0, 0.2], ids=["", "dropout"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: int, pieces: int, order: str) -> None:
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_stages_compute_what_one_device_does(
+    placement: Any, tied: bool, drop: float, stages: int, pieces: int, order: Any
+) -> None:
     """Two steps of AdamW with clipping: losses on every rank, and all parameters."""
     one = one_device(stages + 1, tied, drop)
-    found = compare(one, f"pp={stages}", ws.Pipeline(micro_batches=pieces, schedule=order))
+    pipeline = ws.Pipeline(micro_batches=pieces, schedule=order, placement=placement)
+    found = compare(one, f"pp={stages}", pipeline)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
     assert not found.ruleless
+
+
+def test_a_v_has_neighbouring_stages_on_a_rank() -> None:
+    graph = ws.capture(train, *maker(4, False, 0.0)(), *batches(8, 1)[0])
+    plan = ws.plan(graph, "pp=2", ws.Pipeline(stages=[[f"blocks.{n}"] for n in range(4)], placement="v"))
+    said = str(plan)
+    assert "4 stages on pp, 2 on each rank in a V, auto" in said
+    assert [line.split(":")[1][0] for line in said.splitlines() if line.startswith("  stage ")] == ["0", "1", "1", "0"]
+    sends = [node.args[1:3] for node in ws.partition(graph, plan).graph.nodes if node.target is transfer]
+    assert sends[:2] == [(0, 1), (1, 0)], "nothing between stages 1 and 2"
 
 
 def checkpointed() -> tuple[nn.Module, Optimizer]:
@@ -142,6 +156,15 @@ def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:
         assert held
         written = {node_at(node, 0): place[node] for node in place if is_mutating(node) and node.args}
         assert all(written.get(one, place[last] + 1) > place[last] for one, last in held)
+
+
+@pytest.mark.parametrize("mesh", ["pp=3,tp=2", "dp=2,pp=3,tp=2"])
+def test_a_rank_between_others_may_have_one_layer_alone_and_one_piece(mesh: str) -> None:
+    """What it exchanges depends on the batch only by what other stages send."""
+    data = [ws.DataParallel("fully_shard", axis="dp", semantics="global")] if "dp" in mesh else []
+    parallel = [*data, ws.Pipeline(schedule="1f1b", placement="v"), TENSOR_PARALLEL]
+    found = compare(one_device(3, True, 0.0), mesh, parallel, passes=ws.pipeline())
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
 @pytest.mark.crossed

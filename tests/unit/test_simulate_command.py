@@ -208,6 +208,14 @@ def test_a_pipeline_of_a_function(tmp_path: Path) -> None:
     assert lanes == {"stage 0", "stage 1"}
 
 
+def test_stages_in_a_v(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    given = ("--mesh", "pp=2", "--micro-batches", "4", "--schedule", "auto", "--placement", "v")
+    code, said = run(f"{tmp_path / 'deep.py'}:build", *given)
+    assert code == 0, said
+    assert "4 stages, 2 on each rank in a V, auto" in said
+
+
 def test_a_pipeline_of_one_micro_batch(tmp_path: Path) -> None:
     (tmp_path / "deep.py").write_text(DEEP)
     code, said = run(f"{tmp_path / 'deep.py'}:build", "--mesh", "pp=2", "--micro-batches", "1")

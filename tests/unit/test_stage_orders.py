@@ -6,17 +6,15 @@ from dataclasses import replace
 import pytest
 from torch import float32
 
-from tests.random_orders import by_stage, change, equal_stages, hangs, random_order, with_blocks
+from tests.random_orders import by_stage, change, equal_stages, hangs, random_order, stages_in_v, with_blocks
+from wholestep.cost.block_runs import BlockCost, peaks, simulate_orders
+from wholestep.cost.list_schedule import list_schedule
 from wholestep.cost.stage_orders import (
     NAMED,
-    BlockCost,
-    fitting,
+    enough_in_flight,
     gpipe,
     interleaved,
     one_forward_one_backward,
-    others_to_try,
-    peaks,
-    simulate_orders,
     simulated_orders,
     zero_bubble,
 )
@@ -62,7 +60,7 @@ def test_auto_is_never_slower_than_the_named_orders_within_the_memory_of_1f1b(ra
     us = (draw.uniform(1, 2), draw.uniform(1, 2), draw.uniform(1, 2))
     plain, apart = equal_stages(ranks, us=us), equal_stages(ranks, apart=True, us=us)
     tried = simulated_orders(plain, apart, pieces, ranks)
-    found = tried[fitting(tried)[0]]
+    found = tried[tried.fitting()[0]]
     bound = max(one_forward_one_backward(plain, pieces, ranks).peak_bytes)
     assert max(found.peak_bytes) <= bound
     for other, order in NAMED.items():
@@ -77,11 +75,11 @@ def test_auto_may_hold_more_where_the_fullest_stage_does_not() -> None:
     for costs in (plain, apart):
         costs["b2"] = replace(costs["b2"], holds_bytes=4)
     found = simulated_orders(plain, apart, 6, 3)
-    assert fitting(found)[0] == "1f1b"
-    first = fitting(found, [20, 0, 0])[0]
+    assert found.fitting()[0] == "1f1b"
+    first = found.fitting([20, 0, 0])[0]
     assert found[first].us <= found["zero_bubble"].us < found["1f1b"].us
     assert found[first].peak_bytes[0] <= found["1f1b"].peak_bytes[0]
-    assert fitting(found, [0, 0, 20])[0] == "1f1b"
+    assert found.fitting([0, 0, 20])[0] == "1f1b"
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 8)])
@@ -90,8 +88,8 @@ def test_orders_that_take_turns_add_up_pieces_alike(ranks: int, pieces: int) -> 
     first.
     """
     found = simulated_orders(equal_stages(ranks), equal_stages(ranks, apart=True), pieces, ranks)
-    first = fitting(found)[0]
-    others = others_to_try(found, first)
+    first = found.fitting()[0]
+    others = found.others(first)
     made = [found[name] for name in (first, *others)]
     assert len({one.orders for one in made}) == len(made) > 1
     assert [one.us for one in made] == sorted(one.us for one in made)
@@ -100,14 +98,38 @@ def test_orders_that_take_turns_add_up_pieces_alike(ranks: int, pieces: int) -> 
         for name in {name for tasks in one.orders for name, _ in tasks}:
             assert [p for tasks in one.orders for n, p in tasks if n == name] == list(range(pieces))
     late = replace(found[first], orders=tuple(tasks[::-1] for tasks in found[first].orders))
-    assert others_to_try({**found, "late": late}, first) == others
-    assert others_to_try({**found, "late": late}, "late") == ()
+    late_too = replace(found, orders={**found.orders, "late": late})
+    assert late_too.others(first) == others
+    assert late_too.others("late") == ()
 
 
 def test_memory_of_1f1b_is_that_of_as_many_pieces_as_stages_follow() -> None:
     plain = equal_stages(4)
     assert one_forward_one_backward(plain, 8, 4).peak_bytes == (4, 3, 2, 1)
     assert gpipe(plain, 8, 4).peak_bytes == (8, 8, 8, 1)
+
+
+def test_a_list_holds_what_there_is_room_for() -> None:
+    """But for the first piece that is not through, which may always go on."""
+    apart = equal_stages(4, apart=True)
+    free = list_schedule(apart, 16, 4, [16] * 4, forward_first=True)
+    assert free.peak_bytes[0] > 5
+    assert list_schedule(apart, 16, 4, [16] * 4, forward_first=True, room_bytes=[16] * 4).orders == free.orders
+    for room in (1, 2, 5):
+        held = list_schedule(apart, 16, 4, [16] * 4, forward_first=True, room_bytes=[room] * 4)
+        assert max(held.peak_bytes) == room
+        assert (held.us > free.us) == (room < 5)
+
+
+def test_a_v_takes_less_time_in_the_memory_of_a_chain() -> None:
+    """Two ranks, each with half of the model: the second one waits for half a stage, and begins."""
+    us = (2.0, 2.0, 2.0)
+    chain = simulated_orders(equal_stages(2, us=us), equal_stages(2, apart=True, us=us), 8, 2)
+    shape = simulated_orders(stages_in_v(), stages_in_v(apart=True), 8, 2)
+    assert [enough_in_flight(equal_stages(4), 4), enough_in_flight(stages_in_v(), 2)] == [[4, 3, 2, 1], [2, 2]]
+    first = shape[shape.fitting()[0]]
+    assert first.us < chain[chain.fitting()[0]].us
+    assert max(first.peak_bytes) <= 2 * max(chain["1f1b"].peak_bytes), "a stage of the chain holds as much as two"
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.full)])

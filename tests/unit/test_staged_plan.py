@@ -115,6 +115,17 @@ def test_short_stages_stand_for_any_number(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01, abs=message)
 
 
+def test_all_layers_of_a_v_are_captured() -> None:
+    """Its stages that share a rank are one block, which three short stages do not show."""
+    asked = list[int]()
+    short = ShortPipelines(lambda batch, _, count: (asked.append(count), captured(batch, count))[1], 8, HARDWARE)
+    pipe, on = ws.Pipeline(micro_batches=4, placement="v"), ws.Mesh("pp=2")
+    found = short.step(StagedSetup(on, compose([pipe])), 2)
+    plan = ws.plan(captured(8, 8), on, pipe, hardware=HARDWARE)
+    assert found == staged(ws.partition(captured(8, 8), plan), BlockPrices(HARDWARE, on), "auto")
+    assert asked == [8]
+
+
 def first_blocks(again: bool) -> tuple[StageBlock, ...]:
     """The blocks of the first of two stages, of which each has two layers."""
     graph = captured(8, 4, again=again)

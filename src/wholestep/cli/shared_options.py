@@ -31,6 +31,7 @@ Precision = StrEnum("Precision", {"bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "
 Recompute = StrEnum("Recompute", ["none", "selective", "full", "auto"])
 Order = StrEnum("Order", {"auto": "auto", "gpipe": "gpipe", "one_forward_one_backward": "1f1b",
                           "interleaved": "interleaved", "zero_bubble": "zero_bubble"})  # fmt: skip
+Placement = StrEnum("Placement", ["loop", "v"])
 _PANEL = "The step"
 
 
@@ -54,7 +55,13 @@ class SharedOptions:
         ),
     ] = None
     schedule: Annotated[Order | None, _option("With an axis pp: the order of a pipeline's blocks (1f1b).")] = None
-    chunks: Annotated[int | None, _option("With an axis pp: stages on each rank (1; interleaved: 2).", least=1)] = None
+    chunks: Annotated[int | None, _option("With an axis pp: stages on each rank (1; interleaved, v: 2).", least=1)] = (
+        None
+    )
+    placement: Annotated[
+        Placement | None,
+        _option("With an axis pp: which rank has a stage: over and over from the first (loop), or forth and back."),
+    ] = None
     seq: Annotated[
         str | None,
         _option("With --hf: tokens in each (2048, or the model's limit if less); with simulate several, 2048,4096."),
@@ -111,7 +118,7 @@ class SharedOptions:
             refuse("--memory without --auto, --gpus or --recompute auto: it has no effect")
         if not sweeps and len(self.lengths or ()) > 1:
             refuse(f"--seq {self.seq}: a plan is for one length; `wholestep simulate` takes several")
-        for name in ("schedule", "chunks"):
+        for name in ("schedule", "chunks", "placement"):
             if not pipeline and getattr(self, name) is not None:
                 refuse(f"--{name} without an axis pp in --mesh: it has no effect")
         if self.price is not None and self.tokens is None:
@@ -142,15 +149,19 @@ class SharedOptions:
         """The pipeline along an axis of so many ranks."""
         from wholestep.plan.pipelines import Pipeline
 
-        order: Any = "1f1b" if self.schedule is None else self.schedule.value
-        return Pipeline(micro_batches=self.micro_batches or 4 * stages, schedule=order, chunks=self.chunks)
+        return Pipeline(micro_batches=self.micro_batches or 4 * stages, **self._of_stages("1f1b"))
 
     def open_pipeline(self) -> Pipeline:
         """A pipeline that leaves to a search what was not given."""
         from wholestep.plan.pipelines import Pipeline
 
-        order: Any = "auto" if self.schedule is None else self.schedule.value
-        return Pipeline(micro_batches=self.micro_batches or 1, schedule=order, chunks=self.chunks)
+        return Pipeline(micro_batches=self.micro_batches or 1, **self._of_stages("auto"))
+
+    def _of_stages(self, order: str) -> dict[str, Any]:
+        return {
+            "schedule": order if self.schedule is None else self.schedule.value, "chunks": self.chunks,
+            "placement": "loop" if self.placement is None else self.placement.value,
+        }  # fmt: skip
 
     def spec(self, batch: int | None) -> ModelSpec | None:
         """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""

@@ -166,10 +166,10 @@ def summary(made: StagedStep, asked: PlanRequest) -> str:
     """The stages of a step as text."""
     pipeline = asked.pipeline
     assert pipeline is not None, "a request with stages"
-    chunks = f", {pipeline.chunks_of_rank} on each rank" if pipeline.chunks_of_rank > 1 else ""
     order = pipeline.schedule if made.order == pipeline.schedule else f"{pipeline.schedule}: {made.order}"
     pieces = f"{made.pieces} micro-batch{'es' if made.pieces > 1 else ''}"
-    head = f"{len(made.stages) * pipeline.chunks_of_rank} stages{chunks}, {order}, {pieces}"
+    chunks = pipeline.chunks_of_rank
+    head = f"{len(made.stages) * chunks} stages{pipeline.on_each_rank(chunks)}, {order}, {pieces}"
     return f"{head}\n{made}"
 
 

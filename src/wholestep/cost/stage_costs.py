@@ -13,9 +13,9 @@ from ..graph.stage_part import Message, StageBlock
 from ..graph.storage import storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
+from .block_runs import BlockCost
 from .simulation import Clock, clock_of, run_all
 from .software import OWN, Software
-from .stage_orders import BlockCost
 
 SEND = "send"
 """The kind of collective that a message between stages is priced as."""

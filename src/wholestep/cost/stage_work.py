@@ -15,10 +15,10 @@ from ..graph.loop import loop_of
 from ..graph.nodes import communicates, is_collective
 from ..graph.stage_part import part_of, transfer
 from ..graph.text import collective_bytes
+from .block_runs import BlockCost, Spent
 from .compute import peak_us
 from .memory import bytes_held, memory_at, peak_memory
 from .stage_costs import BlockPrices
-from .stage_orders import BlockCost, Spent
 
 T = TypeVar("T")
 

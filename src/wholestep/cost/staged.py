@@ -7,20 +7,10 @@ from dataclasses import dataclass, replace
 
 from ..graph.stage_part import StageParts
 from ..graph.text import human, seconds, table
+from .block_runs import BlockCost, OrderResult, Orders, Spent, on_shared_cores, simulate_orders
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
-from .stage_orders import (
-    NAMED,
-    BlockCost,
-    OrderResult,
-    Orders,
-    Spent,
-    blocks_of,
-    fitting,
-    on_shared_cores,
-    simulate_orders,
-    simulated_orders,
-)
+from .stage_orders import NAMED, blocks_of, simulated_orders
 from .stage_work import StageWork
 from .timeline import STAGE, Span, Timeline
 
@@ -220,8 +210,8 @@ def _ordered(
         return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
     if order == "auto":
         tried = simulated_orders(steady, cut, pieces, ranks, crowd)
-        best = fitting(tried, beside)[0]
-        return best, tried[best], {name: one.us for name, one in tried.items()}
+        best = tried.fitting(beside)[0]
+        return best, tried[best], tried.us
     costs = cut if order == "zero_bubble" else steady
     loop = on_shared_cores(costs, pieces, NAMED[order](costs, pieces, ranks), crowd)
     return order, loop, {order: loop.us}

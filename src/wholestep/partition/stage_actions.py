@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..cost.stage_orders import Orders, Task
+from ..cost.block_runs import Orders, Task
 from ..graph.stage_part import Action, Message, StageBlock
 
 

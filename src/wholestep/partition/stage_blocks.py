@@ -14,17 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
+from ..cost.block_runs import BlockCost, Orders, on_shared_cores
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import (
-    APART,
-    NAMED,
-    BlockCost,
-    Orders,
-    fitting,
-    on_shared_cores,
-    others_to_try,
-    simulated_orders,
-)
+from ..cost.stage_orders import APART, NAMED, simulated_orders
 from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
@@ -73,13 +65,12 @@ def stages_of(
     cut_costs, others = costs if apart is whole else apart.costs(axis, prices, as_run=True), tuple[str, ...]()
     if order in NAMED:
         made = NAMED[order](cut_costs, pieces, count)
-        name, tried = order, {order: on_shared_cores(cut_costs, pieces, made, hardware.ranks_per_core)}
+        name, us = order, {order: on_shared_cores(cut_costs, pieces, made, hardware.ranks_per_core).us}
     else:
         tried = simulated_orders(costs, cut_costs, pieces, count, hardware.ranks_per_core)
-        name = fitting(tried, beside)[0] if order == "auto" else order
-        others = others_to_try(tried, name, beside)
-    parts = parts_in(tried[name].orders, whole, apart, mesh, axis, hardware, device)
-    return StageParts(parts, name, {name: one.us for name, one in tried.items()}, others)
+        name = tried.fitting(beside)[0] if order == "auto" else order
+        made, us, others = tried[name], tried.us, tried.others(name, beside)
+    return StageParts(parts_in(made.orders, whole, apart, mesh, axis, hardware, device), name, us, others)
 
 
 def parts_in(

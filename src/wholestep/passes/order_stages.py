@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from ..cost.block_runs import Orders
 from ..cost.memory import memory_at
-from ..cost.stage_orders import NAMED, Orders
+from ..cost.stage_orders import NAMED
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import LocalGraph, TrainGraph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ..errors import PlanError, shown
@@ -20,6 +21,8 @@ from .strategy import BatchCut, Pins, Resting
 
 Order = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 """How blocks of stages and micro-batches are ordered; see `Pipeline`."""
+Placement = Literal["loop", "v"]
+"""Which rank has each of several stages; see `Pipeline`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Pipeline:
             soon as there is one, with as few pieces in flight as keep all stages busy. `interleaved`: the same with
             several chunks of the model on each rank. `zero_bubble`: gradients of weights wait for idle time. `auto`:
             the fastest of these and of list schedules, by simulation, that holds at most a tenth more than `1f1b`.
-        chunks: stages on each rank; 2 with `interleaved`, else 1.
+        chunks: stages on each rank; 2 with `interleaved` and with `placement="v"`, else 1.
+        placement: the rank of each stage. `loop`: stage `s` is on rank `s % ranks`. `v`: stages go forth and back, so
+            that of 2 p stages on p ranks rank `r` has `r` and `2 p - 1 - r`: the first rank has the last stage too.
 
     Example:
         >>> step = ws.compile(train_step, parallel=ws.Pipeline(micro_batches=8), mesh="pp=4")
@@ -55,6 +60,7 @@ class Pipeline:
     micro_batches: int = 1
     schedule: Order = "auto"
     chunks: int | None = None
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         if self.stages is not None and not isinstance(self.stages, (str, bytes)):
@@ -68,7 +74,12 @@ class Pipeline:
     @property
     def chunks_of_rank(self) -> int:
         """Stages on each rank."""
-        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+        return self.chunks or (2 if self.schedule == "interleaved" or self.placement == "v" else 1)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The coordinate, of `ranks` along the axis, that has a stage."""
+        turn, at = divmod(stage, ranks)
+        return ranks - 1 - at if turn % 2 and self.placement == "v" else at
 
     def resolved(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> Pipeline:
         """This pipeline with the parameters of each stage by name."""
@@ -123,7 +134,7 @@ class Pipeline:
     def owners(self, mesh: Mesh) -> dict[str, int]:
         """The coordinate that owns each parameter, once stages are known."""
         ranks = mesh.axis_size(self.axis)
-        return {name: stage % ranks for name, stage in self.of_params().items()}
+        return {name: self.rank_of(stage, ranks) for name, stage in self.of_params().items()}
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axis of the stages. Raises MeshError if the mesh does not have it."""
@@ -145,8 +156,9 @@ class Pipeline:
         ranks = mesh.axis_size(self.axis)
         if ranks == 1:
             return Pins()
-        at = stages_of_nodes(graph, self.of_params(), ranks)
-        return Pins(owners={name: {self.axis: owned_by(stage % ranks)} for name, stage in at.items()})
+        rank_of = partial(self.rank_of, ranks=ranks)
+        at = stages_of_nodes(graph, self.of_params(), rank_of)
+        return Pins(owners={name: {self.axis: owned_by(rank_of(stage))} for name, stage in at.items()})
 
     @property
     def shares_batches(self) -> bool:
@@ -164,5 +176,8 @@ class Pipeline:
         """One line for the head of a plan."""
         ranks = mesh.axis_size(self.axis)
         count = len(self.stages) if self.stages is not None else ranks * self.chunks_of_rank
-        chunks = f", {count // ranks} on each rank" if count > ranks else ""
-        return f"{count} stages on {self.axis}{chunks}, {self.schedule}"
+        return f"{count} stages on {self.axis}{self.on_each_rank(count // ranks)}, {self.schedule}"
+
+    def on_each_rank(self, chunks: int) -> str:
+        """How several stages are on each rank, in words."""
+        return f", {chunks} on each rank{' in a V' if self.placement == 'v' else ''}" if chunks > 1 else ""

@@ -67,7 +67,7 @@ def _stages(plan: Plan) -> list[str]:
     for stage, names in enumerate(pipeline.stages or ()):
         size = sum(plan.input_bytes(i) for i in held.values() if (i.owner or i.name) in names)
         parts = of_stage(names, [i.name for i in plan.inputs if i.role is Role.PARAM])
-        lines.append(f"stage {stage} on {pipeline.axis}:{stage % ranks}: {parts}; {human(size)}")
+        lines.append(f"stage {stage} on {pipeline.axis}:{pipeline.rank_of(stage, ranks)}: {parts}; {human(size)}")
     return lines
 
 

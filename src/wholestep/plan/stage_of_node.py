@@ -2,13 +2,13 @@
 
 A forward node runs at the latest stage whose values it reads, so that the forward only moves on, and not before the
 parameters of its module. A backward node runs where the forward left what it reads besides gradients. Updates run where
-their parameter is. What reads nothing that has an owner runs everywhere. Stages are counted along the forward; chunk
-`s` of a stage list is on coordinate `s % ranks` of the axis.
+their parameter is. What reads nothing that has an owner runs everywhere. Stages are counted along the forward;
+`Pipeline.rank_of` says where each one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -70,16 +70,16 @@ def with_lists_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> TrainGr
     return new
 
 
-def stages_of_nodes(graph: TrainGraph, of_param: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The stage of every node that runs at one, for parameters at these stages, of which a rank has every `ranks`-th.
+def stages_of_nodes(graph: TrainGraph, of_param: Mapping[str, int], rank_of: Callable[[int], int]) -> dict[str, int]:
+    """The stage of every node that runs at one, for parameters at these stages, each on the rank that `rank_of` says.
     Raises PlanError for an op that hears all ranks.
     """
-    return _Stages(graph, of_param, ranks=ranks).run()
+    return _Stages(graph, of_param, rank_of=rank_of).run()
 
 
 @dataclass
 class _Stages:
-    """`ranks`: stages that far apart are on one rank. `splits`: list ops are split by stage. `stage`: of nodes that run
+    """`rank_of`: the rank that has a stage. `splits`: list ops are split by stage. `stage`: of nodes that run
     at one. `read_at`: of parameters and values of the forward, the stages that make or read them there. `hints`: of a
     node of the backward that reads gradients alone, where its readers run.
     """
@@ -88,7 +88,7 @@ class _Stages:
     of_param: Mapping[str, int]
     stage: dict[Node, int] = field(default_factory=dict[Node, int])
     read_at: dict[Node, set[int]] = field(default_factory=dict[Node, "set[int]"])
-    ranks: int = 1 << 30
+    rank_of: Callable[[int], int] = int
     splits: bool = False
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class _Stages:
 
     def _update(self, node: Node, have: Mapping[Node, int]) -> int | None:
         """Where its operands are; several numbers from several stages meet on all ranks."""
-        if len({at % self.ranks for at in have.values()}) == 1:
+        if len({self.rank_of(at) for at in have.values()}) == 1:
             return max(have.values())
         if is_list_op(node.target):
             found = f"%{node.name} ({node.target}) updates parameters of several stages at once"

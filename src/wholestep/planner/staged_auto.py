@@ -95,8 +95,9 @@ class StagedAuto:
         """Orders and chunks, each with growing numbers of pieces."""
         asked, stages = self.pipeline, mesh.axis_size(self.pipeline.axis)
         pipes = [asked]
-        if asked.schedule == "auto" and asked.chunks is None and asked.stages is None:
+        if asked.schedule == "auto" and asked.chunks is None and asked.stages is None and asked.placement == "loop":
             pipes = [asked if n == 1 else replace(asked, schedule="interleaved", chunks=n) for n in _CHUNKS]
+            pipes.append(replace(asked, placement="v"))
         elif asked.schedule == "interleaved" and asked.chunks is None and asked.stages is None:
             pipes = [replace(asked, chunks=n) for n in _CHUNKS[1:]]
         given = self.micro_batches.pieces if self.micro_batches is not None else asked.micro_batches
@@ -110,7 +111,8 @@ class StagedAuto:
         return [(pipe, n) for pipe in pipes for n in counts or [most]]
 
     def _tried(self, mesh: Mesh, template: Template, pipe: Pipeline, pieces: int) -> Candidate:
-        chunks = f", {pipe.chunks_of_rank} chunks" if pipe.chunks_of_rank > 1 else ""
+        shape = " in a V" if pipe.placement == "v" else ""
+        chunks = f", {pipe.chunks_of_rank} chunks{shape}" if pipe.chunks_of_rank > 1 else ""
         parts = (template.name, f"{pipe.schedule}{chunks}", f"{pieces} micro-batches")
         row = Candidate(", ".join(filter(None, parts)), mesh, None, template.key)
         self.watch(row.name)

@@ -15,10 +15,11 @@ from typing import cast
 from torch import nn
 
 from ..backend.pipeline import as_run_by, pipeline, stage_pipeline
+from ..cost.block_runs import BlockCost
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices, block_costs
-from ..cost.stage_orders import APART, BlockCost
+from ..cost.stage_orders import APART
 from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
 from ..cost.staged import Exchange, StagedStep, chain, staged_step
 from ..cost.timeline import phase
@@ -321,7 +322,8 @@ class ShortPipelines:
         """
         prices = prices or BlockPrices(self.hardware, setup.mesh)
         passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
-        found = self._short(setup, batch, (_FEW, _MORE)) if setup.pieces >= _PIECES else None
+        loops = setup.pieces >= _PIECES and setup.pipeline.placement == "loop"
+        found = self._short(setup, batch, (_FEW, _MORE)) if loops else None
         if found is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
