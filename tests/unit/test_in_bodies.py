@@ -136,10 +136,12 @@ INSIDE = {
 }  # fmt: skip
 
 
-def _in_stages(inside: str, schedule: Any = "auto", pieces: int = 4, rows: int = 64) -> LocalGraph:
+def _in_stages(
+    inside: str, schedule: Any = "auto", pieces: int = 4, rows: int = 64, placement: Any = "loop"
+) -> LocalGraph:
     """The program of all stages of a step whose blocks communicate."""
     graph, (mesh, beside) = one_device(rows, 512, 6).capture.graph, INSIDE[inside]
-    parallel = [beside, ws.Pipeline(micro_batches=pieces, schedule=schedule)]
+    parallel = [beside, ws.Pipeline(micro_batches=pieces, schedule=schedule, placement=placement)]
     return ws.partition(graph, ws.plan(graph, mesh, parallel, hardware=GPUS))
 
 
@@ -147,11 +149,12 @@ def _in_stages(inside: str, schedule: Any = "auto", pieces: int = 4, rows: int =
     "pieces", [4, pytest.param(2, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("inside", INSIDE)
-def test_auto_is_the_fastest_order_of_what_runs(inside: str, pieces: int) -> None:
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_auto_is_the_fastest_order_of_what_runs(placement: str, inside: str, pieces: int) -> None:
     """Of those that hold about as much as `1f1b`, by prices of the final programs. First and last runs of blocks, which
     have a share of other collectives, are not what an order is chosen by.
     """
-    local = _in_stages(inside, pieces=pieces)
+    local = _in_stages(inside, pieces=pieces, placement=placement)
     prices = BlockPrices(GPUS, local.mesh)
     made, again = staged(local, prices), staged(local, prices, "auto")
     assert (made.order, made.step_us) == (again.order, again.step_us)
@@ -162,7 +165,7 @@ def test_auto_is_the_fastest_order_of_what_runs(inside: str, pieces: int) -> Non
     fits = found.fitting([work.loop_bytes for work in short.works(prices, "auto", passes)])
     assert fits[0] == made.order
     for name in {"1f1b", "gpipe", "zero_bubble"}.intersection(fits):
-        other = staged(_in_stages(inside, name, pieces), prices)
+        other = staged(_in_stages(inside, name, pieces, placement=placement), prices)
         assert other.order == name
         assert made.step_us <= 1.01 * other.step_us
 

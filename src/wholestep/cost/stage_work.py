@@ -24,15 +24,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class AroundLoop:
+    """What the ranks of a stage do outside of the loop, in front of each exchange of stages and after the last one.
+
+    Args:
+        own: of the stage alone.
+        common: what all stages do alike, whose size depends on the layers of all of them.
+        further: for each piece above two, of loops that stages do not share.
+    """
+
+    own: tuple[Spent, ...]
+    common: tuple[Spent, ...]
+    further: tuple[Spent, ...]
+
+
+@dataclass(frozen=True)
 class StageWork:
     """What the ranks of a stage do.
 
     Args:
         whole, apart: what its blocks take and send, in their order; `apart` has gradients of weights in blocks of
             their own.
-        between: what it does outside of the loop, in front of each exchange of stages and after the last one.
-        common: the same of what all stages do alike, whose size depends on the layers of all of them.
-        further: the same for each piece above two, of loops that stages do not share.
+        outside, outside_apart: what it does around these.
         rest_bytes: that it keeps between steps.
         loop_bytes: that it holds while pieces run, besides what they hold; `kinds` of tensors.
         other_bytes: that it holds at most outside of the loop.
@@ -43,9 +56,8 @@ class StageWork:
 
     whole: tuple[BlockCost, ...]
     apart: tuple[BlockCost, ...]
-    between: tuple[Spent, ...]
-    common: tuple[Spent, ...]
-    further: tuple[Spent, ...]
+    outside: AroundLoop
+    outside_apart: AroundLoop
     rest_bytes: float
     loop_bytes: float
     other_bytes: float
@@ -59,10 +71,17 @@ class StageWork:
         """This plus `times` the difference to `more`; `times_all` for what depends on the layers of all stages."""
         kinds = {kind: (self.kinds.get(kind, 0.0), more.kinds.get(kind, 0.0)) for kind in {**self.kinds, **more.kinds}}
         made = _line(replace(self, kinds={}), replace(more, kinds={}), times)
-        common = _line(self.common, more.common, times_all)
-        return replace(
-            made, common=common, kinds={kind: few + (many - few) * times for kind, (few, many) in kinds.items()}
+        outside, apart = (
+            replace(out, common=_line(few.common, many.common, times_all))
+            for out, few, many in (
+                (made.outside, self.outside, more.outside),
+                (made.outside_apart, self.outside_apart, more.outside_apart),
+            )
         )
+        return replace(
+            made, outside=outside, outside_apart=apart,
+            kinds={kind: few + (many - few) * times for kind, (few, many) in kinds.items()},
+        )  # fmt: skip
 
 
 def _line(few: T, more: T, times: float) -> T:
@@ -124,8 +143,8 @@ def work_of(
     inside = [node for body in bodies for node in body.nodes]
     once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
     return StageWork(
-        walk.blocks, last.blocks, tuple(last.own), tuple(last.common), tuple(last.further), loop.rest_bytes,
-        loop.size_bytes - pieces_bytes, max(others, default=loop.rest_bytes), kinds,
+        walk.blocks, last.blocks, walk.outside, last.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
+        max(others, default=loop.rest_bytes), kinds,
         (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
         (_sent_bytes(plain, inside), _collectives(plain, inside)),
         (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
@@ -160,7 +179,7 @@ class _Walk:
     """A clock that goes through the program of a stage which waits for no other one.
 
     `behind`: the number of exchanges up to the loop. `own`, `common`, `further`: what runs in front of each exchange
-    and after the last one, as in `StageWork`. `runs`: the runs of blocks that are written out, by block and piece.
+    and after the last one, as in `AroundLoop`. `runs`: the runs of blocks that are written out, by block and piece.
     `loose`: what ran since, between the parts of the loop.
     """
 
@@ -204,6 +223,11 @@ class _Walk:
                     run, self.clock.host = key, self.clock.now
             self._note(node, at, run, is_inside)
             run = run if run is not None and left[run] else None
+
+    @property
+    def outside(self) -> AroundLoop:
+        """What ran around the blocks."""
+        return AroundLoop(tuple(self.own), tuple(self.common), tuple(self.further))
 
     @property
     def blocks(self) -> tuple[BlockCost, ...]:

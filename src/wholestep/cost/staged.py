@@ -124,15 +124,16 @@ def staged_step(
     beside = [sum(work.loop_bytes for work, _ in several) for several in works]
     name, loop, tried = _ordered(whole, apart, pieces, beside, order, crowd)
     costs = blocks_of(loop.orders, whole, apart)
+    outside = [[work.outside_apart if costs is apart else work.outside for work, _ in several] for several in works]
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
     ends = dict[int, float]()  # of each stage: when its last block ends
 
     def spend(at: int) -> None:
-        for rank, several in enumerate(works):
-            common = max((work.common[at] for work, _ in several), key=lambda one: one.us)
-            more = [Spent().plus(work.further[at], pieces - 2) for work, _ in several]
-            own = [work.between[at] for work, _ in several]
+        for rank, several in enumerate(outside):
+            common = max((work.common[at] for work in several), key=lambda one: one.us)
+            more = [Spent().plus(work.further[at], pieces - 2) for work in several]
+            own = [work.own[at] for work in several]
             if at and exchanges[at - 1].is_loop:  # beside the runs of a rank's later chunks, collectives went on
                 own = [one.without(now[rank] - ends.get(rank + i * ranks, now[rank])) for i, one in enumerate(own)]
             spent = [*own, common, *more]
