@@ -245,6 +245,33 @@ def test_with_tensor_parallelism() -> None:
         assert found.worst < TOLERANCE, f"{mesh}: {found.where} differs by {found.worst:.1e}"
 
 
+class Centred(nn.Module):
+    """Scales by a parameter, and takes off the mean of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.rest = nn.Linear(10, 4), nn.Parameter(torch.rand(4)), _mlp(0.0)
+        self.widen = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.first(x) * self.scale
+        return self.rest(self.widen(scaled - scaled.mean(0)))
+
+
+def test_what_reads_a_parameter_that_one_loop_gathers_is_kept_for_the_next() -> None:
+    """Two loops read what is scaled, and the parameter is gathered for each piece in the first alone."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Centred()
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+    batch = {"x": torch.randn(12, 10), "y": torch.randint(0, 8, (12,))}
+    one = OneDevice(make, _step(LOSSES["mean"], True), [(batch,)])
+    data = ws.DataParallel("fully_shard", semantics="global", reshard_after_forward=True)
+    found = compare(one, "dp=2", [data, ws.MicroBatches(2)])
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
 # -- what it is for ---------------------------------------------------------------------------------------------------
 def _final(parallel: Any, mesh: str = "dp=2", drop: float = 0.2) -> LocalGraph:
     graph = language_model(24, drop).capture.graph

@@ -196,7 +196,7 @@ class _Fold:
             if node not in self.looped:
                 continue
             cheap = is_pointwise(node.target) or node.target in CHEAP or node.target in RANK_DEPENDENT
-            if cheap and all(given in again or given not in self.looped for given in node.all_input_nodes):
+            if cheap and all(given in again or not self._in_loop(given) for given in node.all_input_nodes):
                 again.add(node)
             elif any(user.op != "output" and self.stage[user] > self.stage[node] for user in node.users):
                 kept.add(node)
