@@ -237,6 +237,25 @@ def test_a_language_model(rows: int, pieces: int, made: int) -> None:
     assert found.plan.mesh.pieces == made
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_sums_of_a_loss_wait_for_no_count(smoothing: float) -> None:
+    """A loss that adds a sum to a mean is added up after the loop: the forward stays beside its backward."""
+
+    def smoothed(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits, labels = model(tokens)[:, :-1].transpose(1, 2), tokens[:, 1:]
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing) + 1e-3 * logits.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = OneDevice(lambda: _attention(0.0), smoothed, [(torch.randint(0, 11, (12, 6)),) for _ in range(2)])
+    found = compare(one, "dp=1", ws.MicroBatches(3))
+    assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+    count, rest = loops(found.local)
+    assert len(count.body.nodes) < 0.2 * len(rest.body.nodes)
+
+
 @pytest.mark.full
 def test_with_tensor_parallelism() -> None:
     one, plan = language_model(8), {"qkv": "colwise", "out": "rowwise"}

@@ -402,11 +402,16 @@ class _CallOnAxis:
             ops = {self.states[i].op for i in passing.operands if self.states[i].kind == "P"}
             stored = frozenset(i for i in group.operands if self.moves and self.given[i] not in self.batch_dependent)
             free = all(_is_free(self.states[i], i, passing, stored) for i in group.operands)
-            if len(ops) == 1 and ops <= passing.ops and free:
+            if len(ops) == 1 and ops <= passing.ops and free and not self._waits(group):
                 yield through(group, number, ops.pop())
         for factor in self._factors(group):
             yield cut_by(group, factor)
         yield whole(group)
+
+    def _waits(self, group: Group) -> bool:
+        """True if an operand is complete after all pieces: what is summed over them does not wait for it."""
+        read = (i for i in group.operands if i not in self.rule.by_shape and self.given[i] in self.batch_dependent)
+        return self.axis == TIME and any(self.states[i] == REPLICATED for i in read)
 
     def _factors(self, group: Group) -> list[str]:
         """Factors along which an operand is sharded, or its reduced gradient will be; and those of a gradient alone, as
