@@ -50,6 +50,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import DataLoader
 
 import wholestep as ws
 
@@ -1465,6 +1466,39 @@ class ValuesBehindObjectsInC(World):
             HIDDEN["a"] = 2.0
         if call == 3:
             HIDDEN["b"] = 3.0
+
+
+class Loader:
+    """An iterator of a user's class."""
+
+    def __init__(self):
+        self.epoch, self.taken = 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __len__(self):
+        return 4
+
+    def __next__(self):
+        self.taken += 1
+        return 1.0 / self.taken
+
+
+@case
+class IteratorOfOwnClass(World):
+    def __init__(self):
+        super().__init__()
+        self.loader, self.proxied = Loader(), Loader()
+        self.proxy, self.of_library = weakref.proxy(self.proxied), iter(DataLoader(range(4)))
+        self.of_library.epoch = 0
+
+    def step(self, x):
+        self.loader.epoch += 1
+        self.proxy.epoch += 2
+        self.of_library.epoch += 3
+        self.seen = self.loader.epoch, self.proxy.epoch, self.of_library.epoch, next(self.loader), next(self.proxy)
+        return self.update(x, sum(self.seen) / len(self.loader))
 
 
 @case

@@ -219,7 +219,7 @@ class _Search:
                 self.visit(function, function.__qualname__)
         called = [(kind, name) for kind in self._classes for name in sorted(self._names)]
         places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind, name in called]
-        self.found.methods += [place for place in places if _is_own_function(place.get())]
+        self.found.methods += [place for place in places if is_own_function(place.get())]
 
     def _open(self, value: Any, path: str) -> None:
         if isinstance(value, _LEAVES) or id(value) in self.found.seen:
@@ -376,7 +376,8 @@ def is_of_python(file: str) -> bool:
     return file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
-def _is_own_function(value: object) -> bool:
+def is_own_function(value: object) -> bool:
+    """Return whether a value is a function of Python that the user wrote."""
     return isinstance(value, types.FunctionType) and is_own_code(value.__code__.co_filename)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import inspect
-import io
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +27,7 @@ from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .host_numbers import At, Numbers
+from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
 from .outside import Outside
@@ -109,8 +109,8 @@ class Watch:
                 for key, value in container.before.items():
                     if numbers and is_number(value) and container.path_of(key) in numbers:
                         container.put(key, self.numbers.read(container.place_of(key), value))
-                    elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                        container.put(key, _RefusedIterator(container.path_of(key), value, self.line))
+                    elif is_foreign_iterator(value):
+                        container.put(key, RefusedIterator(container.path_of(key), value, self.line))
         for option in self.options:
             self.numbers.option(*option)
         for scheduler in self.reach.schedulers:
@@ -392,27 +392,3 @@ def _settings() -> dict[str, Any]:
         "torch's default dtype": torch.get_default_dtype(),
         "torch's autocast": torch.is_autocast_enabled("cpu"),
     }
-
-
-class _RefusedIterator:
-    """Replaces an iterator during a trace and refuses `next`: later calls would reuse the item."""
-
-    def __init__(self, path: str, original: Any, line: Callable[[], str]) -> None:
-        self._path, self._original, self._line = path, original, line
-
-    def __iter__(self) -> _RefusedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        error = RefusedError(
-            self._path, Words(f"a {type(self._original).__name__}"), Words("the same, one item further"),
-            "all later calls would reuse this item", "take the item before the step, and pass it in",
-        )  # fmt: skip
-        error.where = self._line()
-        raise error
-
-    def send(self, value: object) -> Any:
-        return self.__next__()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
