@@ -925,6 +925,43 @@ class ParameterHook(World):
             p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
+class CountsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, world):
+        ctx.world = world
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.world.n += 1
+        return grad / ctx.world.n, None
+
+
+@case
+class NumbersInBackward(World):
+    """Hooks and `backward` of the user's count, choose, and read parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_hook, self.of_module, self.bias = 0, 0, self.model[0].bias
+        self.model[2].weight.register_hook(self.hook)
+        self.model[1].register_full_backward_hook(self.module_hook)
+
+    def hook(self, grad):
+        self.of_hook += 1
+        return grad * 0.5 if self.of_hook % 2 else grad + self.bias.detach().sum()
+
+    def module_hook(self, module, grad_input, grad_output):
+        self.of_module += 1
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = CountsInBackward.apply(self.model(x), self).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
 @case
 class BufferRegisteredAsNone(World):
     def __init__(self):

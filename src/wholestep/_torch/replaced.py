@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,8 +41,10 @@ def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], device: str) -> Generator[None]:
-    """Call `on_backward` with the tensors that a backward starts from, and annotate its nodes with `backward`.
+def patched_for_tracing(
+    in_backward: Callable[[Sequence[Any]], AbstractContextManager[None]], device: str
+) -> Generator[None]:
+    """Run each backward in the context `in_backward(tensors that it starts from)`; annotate its nodes with `backward`.
 
     Validation in torch.distributions, which reads values, is disabled. For a GPU, torch takes its foreach kernels by
     default, as for tensors that are not fake. Selective checkpointing recomputes by its policy, as it does uncompiled;
@@ -49,11 +52,11 @@ def patched_for_tracing(on_backward: Callable[[Sequence[Any]], None], device: st
     """
 
     def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        on_backward(outputs)
         nested, module = noted("backward"), noted("module")
         note_on_nodes(backward=True)
         try:
-            return original(outputs, *args, **kwargs)
+            with in_backward(outputs):
+                return original(outputs, *args, **kwargs)
         finally:
             note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any, cast
@@ -143,7 +144,7 @@ class Traced:
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
-                _torch.patched_for_tracing(self._saw_backward, self.request.device),
+                _torch.patched_for_tracing(self._in_backward, self.request.device),
                 forms,
             ):
                 ops = {**fixed_sizes(self.known), **SIZED_OPS}
@@ -184,7 +185,7 @@ class Traced:
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             groups = _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)
-            calls = _TorchCalls(self, swap, zeros)
+            calls = self.calls = _TorchCalls(self, swap, zeros)
             with modules, self.watch.watching(given, called), calls, self.rounded:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:
@@ -234,10 +235,14 @@ class Traced:
 
                 param.register_hook(ready)
 
-    def _saw_backward(self, outputs: Sequence[Any]) -> None:
+    @contextmanager
+    def _in_backward(self, outputs: Sequence[Any]) -> Generator[None]:
+        """Note the losses; intercept the calls of hooks and of `Function.backward`, for torch has left the mode."""
         for tensor in outputs if not _torch.inside_transform() else ():
             if isinstance(tensor, torch.Tensor):
                 LOSS(tensor.detach())
+        with self.calls:
+            yield
 
     def _zero_grad(self, original: Callable[..., None], owner: Any, set_to_none: bool = True) -> None:
         """Replace `zero_grad` of modules and optimizers."""
