@@ -57,8 +57,8 @@ def patched_host(
 ) -> AbstractContextManager[None]:
     """Replace functions of `math`, steps of schedulers, and what reads or changes something outside of Python's
     objects, by the given forms, also where the globals of `modules` have another name for them. The latter are methods
-    `on_print`, `on_log`, `on_text` (of a stream), `on_file` (of torch), `on_thread`, `on_clock`, `on_entropy` and
-    `on_variable` (of the system) of `outward`.
+    `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_file` (of torch),
+    `on_thread`, `on_clock`, `on_entropy` and `on_variable` (of the system) of `outward`.
 
     numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
     """
@@ -78,6 +78,8 @@ def patched_host(
             (uuid, "_generate_time_safe", outward.on_clock),
             (type(os.environ), "__getitem__", outward.on_variable),
             (logging.Logger, "handle", outward.on_log),
+            (logging.Logger, "isEnabledFor", outward.on_level),
+            (torch.profiler.profile, "step", outward.on_profiler),
             (threading.Thread, "start", outward.on_thread),
             *((torch, name, outward.on_file) for name in ("save", "load")),
         ]

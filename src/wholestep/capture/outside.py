@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -38,12 +39,12 @@ class Outside:
     """Recorder of what the code of the user does outside of Python's objects during one trace.
 
     `call` records a call that each step makes. `has_value` says whether a tensor has its value on the host.
-    `variables` are the variables of the environment that were read, with what they were.
+    `read` are the variables of the environment, and the levels of loggers, that were read, with what they were.
     """
 
     def __init__(self, call: Callable[..., None], has_value: Callable[[torch.Tensor], bool]) -> None:
         self._call, self._has_value, self._thread = call, has_value, threading.get_ident()
-        self.variables: dict[str, Assumption] = {}
+        self.read: dict[str, Assumption] = {}
 
     @contextmanager
     def heard(self) -> Generator[None]:
@@ -74,6 +75,20 @@ class Outside:
         extra = {key: value for key, value in vars(record).items() if key not in _OF_RECORDS}
         found = record.levelno, record.pathname, record.lineno, record.msg, record.args, record.exc_info
         self._call(_log, (logger, *found, record.funcName, extra or None, record.stack_info), {})
+
+    def on_level(self, original: Callable[..., bool], logger: logging.Logger, level: int) -> bool:
+        """In place of `Logger.isEnabledFor`."""
+        enabled = original(logger, level)
+        if self._own_line(_is_of(_OF_LOGGING)):
+            self._note(Location(f"{logger.name}.isEnabledFor({level})", _Levels(logger), level), enabled)
+        return enabled
+
+    def on_profiler(self, original: Callable[..., None], profiler: Any) -> None:
+        """In place of `step` of `torch.profiler.profile`."""
+        if self._thread == threading.get_ident():
+            self._call(original, (profiler,), {})
+        else:
+            original(profiler)
 
     def on_text(self, stream: str, original: Callable[[str], int], text: str) -> int:
         """In place of `write` of `sys.stdout` or `sys.stderr`."""
@@ -127,8 +142,7 @@ class Outside:
         with suppress(KeyError):
             value = original(environment, name)
         if self._own_line(_is_of(_OF_ENVIRON)):
-            place = Location(f"os.environ[{name!r}]", os.environ, name)
-            self.variables.setdefault(name, expect(place, value))
+            self._note(Location(f"os.environ[{name!r}]", os.environ, name), value)
         if value is MISSING:
             raise KeyError(name)
         return value
@@ -137,6 +151,9 @@ class Outside:
         if line := self._own_line(_is_outside):
             given = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
             _refuse(f"calls {event}({', '.join(map(repr, given))})", line)
+
+    def _note(self, place: Location, value: Any) -> None:
+        self.read.setdefault(place.path, expect(place, value))
 
     def _refuse_tensors(self, verb: str, values: Any, instead: str, line: str) -> None:
         tensors = [v for v in take_apart(values).leaves if isinstance(v, torch.Tensor)]
@@ -156,6 +173,16 @@ class Outside:
         if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
             return ""
         return show_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+@dataclass
+class _Levels:
+    """Whether a logger is enabled for a level, as items."""
+
+    logger: logging.Logger
+
+    def __getitem__(self, level: int) -> bool:
+        return self.logger.isEnabledFor(level)
 
 
 def _refuse(what: str, line: str) -> NoReturn:

@@ -301,7 +301,7 @@ class Watch:
         leaves += [v for c in self._called for v in c.made.leaves]
         program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
         expected = [
-            *self._expected, *self._outside.variables.values(), *self._carried_numbers(), *self._read_places(),
+            *self._expected, *self._outside.read.values(), *self._carried_numbers(), *self._read_places(),
         ]  # fmt: skip
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
