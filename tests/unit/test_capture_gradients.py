@@ -61,6 +61,24 @@ def test_a_backward_may_give_none(use: str, kept: bool) -> None:
     assert same_as_eager(train, make, CALLS, grads=kept, keep_grads=kept).captures == 1
 
 
+@pytest.mark.parametrize("what", ["updates first", "reads the norms first"])
+def test_gradients_of_the_last_call_are_read_before_they_are_reset(what: str) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        norms = [p.grad.norm() for p in model.parameters() if what != "updates first" and p.grad is not None]
+        if what == "updates first":
+            optimizer.step()
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach(), norms
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(6, 3)
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    same_as_eager(step, make, CALLS, grads=True)
+
+
 # -- torch.func -----------------------------------------------------------------------------
 def per_sample(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """A gradient for each sample, each clipped, as private training does it."""

@@ -57,7 +57,7 @@ _FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor"
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
-_SET_GRAD = cast(Any, torch.Tensor.grad).__set__
+_SET_GRAD, _GET_GRAD = cast(Any, torch.Tensor.grad).__set__, cast(Any, torch.Tensor.grad).__get__
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
 
@@ -83,7 +83,8 @@ def trace_step(request: Request) -> Traced:
 class Traced:
     """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
 
-    `reset`: parameters whose gradient is set to None before the step computes it. `cleared`: those whose gradient is
+    `reset`: parameters whose gradient is set to None before the step computes it. `read`: those whose gradient of the
+    last call the step reads. `cleared`: those whose gradient is
     None at the end. `values`: reads of the batch.
     """
 
@@ -91,6 +92,7 @@ class Traced:
     stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
     reset: set[str] = field(default_factory=set[str])
+    read: set[str] = field(default_factory=set[str])
     cleared: list[str] = field(default_factory=list[str])
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
@@ -119,8 +121,8 @@ class Traced:
 
     @property
     def fresh_grads(self) -> bool:
-        """True if the step resets every gradient before accumulating."""
-        return self.contributed <= self.reset
+        """True if the step resets every gradient before accumulating, and reads none before that."""
+        return self.contributed <= self.reset - self.read
 
     def trace(self) -> None:
         """Trace the step."""
@@ -159,6 +161,9 @@ class Traced:
             for hook in hooks:
                 hook.remove()
         self.values = self.reader.values()
+        placeholders = zip(self.stand_ins.inputs, self.module.graph.find_nodes(op="placeholder"), strict=True)
+        used = (i for i, node in placeholders if any(user.op != "output" for user in node.users))
+        self.read |= {i.owner for i in used if i.role is Role.GRAD}
 
     def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
         self.stand_ins.put(made, fake, position)
@@ -256,6 +261,12 @@ class Traced:
         held = {id(h.tensor): name for name, h in self.request.state.params.items()}
         names = {held[id(p)] for p in params if id(p) in held}
         self.reset |= names - self.contributed
+
+    def saw_no_grad(self, param: Any) -> None:
+        """Record that the step reads a gradient that is not there yet; one that is there has users in the graph."""
+        name = self.rounded.names.get(id(param))
+        if name is not None and name not in self.reset | self.contributed:
+            self.read.add(name)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if all(optimizer is not known for known in self.request.state.optimizers.values()):
@@ -383,7 +394,10 @@ class _TorchCalls(TorchFunctionMode):
         made = NotImplemented if named else self._step.counts.instead(func, args)
         if made is not NotImplemented:
             return made
-        return func(*args, **named)
+        made = func(*args, **named)
+        if made is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:
+            self._step.saw_no_grad(args[0])
+        return made
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
