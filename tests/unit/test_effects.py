@@ -679,6 +679,27 @@ class CachedFunction(World):
         assert not isinstance(mask(4), FakeTensor)
 
 
+@case
+class CachedMethods(World):
+    """The caches are of the class, and hold tensors that the trace made."""
+
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size):
+        return torch.ones(size, size).tril()
+
+    @staticmethod
+    @functools.cache
+    def scales(size):
+        return torch.arange(size) + 1.0
+
+    def step(self, x):
+        self.n += 1
+        return self.update(x @ self.mask(4) / self.scales(4), 1 / self.n)
+
+    def between(self, call):
+        self.seen = float(self.mask(4).sum()), float(self.scales(4).sum())
+
+
 # -- optimizers and groups ---------------------------------------------------------------------------------------------
 class GroupCounts(torch.optim.Optimizer):
     """Keeps its step in the group, as many of the ecosystem do."""

@@ -168,8 +168,7 @@ def argument_containers(called: Mapping[Any, Any], arguments: dict[Any, Any]) ->
 class Reach:
     """Result of a search: `containers`, real `tensors` with their places, by path, and objects `seen`, by identity.
 
-    `kinds` are the classes of objects, `methods` the places of those that code names, `caches` the `functools` caches
-    with their number of misses.
+    `kinds` are the classes of objects, `methods` the places of those that code names, `caches` those of `functools`.
     """
 
     containers: list[Container] = field(default_factory=list[Container])
@@ -178,7 +177,7 @@ class Reach:
     schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
     kinds: dict[type, None] = field(default_factory=dict[type, None])
     methods: list[Location] = field(default_factory=list[Location])
-    caches: list[tuple[Any, int]] = field(default_factory=list[tuple[Any, int]])
+    caches: list[Any] = field(default_factory=list[Any])
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""
@@ -237,8 +236,8 @@ class _Search:
             self._note(Container(path, value, "item"))
             if hasattr(cast(Any, value), "__dict__"):  # of a class of the user's
                 self._object(value, path)
-        elif hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type):
-            self.found.caches.append((value, value.cache_info().misses))
+        elif _is_cache(value):
+            self.found.caches.append(value)
             self._waiting.append((value.__wrapped__, path))
         elif isinstance(value, LRScheduler):
             self.found.schedulers.append(value)
@@ -332,6 +331,8 @@ class _Search:
             function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))
+            elif _is_cache(function):
+                self._waiting.append((function, f"{path}.{name}"))
         self._waiting += [(v, f"{path}.{k}") for k, v in table.items() if is_own_code(_file_of(type(cast(object, v))))]
         self._note(Container(path, Slots(kind), "class"))
 
@@ -379,6 +380,11 @@ def is_of_python(file: str) -> bool:
 def is_own_function(value: object) -> bool:
     """Return whether a value is a function of Python that the user wrote."""
     return isinstance(value, types.FunctionType) and is_own_code(value.__code__.co_filename)
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether a value is a function with a cache, of `functools`."""
+    return hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type)
 
 
 def _file_of(kind: type) -> str:

@@ -102,6 +102,7 @@ class Watch:
     def _begin(self, called: Mapping[Any, Any]) -> list[Container]:
         given = argument_containers(called, self._arguments)
         containers = [*self.reach.containers, *self._state_entries(), *given]
+        self._misses = [cached.cache_info().misses for cached in self.reach.caches]
         self._originals, numbers = [c.before for c in containers], self.promoted.numbers
         for container in containers:
             container.before = container.now()
@@ -123,7 +124,7 @@ class Watch:
             container.before = original
             container.restore(kept)
         self._schedulers.end()
-        for cached, misses in self.reach.caches:
+        for cached, misses in zip(self.reach.caches, self._misses, strict=True):
             if cached.cache_info().misses != misses:
                 cached.cache_clear()  # it may hold fake tensors
 
