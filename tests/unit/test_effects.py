@@ -1080,6 +1080,28 @@ class GeneratorAdvances(World):
         return self.update(next(self.data))  # here
 
 
+@refused("self.data")
+class IteratorAdvancesCaught(World):
+    def __init__(self):
+        super().__init__()
+        self.data = iter(batches())
+
+    def step(self, x):
+        try:
+            return self.update(next(self.data))  # here
+        except Exception:
+            return self.update(x)
+
+
+@refused("calls open('settings.json', 'r')")
+class ReadsFileIfItExists(World):
+    def step(self, x):
+        try:
+            return self.update(x, float(open("settings.json").read()))  # here
+        except Exception:
+            return self.update(x)
+
+
 @refused("self.draws")
 class RandomStateAdvances(World):
     def __init__(self):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
+from ..errors import CaptureError
 from .effects import RefusedError
 from .locations import Words
 from .reachable import is_own_function, leads_to
@@ -25,8 +26,10 @@ def is_foreign_iterator(value: object) -> bool:
 class RefusedIterator:
     """Replaces an iterator during a trace and refuses `next`. Attributes are those of the iterator."""
 
-    def __init__(self, path: str, original: Any, line: Callable[[], str]) -> None:
-        vars(self).update(_path=path, _original=original, _line=line)
+    def __init__(
+        self, path: str, original: Any, line: Callable[[], str], refuse: Callable[[CaptureError], NoReturn]
+    ) -> None:
+        vars(self).update(_path=path, _original=original, _line=line, _refuse=refuse)
 
     def __iter__(self) -> RefusedIterator:
         return self
@@ -37,7 +40,7 @@ class RefusedIterator:
             "all later calls would reuse this item", "take the item before the step, and pass it in",
         )  # fmt: skip
         error.where = self._line()
-        raise error
+        self._refuse(error)
 
     def send(self, value: object) -> Any:
         """Refuse `send` of a generator likewise."""

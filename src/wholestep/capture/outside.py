@@ -38,12 +38,16 @@ _listeners: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
 class Outside:
     """Recorder of what the code of the user does outside of Python's objects during one trace.
 
-    `call` records a call that each step makes. `has_value` says whether a tensor has its value on the host.
-    `read` are the variables of the environment, and the levels of loggers, that were read, with what they were.
+    `call` records a call that each step makes. `refuse` raises an error, also if the step catches it. `has_value` says
+    whether a tensor has its value on the host. `read` are the variables of the environment, and the levels of loggers,
+    that were read, with what they were.
     """
 
-    def __init__(self, call: Callable[..., None], has_value: Callable[[torch.Tensor], bool]) -> None:
-        self._call, self._has_value, self._thread = call, has_value, threading.get_ident()
+    def __init__(
+        self, call: Callable[..., None], refuse: Callable[[CaptureError], NoReturn],
+        has_value: Callable[[torch.Tensor], bool],
+    ) -> None:  # fmt: skip
+        self._call, self._refuse, self._has_value, self._thread = call, refuse, has_value, threading.get_ident()
         self.read: dict[str, Assumption] = {}
 
     @contextmanager
@@ -100,13 +104,13 @@ class Outside:
     def on_file(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of `torch.save` and `torch.load`, which open files in C++."""
         if line := self._own_line(_is_outside):
-            _refuse(f"calls torch.{original.__name__}(...)", line)
+            self._refuse(_done_once(f"calls torch.{original.__name__}(...)", line))
         return original(*args, **kwargs)
 
     def on_thread(self, original: Callable[..., None], thread: threading.Thread) -> None:
         """In place of `Thread.start`."""
         if line := self._own_line(_is_outside):
-            _refuse(f"starts the thread {thread.name!r}", line)
+            self._refuse(_done_once(f"starts the thread {thread.name!r}", line))
         original(thread)
 
     def on_clock(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,26 +118,28 @@ class Outside:
         if line := self._own_line(_is_of(_OF_IDENTIFIERS)):
             name = original.__qualname__
             name = name if "." in name else f"{original.__module__}.{name}"
-            raise CaptureError(
+            error = CaptureError(
                 f"the step reads the clock with {name}(): all later steps would reuse that time",
                 "a step whose work does not depend on the time",
                 "read the clock outside the step, or in a function passed to wholestep.callback; "
                 "step.profile() times a step",
                 line,
             )
+            self._refuse(error)
         return original(*args, **kwargs)
 
     def on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of what reads random bits of the system, and of `random.Random.__init__`."""
         seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
         if not seeded and (line := self._own_line(_is_of(_OF_IDENTIFIERS))):
-            raise CaptureError(
+            error = CaptureError(
                 "the step makes a random generator without a seed, or reads random bits of the system: "
                 "all later steps would reuse what it draws while it is captured",
                 "random numbers from torch (torch.rand, dropout), which each step draws again",
                 "draw them before the step and pass them in",
                 line,
             )
+            self._refuse(error)
         return original(*args, **kwargs)
 
     def on_variable(self, original: Callable[..., str], environment: Any, name: str) -> str:
@@ -150,7 +156,7 @@ class Outside:
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if line := self._own_line(_is_outside):
             given = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
-            _refuse(f"calls {event}({', '.join(map(repr, given))})", line)
+            self._refuse(_done_once(f"calls {event}({', '.join(map(repr, given))})", line))
 
     def _note(self, place: Location, value: Any) -> None:
         self.read.setdefault(place.path, expect(place, value))
@@ -158,12 +164,13 @@ class Outside:
     def _refuse_tensors(self, verb: str, values: Any, instead: str, line: str) -> None:
         tensors = [v for v in take_apart(values).leaves if isinstance(v, torch.Tensor)]
         if not all(map(self._has_value, tensors)):
-            raise CaptureError(
+            error = CaptureError(
                 f"the step {verb} a tensor, which has no value while the step is captured",
                 "a host call that each step makes with its own values",
                 f"write {instead} with the same arguments",
                 line,
             )
+            self._refuse(error)
 
     def _own_line(self, passes: Callable[[FrameType], bool] | None = None) -> str:
         """Return the user's line that called the patched function, at once or through frames that pass, or ""."""
@@ -185,8 +192,8 @@ class _Levels:
         return self.logger.isEnabledFor(level)
 
 
-def _refuse(what: str, line: str) -> NoReturn:
-    raise CaptureError(
+def _done_once(what: str, line: str) -> CaptureError:
+    return CaptureError(
         f"the step {what}: that would happen once, while the step is captured, and in no later step",
         "a step that reads and changes tensors and objects of Python alone",
         "do it outside of the step, or write wholestep.callback(fn, ...), which calls fn in each step",

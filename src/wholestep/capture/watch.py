@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -77,7 +77,8 @@ class Watch:
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
         self._held = {(id(container), key) for held in tensors for container, key in held.places}
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
-        self._outside = Outside(self.call, lambda tensor: self.numbers.index_of(tensor) is not None)
+        self._refused: CaptureError | None = None
+        self._outside = Outside(self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None)
 
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
@@ -93,6 +94,8 @@ class Watch:
                     sys.settrace(self._tracer(containers))
                 yield
                 sys.settrace(before)
+            if self._refused is not None:
+                raise self._refused  # the step caught it
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
         finally:
@@ -111,7 +114,7 @@ class Watch:
                     if numbers and is_number(value) and container.path_of(key) in numbers:
                         container.put(key, self.numbers.read(container.place_of(key), value))
                     elif is_foreign_iterator(value):
-                        container.put(key, RefusedIterator(container.path_of(key), value, self.line))
+                        container.put(key, RefusedIterator(container.path_of(key), value, self.line, self._refuse))
         for option in self.options:
             self.numbers.option(*option)
         for scheduler in self.reach.schedulers:
@@ -135,6 +138,10 @@ class Watch:
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
+
+    def _refuse(self, error: CaptureError) -> NoReturn:
+        self._refused = self._refused or error
+        raise error
 
     def _on_read(self, original: Callable[..., Any], owner: Any, name: str) -> Any:
         seen = name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
