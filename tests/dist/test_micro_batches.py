@@ -1,5 +1,6 @@
 """Micro-batches on gloo ranks: what the ranks compute without them, with all passes, in float64."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _trained(rank: int, parallel: Any, options: dict[str, Any], times: int = 1) -> tuple[list[Tensor], ws.CompiledStep]:
+def _trained(
+    rank: int, parallel: Any, options: dict[str, Any], times: int = 1, sizes: Sequence[int] = ROWS
+) -> tuple[list[Tensor], ws.CompiledStep]:
     """Losses and parameters."""
     of_steps.clear()
     torch.manual_seed(0)
@@ -47,7 +50,7 @@ def _trained(rank: int, parallel: Any, options: dict[str, Any], times: int = 1) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     step = ws.compile(train, parallel=parallel, **options)
     generator, found = torch.Generator().manual_seed(rank), list[Tensor]()
-    for number, rows in enumerate(times * rows for rows in ROWS):
+    for number, rows in enumerate(times * rows for rows in sizes):
         batch = {
             "x": torch.randn(rows, 12, generator=generator), "y": torch.randint(0, 7, (rows,), generator=generator),
             "weight": torch.rand(rows, generator=generator),
@@ -86,6 +89,19 @@ def test_the_same_as_without(data: dict[str, Any], semantics: str, pieces: int, 
     for worst, loops in run_ranks(_trains, 2, data | {"semantics": semantics}, pieces, options):
         assert worst < 1e-10
         assert loops == 2
+
+
+def _other_pieces(rank: int, world: int) -> float:
+    torch.set_default_dtype(torch.float64)
+    one, sizes = ws.DataParallel("zero1"), (8, 8 - 4 * rank)
+    expected, _ = _trained(rank, one, {}, sizes=sizes)
+    found, _ = _trained(rank, [one, ws.MicroBatches(3)], {}, sizes=sizes)
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def test_ranks_may_have_other_numbers_of_pieces() -> None:
+    """Eight rows in three pieces beside four in two: the second rank compiles its program alone."""
+    assert max(run_ranks(_other_pieces, 2, timeout=40)) < 1e-10
 
 
 def _chooses(rank: int, world: int, share: float) -> tuple[float, int, str, float]:

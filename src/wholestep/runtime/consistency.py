@@ -260,18 +260,18 @@ def cache_line(options: StepOptions) -> str:
 
 def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     """Storage layouts of the state, and every collective in order. They do not depend on the size of the batch."""
-    lines = [f"mesh {plan.mesh}; {plan.strategy}"]
+    lines = [f"mesh {plan.mesh.of_ranks}; {plan.strategy}"]
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
             lines.append(
                 f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
             )
-    for node, _ in with_bodies(local.graph):
+    for node, times in with_bodies(local.graph):
         if communicates(node):
             given = [source for one in operands(node) if (source := meta.tensor(one)) is not None]
             shapes = ", ".join(f"{short_dtype(one.dtype)}{list(one.shape)}" for one in given)
             rest = ", ".join(str(one) for one in node.args[1:-1] if not isinstance(one, (Node, list)))
-            lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest})")
+            lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}), {times} times")
     return lines
 
 
