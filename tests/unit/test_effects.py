@@ -679,6 +679,44 @@ class CachedFunction(World):
         assert not isinstance(mask(4), FakeTensor)
 
 
+@functools.cache
+def settings_of_file():
+    print("reads its settings")
+    return {"lines": len(Path(__file__).read_text().splitlines())}
+
+
+@functools.lru_cache
+def log_file(name, mode="w"):
+    return open(name, mode)  # here
+
+
+@functools.cache
+def progress():
+    return Progress()
+
+
+@case
+class CachedFileAndObject(World):
+    """What a cached function does happens once, and its object is like others."""
+
+    def __init__(self):
+        super().__init__()
+        settings_of_file.cache_clear()
+        progress().steps = 0
+
+    def step(self, x):
+        progress().steps += 1
+        self.seen = progress().steps
+        return self.update(x, 1000 / settings_of_file()["lines"] / self.seen)
+
+
+@refused("the step keeps what a cached function opened or drew")
+class CachedHandle(World):
+    def step(self, x):
+        log_file(os.devnull).write("a step")
+        return self.update(x)
+
+
 @case
 class CachedMethods(World):
     """The caches are of the class, and hold tensors that the trace made."""

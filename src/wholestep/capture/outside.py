@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -23,7 +23,7 @@ from ..graph.meta import show_line
 from .assumptions import Assumption, expect
 from .call_structure import take_apart
 from .locations import MISSING, Location
-from .reachable import is_of_python, is_own_code
+from .reachable import is_of_python, is_own_code, is_own_function
 
 _OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
 _OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller
@@ -40,13 +40,16 @@ class Outside:
 
     `call` records a call that each step makes. `refuse` raises an error, also if the step catches it. `has_value` says
     whether a tensor has its value on the host. `read` are the variables of the environment, and the levels of loggers,
-    that were read, with what they were.
+    that were read, with what they were. What happens inside of one of the `caches` happens once, in eager code too;
+    `once` are the errors for it, should the cache hold objects that do more.
     """
 
     def __init__(
         self, call: Callable[..., None], refuse: Callable[[CaptureError], NoReturn],
-        has_value: Callable[[torch.Tensor], bool],
+        has_value: Callable[[torch.Tensor], bool], caches: Sequence[Any],
     ) -> None:  # fmt: skip
+        self._caches = [cache for cache in caches if is_own_function(cache.__wrapped__)]
+        self.once: list[tuple[Any, CaptureError]] = []
         self._call, self._refuse, self._has_value, self._thread = call, refuse, has_value, threading.get_ident()
         self.read: dict[str, Assumption] = {}
 
@@ -179,7 +182,23 @@ class Outside:
             frame = frame.f_back
         if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
             return ""
-        return show_line(frame.f_code.co_filename, frame.f_lineno)
+        line = show_line(frame.f_code.co_filename, frame.f_lineno)
+        cache = self._cache_above(frame) if self._caches else None
+        if cache is not None:
+            self.once.append((cache, _done_once("keeps what a cached function opened or drew", line)))
+        return line if cache is None else ""
+
+    def _cache_above(self, frame: FrameType | None) -> Any:
+        """Return the cache whose function runs in a frame or calls it; None if there is none."""
+        while frame is not None:
+            for cache in self._caches:
+                function = cache.__wrapped__
+                if frame.f_code is function.__code__:
+                    cells = zip(frame.f_code.co_freevars, function.__closure__ or (), strict=True)
+                    if all(frame.f_locals.get(name) is cell.cell_contents for name, cell in cells):
+                        return cache
+            frame = frame.f_back
+        return None
 
 
 @dataclass

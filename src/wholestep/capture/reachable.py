@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import _torch
 from ..graph.meta import is_user_file
 from .call_structure import codes_in
+from .function_caches import entries_of
 from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
 from .state import StepState
 
@@ -238,7 +239,7 @@ class _Search:
                 self._object(value, path)
         elif _is_cache(value):
             self.found.caches.append(value)
-            self._waiting.append((value.__wrapped__, path))
+            self._waiting += [(v, path) for v in (value.__wrapped__, *entries_of(value))]
         elif isinstance(value, LRScheduler):
             self.found.schedulers.append(value)
         elif isinstance(value, Optimizer):

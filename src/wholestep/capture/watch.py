@@ -26,6 +26,7 @@ from ..graph.meta import is_user_file, meta_of, show_line
 from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
+from .function_caches import entries_of, is_data
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
@@ -78,7 +79,9 @@ class Watch:
         self._held = {(id(container), key) for held in tensors for container, key in held.places}
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
         self._refused: CaptureError | None = None
-        self._outside = Outside(self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None)
+        self._outside = Outside(
+            self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.reach.caches
+        )
 
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
@@ -96,6 +99,9 @@ class Watch:
                 sys.settrace(before)
             if self._refused is not None:
                 raise self._refused  # the step caught it
+            for cache, error in self._outside.once:
+                if not all(is_data(value) for value in entries_of(cache)):
+                    raise error
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
         finally:
@@ -127,9 +133,11 @@ class Watch:
             container.before = original
             container.restore(kept)
         self._schedulers.end()
+        once = {id(cached) for cached, _ in self._outside.once}
         for cached, misses in zip(self.reach.caches, self._misses, strict=True):
-            if cached.cache_info().misses != misses:
-                cached.cache_clear()  # it may hold fake tensors
+            kept = id(cached) in once and all(isinstance(value, SIMPLE) for value in entries_of(cached))
+            if cached.cache_info().misses != misses and not kept:
+                cached.cache_clear()  # it may hold fake tensors, or objects that the step has changed
 
     def _state_entries(self) -> list[Container]:
         optimizers = enumerate(self.state.optimizers)
