@@ -79,6 +79,25 @@ def test_gradients_of_the_last_call_are_read_before_they_are_reset(what: str) ->
     same_as_eager(step, make, CALLS, grads=True)
 
 
+def test_gradients_wait_for_an_update_in_another_call() -> None:
+    """Accumulation that resets at the start of every second call, and updates at the end of the next one."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, last: bool) -> Tensor:
+        if not last:
+            optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if last:
+            optimizer.step()
+        return loss.detach()
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(6, 3)
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    same_as_eager(step, make, [(*call, bool(i % 2)) for i, call in enumerate(CALLS)], grads=True)
+
+
 # -- torch.func -----------------------------------------------------------------------------
 def per_sample(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """A gradient for each sample, each clipped, as private training does it."""

@@ -84,7 +84,7 @@ class Traced:
     """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
 
     `reset`: parameters whose gradient is set to None before the step computes it. `read`: those whose gradient of the
-    last call the step reads. `cleared`: those whose gradient is
+    last call the step reads. `updates`: an optimizer steps. `cleared`: those whose gradient is
     None at the end. `values`: reads of the batch.
     """
 
@@ -93,6 +93,7 @@ class Traced:
     contributed: set[str] = field(default_factory=set[str])
     reset: set[str] = field(default_factory=set[str])
     read: set[str] = field(default_factory=set[str])
+    updates: bool = False
     cleared: list[str] = field(default_factory=list[str])
     created: list[Input] = field(default_factory=list[Input])
     result_leaves: list[Any] = field(default_factory=list[Any])
@@ -121,8 +122,9 @@ class Traced:
 
     @property
     def fresh_grads(self) -> bool:
-        """True if the step resets every gradient before accumulating, and reads none before that."""
-        return self.contributed <= self.reset - self.read
+        """True if the step resets every gradient before accumulating, reads none before that, and updates by them."""
+        waits = bool(self.request.state.optimizers) and not self.updates
+        return self.contributed <= self.reset - self.read and not waits
 
     def trace(self) -> None:
         """Trace the step."""
@@ -276,6 +278,7 @@ class Traced:
                 "or as a variable the function closes over",
                 "pass it to the step, or to wholestep.compile as optimizer=",
             )
+        self.updates = True
 
     def _new_values(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         state, finals = self.request.state, list[torch.Tensor]()
