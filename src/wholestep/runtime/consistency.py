@@ -271,7 +271,8 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             given = [source for one in operands(node) if (source := meta.tensor(one)) is not None]
             shapes = ", ".join(f"{short_dtype(one.dtype)}{list(one.shape)}" for one in given)
             rest = ", ".join(str(one) for one in node.args[1:-1] if not isinstance(one, (Node, list)))
-            lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}), {times} times")
+            often = f", {times} times" if times > 1 else ""
+            lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}){often}")
     return lines
 
 
