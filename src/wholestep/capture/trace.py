@@ -84,8 +84,8 @@ class Traced:
     """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
 
     `reset`: parameters whose gradient is set to None before the step computes it. `read`: those whose gradient of the
-    last call the step reads. `updates`: an optimizer steps. `cleared`: those whose gradient is
-    None at the end. `values`: reads of the batch.
+    last call the step reads. `cleared`: those whose gradient is None at the end. `updates`: an optimizer steps.
+    `values`: reads of the batch.
     """
 
     request: Request
