@@ -50,6 +50,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import wholestep as ws
@@ -1683,6 +1684,60 @@ class WeakSetGrows(World):
     def step(self, x):
         self.alive.add(HELD)  # here
         return self.update(x)
+
+
+class Checkpointed(World):
+    """What is recomputed runs twice in each call, up to the last value that the backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.register_buffer("seen", torch.zeros(()))
+
+    def update(self, x, factor=1.0):
+        self.optimizer.zero_grad()
+        loss = checkpoint(self.inside, x, use_reentrant=False).square().mean() * factor
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def inside(self, x):
+        raise NotImplementedError
+
+
+@case
+class CheckpointCountsBefore(Checkpointed):
+    def inside(self, x):
+        self.n += 1
+        return self.model(x) / self.n
+
+
+@case
+class CheckpointCountsAfter(Checkpointed):
+    def inside(self, x):
+        y = self.model(x)
+        self.n += 1
+        self.model.seen += 1
+        return y
+
+
+@case
+class CheckpointUsesACount(Checkpointed):
+    def inside(self, x):
+        self.n += 1
+        y = (self.model(x) * self.n).sin()
+        self.scale *= 1.05
+        return torch.where(y > 0, y, self.scale) ** self.scale
+
+
+@case
+class SavedTensorsPacked(Checkpointed):
+    def update(self, x, factor=1.0):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5, lambda t: t * 2.0):
+            return World.update(self, x, 1.0 / self.count())
+
+    def count(self):
+        self.n += 1
+        return self.n
 
 
 @refused("self.model.0._forward_hooks")

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,11 +41,21 @@ def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._orig_mod(*args, **kwargs)
 
 
+@dataclass
+class _Number:
+    fake: torch.Tensor
+
+
 @contextlib.contextmanager
 def patched_for_tracing(
-    in_backward: Callable[[Sequence[Any]], AbstractContextManager[None]], device: str
+    in_backward: Callable[[Sequence[Any]], AbstractContextManager[None]],
+    is_number: Callable[[torch.Tensor], bool],
+    device: str,
 ) -> Generator[None]:
     """Run each backward in the context `in_backward(tensors that it starts from)`; annotate its nodes with `backward`.
+
+    Hooks of saved tensors, as those of checkpointing, do not see a fake tensor that `is_number`: torch shows them no
+    Python number.
 
     Validation in torch.distributions, which reads values, is disabled. For a GPU, torch takes its foreach kernels by
     default, as for tensors that are not fake. Selective checkpointing recomputes by its policy, as it does uncompiled;
@@ -60,7 +71,17 @@ def patched_for_tracing(
         finally:
             note_on_nodes(backward=nested, module=module)  # checkpointing leaves modules by an exception
 
+    def save_by(original: Any, self: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        def packed(tensor: torch.Tensor) -> Any:
+            return _Number(tensor) if is_number(tensor) else pack(tensor)
+
+        def unpacked(held: Any) -> Any:
+            return held.fake if isinstance(held, _Number) else unpack(held)
+
+        original(self, packed, unpacked)
+
     forms: list[tuple[Any, str, Form]] = [
+        (torch.autograd.graph.saved_tensors_hooks, "__init__", save_by),
         (torch.nn.Module, "_apply", _apply_unless_idle),
         (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),

@@ -134,6 +134,7 @@ class Numbers:
         self._options: dict[int, _Number] = {}
         self._decisions: list[TracedChoice] = []
         self._effects: set[int] = set()
+        self._casts: dict[int, torch.Tensor] = {}
         self._changed: list[dict[Any, Any]] = []
         self._last: Any = None
 
@@ -142,6 +143,10 @@ class Numbers:
 
     def __bool__(self) -> bool:
         return bool(self._by_id or self._options)
+
+    def stands_for_one(self, tensor: torch.Tensor) -> bool:
+        """Return whether uncompiled code has a Python number for `tensor`, which is a number or the cast of one."""
+        return self._of(tensor) is not None or id(tensor) in self._casts
 
     def among(self, values: Sequence[Any]) -> bool:
         """Return whether a number is among these values, or inside a list or an index among them."""
@@ -268,7 +273,9 @@ class Numbers:
     def _converted(self, args: Any, kinds: Mapping[bool, torch.dtype]) -> Any:
         def convert(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and id(value) in self._by_id:
-                return value.to(kinds.get(value.is_floating_point(), value.dtype))
+                cast_one = value.to(kinds.get(value.is_floating_point(), value.dtype))
+                self._casts[id(cast_one)] = cast_one  # kept: the id of a tensor that is gone may be another's
+                return cast_one
             if type(value) in (list, tuple):
                 return type(value)(convert(v) for v in cast(Sequence[Any], value))
             return value

@@ -148,7 +148,7 @@ class Traced:
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
-                _torch.patched_for_tracing(self._in_backward, self.request.device),
+                _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
                 forms,
             ):
                 ops = {**fixed_sizes(self.known), **SIZED_OPS}

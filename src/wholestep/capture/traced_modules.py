@@ -9,8 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .. import _torch
 from ..errors import CaptureError
@@ -29,41 +27,34 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
     paths = {id(m): path for path, m in walk(roots)}
     owner = {id(m): root for root in roots.values() for m in root.modules()}
     dtype = precision.param if precision else None
-    stack: list[tuple[nn.Module, Any, list[tuple[dict[str, Any], str, Any]]]] = []  # the modules that are running
+    running: list[nn.Module] = []  # the trees whose modules are running
     casts: dict[int, torch.Tensor] = {}
 
     def in_dtype(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def enter(module: nn.Module, args: Any) -> Any:
+    def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) not in paths:
-            return None
-        root = owner[id(module)]
+            return original(module, *args, **kwargs)
+        root, before = owner[id(module)], _torch.noted("module")
         changed = list[tuple[dict[str, Any], str, Any]]()
-        if dtype and all(entered is not root for entered, _, _ in stack):
+        if dtype and root not in running:
             if not _torch.noted("backward"):
                 casts.clear()
             changed = _cast_tree(root, dtype, casts)
-        stack.append((root, _torch.noted("module"), changed))
+        running.append(root)
         _torch.note_on_nodes(module=paths[id(module)])
-        return _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else None
+        try:
+            given = _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else args
+            return original(module, *given, **kwargs)
+        finally:  # also where the recomputation of a checkpoint stops, which is an exception
+            running.pop()
+            for container, key, param in changed:
+                container[key] = param
+            _torch.note_on_nodes(module=before)
 
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        if id(module) not in paths:
-            return
-        _, before, changed = stack.pop()
-        for container, key, original in changed:
-            container[key] = original
-        _torch.note_on_nodes(module=before)
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        # a recomputation that stops early leaves modules without their hooks; what it would skip is dead code
-        with set_checkpoint_early_stop(False):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _torch.forms_set([(nn.Module, "__call__", call)]):
+        yield
 
 
 def _cast_tree(
