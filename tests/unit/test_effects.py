@@ -711,6 +711,85 @@ class CachedFileAndObject(World):
         return self.update(x, 1000 / settings_of_file()["lines"] / self.seen)
 
 
+class Tracker:
+    made = 0
+
+    def __init__(self, start):
+        Tracker.made += 1
+        self.n, self.sums = start, []
+
+
+@functools.cache
+def tracker(name, *, start=0):
+    return Tracker(start)
+
+
+@functools.lru_cache(4, typed=True)
+def history(model):
+    return [0.0]
+
+
+@functools.lru_cache(2)
+def lazy(name):
+    return tracker(name, start=10)
+
+
+@case
+class ObjectsOfColdCaches(World):
+    """What the calls change is the object that the cache keeps: made once, as in eager; others are left alone."""
+
+    def __init__(self):
+        super().__init__()
+        for cached in (tracker, history, lazy):
+            cached.cache_clear()
+        Tracker.made = 0
+        tracker("before").n, lazy("older").n = 5, 7
+
+    def step(self, x):
+        tracker("here", start=2).n += 1
+        lazy("inner").n += tracker("here", start=2).n
+        history(self.model)[0] += 0.5
+        return self.update(x, (tracker("before").n + history(self.model)[0]) / lazy("inner").n)
+
+    def between(self, call):
+        self.seen = tracker("here", start=2).n, tracker("before").n, history(self.model)[0], lazy("older").n
+        self.made = Tracker.made
+
+
+@functools.cache  # here
+def noisy():
+    return [torch.rand(4)]
+
+
+@refused("the cached function noisy draws random numbers for the object that it makes")
+class CachedDraw(World):
+    def step(self, x):
+        noisy.cache_clear()
+        return self.update(x * noisy()[0])
+
+
+@functools.lru_cache(1)  # here
+def newest(name):
+    return [name]
+
+
+@refused("the cached function newest makes an object again that its cache did not keep")
+class CachedAgain(World):
+    def step(self, x):
+        return self.update(x, 1.0 / len(newest("a") + newest("b") + newest("a")))
+
+
+@functools.cache  # here
+def of_tensor(tensor):
+    return [tensor.shape]
+
+
+@refused("the cached function of_tensor makes an object from a tensor")
+class CachedOfTensor(World):
+    def step(self, x):
+        return self.update(x, 1.0 / of_tensor(x)[0][0])
+
+
 @refused("the step keeps what a cached function opened or drew")
 class CachedHandle(World):
     def step(self, x):

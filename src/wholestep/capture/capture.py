@@ -23,6 +23,7 @@ from .call_structure import Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .fake_inputs import Request
+from .function_caches import CachedCall
 from .locations import is_number
 from .normalize import changed_constants, normalize
 from .reachable import Reach, reach
@@ -156,16 +157,22 @@ def capture_step(
 def _captured(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
     numbers: Sequence[Hyper], whole: Mapping[str, tuple[int, ...]], promoted: Promoted,
-    dynamic: Mapping[str, tuple[int, ...]],
+    dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (),
 ) -> Capture:  # fmt: skip
+    """`repeated`: calls of cached functions whose objects were made outside of earlier traces."""
     state, structure, leaves, names = find_state(fn, args, kwargs, options.extra)
     device = options.device or device_of(state)
     _check_devices(state, names, leaves, device, options.offload is not None)
     found = reach(fn, dict(zip(names, leaves, strict=True)), state)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
-    args = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
+    request = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
-        traced = _trace_until_carried(Request(*args, dynamic=dynamic))
+        traced = _trace_until_carried(Request(*request, dynamic=dynamic))
+    if traced.watch.to_repeat:
+        for call in traced.watch.to_repeat:
+            call.repeat(repeated)
+        repeated = *repeated, *traced.watch.to_repeat
+        return _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic, repeated)
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)

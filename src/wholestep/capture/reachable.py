@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import _torch
 from ..graph.meta import is_user_file
 from .call_structure import codes_in
-from .function_caches import entries_of
+from .function_caches import results_of
 from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
 from .state import StepState
 
@@ -196,6 +196,13 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) ->
     return search.found
 
 
+def can_change(value: Any, state: StepState) -> bool:
+    """Return whether a value is, or leads to, something that a step may change."""
+    search = _Search(Reach(), state)
+    search.visit(value, "")
+    return bool(search.found.containers)
+
+
 class _Search:
     def __init__(self, found: Reach, state: StepState) -> None:
         self.found, self.state = found, state
@@ -239,7 +246,7 @@ class _Search:
                 self._object(value, path)
         elif _is_cache(value):
             self.found.caches.append(value)
-            self._waiting += [(v, path) for v in (value.__wrapped__, *entries_of(value))]
+            self._waiting += [(v, path) for v in (value.__wrapped__, *results_of(value).values())]
         elif isinstance(value, LRScheduler):
             self.found.schedulers.append(value)
         elif isinstance(value, Optimizer):

@@ -26,13 +26,22 @@ from ..graph.meta import is_user_file, meta_of, show_line
 from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
-from .function_caches import entries_of, is_data
+from .function_caches import CachedCall, KeptResults, is_data, results_of
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
 from .lr_schedulers import Schedulers
 from .outside import Outside
-from .reachable import Container, Reach, argument_containers, is_of_python, is_own_code, own_modules, state_containers
+from .reachable import (
+    Container,
+    Reach,
+    argument_containers,
+    can_change,
+    is_of_python,
+    is_own_code,
+    own_modules,
+    state_containers,
+)
 from .state import StepState
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
@@ -52,6 +61,7 @@ class Watch:
 
     `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
     current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
+    `to_repeat` are calls of cached functions that made objects in the trace.
     """
 
     state: StepState
@@ -64,6 +74,7 @@ class Watch:
     found_at: str = ""
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
+    to_repeat: list[CachedCall] = field(default_factory=list[CachedCall])
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
 
     def __post_init__(self) -> None:
@@ -100,8 +111,9 @@ class Watch:
             if self._refused is not None:
                 raise self._refused  # the step caught it
             for cache, error in self._outside.once:
-                if not all(is_data(value) for value in entries_of(cache)):
+                if not all(is_data(value) for value in results_of(cache).values()):
                     raise error
+            self.to_repeat = [call for call in self._kept.new() if self._can_change(call.result)]
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
         finally:
@@ -111,7 +123,7 @@ class Watch:
     def _begin(self, called: Mapping[Any, Any]) -> list[Container]:
         given = argument_containers(called, self._arguments)
         containers = [*self.reach.containers, *self._state_entries(), *given]
-        self._misses = [cached.cache_info().misses for cached in self.reach.caches]
+        self._kept = KeptResults(self.reach.caches)
         self._originals, numbers = [c.before for c in containers], self.promoted.numbers
         for container in containers:
             container.before = container.now()
@@ -133,11 +145,13 @@ class Watch:
             container.before = original
             container.restore(kept)
         self._schedulers.end()
-        once = {id(cached) for cached, _ in self._outside.once}
-        for cached, misses in zip(self.reach.caches, self._misses, strict=True):
-            kept = id(cached) in once and all(isinstance(value, SIMPLE) for value in entries_of(cached))
-            if cached.cache_info().misses != misses and not kept:
-                cached.cache_clear()  # it may hold fake tensors, or objects that the step has changed
+        once = [cached for cached, _ in self._outside.once]
+        new = self._kept.new()  # it may hold fake tensors, or objects that the step has changed
+        gone = [one for one in new if not (one.cache in once and isinstance(one.result, SIMPLE))]
+        self._kept.forget(gone, self._can_change)
+
+    def _can_change(self, value: object) -> bool:
+        return can_change(value, self.state)
 
     def _state_entries(self) -> list[Container]:
         optimizers = enumerate(self.state.optimizers)
