@@ -1826,6 +1826,48 @@ class HookStays(World):
         return self.update(x)
 
 
+LIBRARY: dict[str, Any] = {"torch": torch}
+CHECKS = """
+def check(condition, text):
+    torch._assert_async(condition)
+
+def checked(x):
+    check((x.square() >= 0).all(), f"found {x.sum():.3f}")
+    return x
+
+def described(x):
+    return f"found {x.sum():.3f}"
+"""
+exec(compile(CHECKS, "lib/site-packages/a_library.py", "exec"), LIBRARY)
+
+
+@case
+class TextOfALibrary(World):
+    """Of an error that is not raised."""
+
+    def step(self, x):
+        return self.update(LIBRARY["checked"](x))
+
+
+@pytest.mark.parametrize("where", ["returned", "kept", "printed"])
+def test_text_of_a_library_is_refused_where_it_would_be_seen(where: str) -> None:
+    world = World()
+    world.said = ""
+
+    def step(x):
+        text = LIBRARY["described"](x)
+        if where == "kept":
+            world.said = text
+        if where == "printed":
+            print(text)
+        return world.update(x), [text] if where == "returned" else None
+
+    with pytest.raises(ws.CaptureError, match="formats a tensor as text") as error:
+        ws.compile(step, model=world.model, optimizer=world.optimizer)(batches()[0])
+    assert error.value.where.startswith("lib/site-packages/a_library.py:10")
+    assert world.said == ""
+
+
 def observed(world: World) -> Any:
     """Everything that can be seen from outside, tensors copied."""
     found: dict[str, Any] = {}

@@ -32,11 +32,13 @@ from .locations import GroupEntry, Location, NumberLocation
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
+from .reachable import is_own_code
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
 from .sized_forms import SIZED_OPS, sized_forms
 from .sizes_fixed import SizesFixedError
 from .state import Hyper, StepState
+from .text_of_tensors import error_of_text, text_of_tensor
 from .traced_modules import modules_seen
 from .watch import Watch
 
@@ -375,11 +377,9 @@ class _TorchCalls(TorchFunctionMode):
             )
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
-            raise CaptureError(
-                f"the step formats a tensor of shape {tuple(args[0].shape)} as text while it is being captured",
-                "text of values that are known before the step runs",
-                "return the tensor, or format it in a function passed to wholestep.callback",
-            )
+            if func is torch.Tensor.__format__ and not is_own_code((_calling_line() or ("",))[0]):
+                return text_of_tensor(_calling_text())  # of a library: mostly of an error that is not raised
+            raise error_of_text(f"a tensor of shape {tuple(args[0].shape)}")
         args = [self._fake_of(a) for a in args]
         named: dict[str, Any] = {k: self._fake_of(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
         refuse_generators(named)

@@ -43,6 +43,7 @@ from .reachable import (
     state_containers,
 )
 from .state import StepState
+from .text_of_tensors import refuse_text_of_tensors
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
@@ -267,6 +268,7 @@ class Watch:
         argument = self.numbers.argument(value)
         if argument is not value:
             return argument
+        refuse_text_of_tensors(value)
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
@@ -282,6 +284,7 @@ class Watch:
     def refuse_made(self, results: Sequence[Any]) -> None:
         """Raise CaptureError if a result is an object that the step made and that holds a tensor of the trace."""
         for value in results:
+            refuse_text_of_tensors(value)
             if not isinstance(value, (*SIMPLE, torch.Tensor, type)) and self._holds_fake(value):
                 raise CaptureError(
                     f"the step returns a {type(value).__name__} that holds tensors: later calls would return it again",
