@@ -184,7 +184,7 @@ PADDED: dict[str, tuple[str, Any]] = {
     "per_rank": ("dp=2", ws.DataParallel("default")),
     "global": ("dp=2", ws.DataParallel("zero1", semantics="global")),
     "tensor parallel": ("tp=2", ws.TensorParallel(FFN)),
-    "both": ("dp=2,tp=2", [ws.DataParallel("fully_shard", semantics="global"), ws.TensorParallel(FFN)]),
+    "both": ("dp=2,tp=2", [ws.DataParallel("fully_shard", axis="dp", semantics="global"), ws.TensorParallel(FFN)]),
     "stages": ("pp=2", ws.Pipeline(micro_batches=2, schedule="1f1b")),
     "stages per rank": ("dp=2,pp=2", [ws.DataParallel("zero1", axis="dp"), ws.Pipeline(micro_batches=2)]),
     "stages global": (

@@ -35,7 +35,7 @@ from .store_tree import StoreTree, appears, get, pause_s, put
 _PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
-UNDER = ("call", "choices", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
+UNDER = ("call", "choices", "plan", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
 _STORE = "the store of the job"  # which does not answer where its host is lost
 _LOOK_S = 0.5  # between two looks at where the other ranks wait
 

@@ -23,7 +23,7 @@ from ..capture.scheduled_numbers import note_changed
 from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
-from ..errors import RankFailedError, RankMismatchError, WholestepError
+from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import instantiated
 from ..graph.stage_part import StageParts
@@ -315,8 +315,10 @@ class Compiler:
         open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
         priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
         priced_on = self._chosen_on if self._choice else priced_on
-        has_order_to_choose = self.strategies.pipeline is not None and priced_on is None
-        if (open_to_solve or has_order_to_choose) and self._consistency.is_new:
+        stages, is_new = self.strategies.pipeline, self._consistency.is_new
+        has_order_to_choose = stages is not None and priced_on is None
+        depends_on_batch = mesh.size > 1 and (open_to_solve or (stages is not None and stages.stages is None))
+        if (depends_on_batch or has_order_to_choose) and is_new:
             self._consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
         if any(part.hardware is None for part in open_to_solve):
@@ -329,6 +331,8 @@ class Compiler:
             names = {given.name for given in captured.graph.inputs}  # a frozen parameter's state is none
             rests = {name: layout for name, layout in placed(captured.state, self.world).items() if name in names}
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
+            if depends_on_batch and is_new:
+                planned = self._as_on_first_rank(planned, partial(plan, captured.graph, mesh), (rests, priced_on))
         if open_to_solve:
             choices.note(solved=planned.strategies)
         if planned.owners or planned.update_owners:
@@ -336,6 +340,17 @@ class Compiler:
         if options.plan is not None:
             refuse_other_parameters(options.plan, planned)
         return planned
+
+    def _as_on_first_rank(self, planned: Plan, plan_by: Callable[..., Plan], rest: tuple[Any, ...]) -> Plan:
+        """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
+        what = "which stages and layouts it chose"
+        first: Strategies = self.rendezvous.broadcast(f"{self._consistency.round_label}/plan", planned.strategies, what)
+        if first == planned.strategies:
+            return planned
+        try:
+            return plan_by(first, *rest)
+        except PlanError:  # ranks have other models, which the comparison of their programs says
+            return planned
 
     def _key_values(self, captured: Capture) -> dict[str, object]:
         """The values that choices follow from: the key of the compile cache."""
