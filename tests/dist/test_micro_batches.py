@@ -104,6 +104,39 @@ def test_ranks_may_have_other_numbers_of_pieces() -> None:
     assert max(run_ranks(_other_pieces, 2, timeout=40)) < 1e-10
 
 
+def _refuses(rank: int, world: int, style: str, sizes: Sequence[tuple[int, int]]) -> tuple[str, int]:
+    """What the last call is refused with, and the calls before it."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ws.compile(train, parallel=[ws.DataParallel(style), ws.MicroBatches(4)], agree_timeout=20)
+    try:
+        for rows in (pair[rank] for pair in sizes):
+            step(
+                model,
+                optimizer,
+                {"x": torch.randn(rows, 12), "y": torch.zeros(rows).long(), "weight": torch.ones(rows)},
+            )
+    except ws.errors.RankMismatchError as error:
+        return str(error), step.calls
+    return "", step.calls
+
+
+@pytest.mark.parametrize(
+    ("style", "sizes", "why"),
+    [
+        ("zero2", [(8, 8), (8, 2)], "ranks exchange gradients in each"),
+        ("zero2", [(1, 1), (8, 8), (8, 1)], "one exchanges once what others exchange in each"),
+        ("zero1", [(8, 8), (8, 1)], "one exchanges once what others exchange in each"),
+        pytest.param("zero1", [(1, 8)], "one exchanges once what others exchange in each", marks=pytest.mark.full),
+    ],
+)
+def test_numbers_of_pieces_that_do_not_meet_are_refused_on_all_ranks(style: str, sizes: Any, why: str) -> None:
+    for rank, (said, calls) in enumerate(run_ranks(_refuses, 2, style, sizes, timeout=60)):
+        assert f"this one through {sizes[-1][rank]} samples" in said
+        assert why in said
+        assert calls == len(sizes) - 1
+
+
 def _chooses(rank: int, world: int, share: float) -> tuple[float, int, str, float]:
     """Beside the same without micro-batches: the worst difference, the pieces, what the plan says, the share of the
     peak that is left.

@@ -104,9 +104,13 @@ class Strategies:
             raise PlanError(found, "one of them: products inside a loop are not cut into blocks", "leave out async_tp")
         most = 1
         for rows in self.rows(graph, mesh):
-            made = -(-rows // -(-rows // self.pieces))
+            made = self.pieces_of(rows)
             most = max(most, int(made)) if made == int(made) else most  # compared: a loop has so many
         return with_pieces(mesh, most) if most > 1 else mesh
+
+    def pieces_of(self, rows: int) -> int:
+        """In how many pieces a rank goes through `rows` samples, of which there is one at least."""
+        return -(-rows // -(-rows // self.pieces))
 
     def rows(self, graph: TrainGraph, mesh: Mesh) -> list[int]:
         """For each batch tensor that micro-batches cut, the samples that a rank has at most."""

@@ -20,6 +20,7 @@ from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
+from ..distributed.host_exchange import HostExchange
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError
@@ -40,6 +41,7 @@ from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
 from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
+from .piece_check import PieceCheck, may_differ
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
@@ -78,6 +80,8 @@ class CompiledStep:
         self._tuner: Tuner | None = None
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches, self._pads = options.strategies.shares_batches, bool(options.given.paddings)
+        self._cuts_batches = options.auto is not None or options.strategies.micro_batches is not None
+        self._pieces: PieceCheck | None = None
         self._missed = Counter[str]()
         self._weak = weakref.ref(self)
         self._evicted = False
@@ -95,6 +99,8 @@ class CompiledStep:
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         try:
             call = take_apart((args, kwargs))
+            if self._cuts_batches:
+                self._check_pieces(call, args, kwargs)
             padding: tuple[PaddedCall, Program] | None = None
             if self._pads:
                 call, args, kwargs = with_lengths(self.options.given.paddings, call, leaf_names(self.fn, args, kwargs))
@@ -293,6 +299,21 @@ class CompiledStep:
         """Tell the other ranks the sizes of a batch that they share; None where each rank runs on what it is given."""
         sharder = self._sharder_of(call, args, kwargs)
         return None if sharder is None else sharder.give(call.leaves)
+
+    def _check_pieces(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the numbers of micro-batches of ranks, where these may differ."""
+        if self.options.auto is not None and not self.programs:
+            return  # the first rank chooses, and ranks compare their programs
+        compiler = self._compiler or self._start(self._inputs(args, kwargs, None))
+        if self._pieces is None:
+            self._cuts_batches = may_differ(compiler.strategies, compiler.world.mesh)
+            if not self._cuts_batches:
+                return
+            exchange = HostExchange.of(compiler.rendezvous, 0)
+            self._pieces = PieceCheck(compiler.strategies, compiler.world.mesh, exchange)
+        if not self._pieces.knows(call.structure):
+            self._pieces.note(call.structure, leaf_names(self.fn, args, kwargs), call.leaves)
+        self._pieces.check(call.leaves, [program.local for program in self.programs])
 
     def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
         """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
