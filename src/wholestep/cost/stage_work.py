@@ -141,12 +141,14 @@ def work_of(
     walk = _Walk(own.whole, position, behind, whole, prices)
     last = walk if own.apart is None else _Walk(own.apart, position, behind, apart, prices)
     inside = [node for body in bodies for node in body.nodes]
+    scheduled = next((part for node in own.whole.graph.nodes if (part := part_of(node)) is not None), None)
+    merged = [node for block in (scheduled.blocks if scheduled is not None else ()) for node in block.body.nodes]
     once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
     return StageWork(
         walk.blocks, last.blocks, walk.outside, last.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
         max(others, default=loop.rest_bytes), kinds,
         (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
-        (_sent_bytes(plain, inside), _collectives(plain, inside)),
+        (_sent_bytes(plain, inside), _collectives(own.whole, merged)),
         (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
     )  # fmt: skip
 
