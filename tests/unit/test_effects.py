@@ -761,11 +761,23 @@ def noisy():
     return [torch.rand(4)]
 
 
-@refused("the cached function noisy draws random numbers for the object that it makes")
+@refused("the cached function noisy draws random numbers for what it keeps")
 class CachedDraw(World):
     def step(self, x):
         noisy.cache_clear()
         return self.update(x * noisy()[0])
+
+
+@functools.cache  # here
+def projection(size):
+    return torch.randn(size, size) / size, size
+
+
+@refused("the cached function projection draws random numbers for what it keeps")
+class CachedTensorDrawn(World):
+    def step(self, x):
+        projection.cache_clear()
+        return self.update(x @ projection(4)[0])
 
 
 @functools.lru_cache(1)  # here

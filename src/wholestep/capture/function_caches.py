@@ -14,9 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.fx import Node
 
+from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import show_line
+from ..rules.registry import draws
+from .call_structure import take_apart
 from .locations import SIMPLE
 
 
@@ -40,13 +44,13 @@ class CachedCall:
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             _remove(self.cache, [self.key])
-            raise self._error("draws random numbers for the object that it makes")
+            raise self._error("draws random numbers for what it keeps")
 
     def _error(self, what: str) -> CaptureError:
         name, code = self.cache.__qualname__, self.cache.__wrapped__.__code__
         return CaptureError(
             f"the cached function {name} {what} while the step is captured",
-            "an object that is there before the step runs, which each call then uses and changes",
+            "a result that is there before the step runs, which each call then uses",
             f"call {name} once before the first step",
             show_line(code.co_filename, code.co_firstlineno),
         )
@@ -119,6 +123,21 @@ def _has_tensor(value: Any) -> bool:
 
 def _is_link(kind: Any) -> bool:
     return isinstance(kind, type) and kind.__module__ == "functools" and kind.__name__ == "_lru_list_elem"
+
+
+def is_drawn(value: Any) -> bool:
+    """Return whether tensors of the active trace in `value` depend on random numbers."""
+    made = [_torch.traced_node(v) for v in take_apart(value).leaves if _torch.is_fake(v)]
+    waiting, seen = [one[0] for one in made if one is not None], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if draws(node):
+            return True
+        seen.add(node)
+        waiting += node.all_input_nodes
+    return False
 
 
 def is_data(value: Any) -> bool:

@@ -26,7 +26,7 @@ from ..graph.meta import is_user_file, meta_of, show_line
 from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
-from .function_caches import CachedCall, KeptResults, is_data, results_of
+from .function_caches import CachedCall, KeptResults, is_data, is_drawn, results_of
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
@@ -62,7 +62,7 @@ class Watch:
 
     `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
     current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
-    `to_repeat` are calls of cached functions that made objects in the trace.
+    `to_repeat` are calls of cached functions that made objects in the trace, or drew random numbers.
     """
 
     state: StepState
@@ -114,7 +114,8 @@ class Watch:
             for cache, error in self._outside.once:
                 if not all(is_data(value) for value in results_of(cache).values()):
                     raise error
-            self.to_repeat = [call for call in self._kept.new() if self._can_change(call.result)]
+            new = self._kept.new()
+            self.to_repeat = [one for one in new if self._can_change(one.result) or is_drawn(one.result)]
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
         finally:
