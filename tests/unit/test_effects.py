@@ -729,6 +729,9 @@ def history(model):
     return [0.0]
 
 
+PROGRESS = functools.cache(Progress)  # a class
+
+
 @functools.lru_cache(2)
 def lazy(name):
     return tracker(name, start=10)
@@ -740,7 +743,7 @@ class ObjectsOfColdCaches(World):
 
     def __init__(self):
         super().__init__()
-        for cached in (tracker, history, lazy):
+        for cached in (tracker, history, lazy, PROGRESS):
             cached.cache_clear()
         Tracker.made = 0
         tracker("before").n, lazy("older").n = 5, 7
@@ -749,11 +752,12 @@ class ObjectsOfColdCaches(World):
         tracker("here", start=2).n += 1
         lazy("inner").n += tracker("here", start=2).n
         history(self.model)[0] += 0.5
+        PROGRESS().steps += 1
         return self.update(x, (tracker("before").n + history(self.model)[0]) / lazy("inner").n)
 
     def between(self, call):
         self.seen = tracker("here", start=2).n, tracker("before").n, history(self.model)[0], lazy("older").n
-        self.made = Tracker.made
+        self.made, self.steps = Tracker.made, PROGRESS().steps
 
 
 @functools.cache  # here

@@ -47,12 +47,13 @@ class CachedCall:
             raise self._error("draws random numbers for what it keeps")
 
     def _error(self, what: str) -> CaptureError:
-        name, code = self.cache.__qualname__, self.cache.__wrapped__.__code__
+        function = self.cache.__wrapped__
+        name, code = getattr(function, "__qualname__", str(function)), getattr(function, "__code__", None)
         return CaptureError(
             f"the cached function {name} {what} while the step is captured",
             "a result that is there before the step runs, which each call then uses",
             f"call {name} once before the first step",
-            show_line(code.co_filename, code.co_firstlineno),
+            show_line(code.co_filename, code.co_firstlineno) if code is not None else "",  # none of a class
         )
 
 

@@ -305,6 +305,7 @@ class Compiler:
 
     def _plan(self, captured: Capture) -> Plan:
         options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices
+        is_first = self._consistency.is_new
         if options.auto is not None and self._choice is None:
             if mesh.size > 1:
                 self._consistency.before_choosing(options.auto.describe(mesh))
@@ -315,10 +316,10 @@ class Compiler:
         open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
         priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
         priced_on = self._chosen_on if self._choice else priced_on
-        stages, is_new = self.strategies.pipeline, self._consistency.is_new
+        stages = self.strategies.pipeline
         has_order_to_choose = stages is not None and priced_on is None
         depends_on_batch = mesh.size > 1 and (open_to_solve or (stages is not None and stages.stages is None))
-        if (depends_on_batch or has_order_to_choose) and is_new:
+        if (depends_on_batch or has_order_to_choose) and self._consistency.is_new:
             self._consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
         if any(part.hardware is None for part in open_to_solve):
@@ -331,7 +332,7 @@ class Compiler:
             names = {given.name for given in captured.graph.inputs}  # a frozen parameter's state is none
             rests = {name: layout for name, layout in placed(captured.state, self.world).items() if name in names}
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
-            if depends_on_batch and is_new:
+            if depends_on_batch and is_first:
                 planned = self._as_on_first_rank(planned, partial(plan, captured.graph, mesh), (rests, priced_on))
         if open_to_solve:
             choices.note(solved=planned.strategies)
