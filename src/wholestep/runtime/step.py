@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
-from ..distributed.host_exchange import HostExchange
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError
@@ -41,7 +41,7 @@ from .guards import Miss, ambient
 from .installer import Installer
 from .nonfinite import NonfiniteWatch
 from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
-from .piece_check import PieceCheck, may_differ
+from .piece_check import PieceCheck, piece_check
 from .program import Program
 from .progress import Stages
 from .size_check import other_dims
@@ -306,14 +306,10 @@ class CompiledStep:
             return  # the first rank chooses, and ranks compare their programs
         compiler = self._compiler or self._start(self._inputs(args, kwargs, None))
         if self._pieces is None:
-            self._cuts_batches = may_differ(compiler.strategies, compiler.world.mesh)
-            if not self._cuts_batches:
-                return
-            exchange = HostExchange.of(compiler.rendezvous, 0)
-            self._pieces = PieceCheck(compiler.strategies, compiler.world.mesh, exchange)
-        if not self._pieces.knows(call.structure):
-            self._pieces.note(call.structure, leaf_names(self.fn, args, kwargs), call.leaves)
-        self._pieces.check(call.leaves, [program.local for program in self.programs])
+            self._pieces = piece_check(compiler.strategies, compiler.world.mesh, compiler.rendezvous)
+            self._cuts_batches = self._pieces is not None
+        if self._pieces is not None:
+            self._pieces.check(call, partial(leaf_names, self.fn, args, kwargs), [one.local for one in self.programs])
 
     def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
         """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
