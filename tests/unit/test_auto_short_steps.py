@@ -110,7 +110,9 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     ],
 )
 def test_extrapolated_costs_are_near(hardware: str, mesh: str, tensor: Any, each: int, least: int) -> None:
-    """Of every template, or every other one. One bucket more or less in flight counts thirteen times in a peak."""
+    """Of every template, or every other one. Of what is re-gathered, one bucket more or less in flight counts thirteen
+    times in a peak.
+    """
     graph, hardware, on = deep(2048, 16), MACHINES[hardware], ws.Mesh(mesh)
     short, seen = short_of(graph, hardware), 0
     for template in list(templates(on, tensor))[::each]:
@@ -123,7 +125,8 @@ def test_extrapolated_costs_are_near(hardware: str, mesh: str, tensor: Any, each
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
         made, real = short.priced(pair, programs, ws.pipeline(hardware)), priced(graph, template, hardware, on)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
-        assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=0.5), template.name
+        close = 0.5 if "re-gathered" in template.name else 0.03
+        assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=close), template.name
         assert made.rest_bytes == real.rest_bytes
         assert made.sent_bytes == real.sent_bytes
         seen += 1
