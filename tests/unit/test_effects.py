@@ -1933,7 +1933,8 @@ def compare(ours: Any, theirs: Any, path: str) -> None:
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             compare(a, b, f"{path}[{i}]")
     elif isinstance(ours, torch.Tensor):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda text: f"{path}: {text}")
+        close = {"rtol": 1e-12, "atol": 1e-13} if ours.dtype == torch.float64 else {"rtol": 2e-5, "atol": 1e-6}
+        torch.testing.assert_close(ours, theirs, **close, msg=lambda text: f"{path}: {text}")
     elif isinstance(ours, float):
         assert ours == pytest.approx(theirs, rel=1e-12), path
     else:
@@ -1966,6 +1967,7 @@ def train(world: World, step: Callable[[torch.Tensor], Any]) -> list[Any]:
     return out
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", CASES)
 def test_is_done_in_each_call_as_eager_does_it(name: str) -> None:

@@ -268,14 +268,14 @@ def test_lanes_hold_every_span_compactly() -> None:
     assert len(json.dumps(data)) < 6e6
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize("count", [0, 100_000])
 def test_a_browser_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """No errors, everything drawn, nothing wider than a narrow window; keys and clicks do what the page says."""
     graph, plan = planned(EVIL)
     local = program(plan, graph, H100)
     if count:
-        monkeypatch.setattr(page_module, "timeline", lambda *_: many(local, count))
+        monkeypatch.setattr(page_module, "step_of", lambda *_: (many(local, count), ()))
     text = shown(plan, local, model=EVIL, alternatives=[PlanRow("fails" * 30, 1, None, EVIL)])
     errors = "addEventListener('error', (e) => { (window.errors ??= []).push(e.message); });"
     probe = """
