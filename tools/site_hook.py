@@ -20,8 +20,9 @@ TITLE = re.compile(r"# (?P<title>.+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Decisions, in order, and the pages of the repository's root come last in the navigation."""
-    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    """Decisions, behind their index, and the pages of the repository's root come last in the navigation."""
+    folder = ROOT / "docs" / "decisions"
+    decisions = [folder / "index.md", *sorted(folder.glob("[0-9]*.md"))]
     logs = sorted((ROOT / "benchmarks").glob("*.md"))
     nav: list[Any] = config.nav or []
     nav.append({"Measurements": [{title_of(log): f"benchmarks/{log.name}"} for log in logs]})

@@ -42,7 +42,7 @@ class Tuning:
     rough_gap: float = tuned(0.02, "share", "the same, for one mesh of many: a guess")
     solved_budgets: tuple[float, ...] = tuned((1.0, 0.8), "x budget", "the model omits memory that ops need to run", 24)
     # -- Auto
-    nodes_in_a_group: tuple[int, ...] = tuned((1, 8), "nodes", "sizes of hybrid groups that are tried", 21)
+    nodes_in_a_group: tuple[int, ...] = tuned((1, 8), "nodes", "sizes of hybrid groups that are tried", 20)
     sure_share: float = tuned(0.02, "share", "candidates as near to the best are simulated with all layers", 23)
     sure_bytes_share: float = tuned(0.35, "share", "extrapolated peaks were off by up to 27 %", 23)
     folded_layers: tuple[int, int] = tuned((2, 3), "layers", "of the two short steps that are simulated", 23)
@@ -56,10 +56,10 @@ class Tuning:
     setups_alike: int = tuned(2, "setups", "of equal computation are simulated: what they send hides alike: a guess")
     setup_memory_share: float = tuned(1.1, "x memory", "that a quick estimate of the peak may miss it by: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
-    pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 78)
+    pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 66)
     # -- orders of stages
     order_memory_share: float = tuned(
-        0.1, "x pieces in flight", "above `1f1b`: what gradients of weights wait with is 8 % in a GPT", 99
+        0.1, "x pieces in flight", "above `1f1b`: what gradients of weights wait with is 8 % in a GPT", 104
     )
     # -- memory
     remat_stages: int = tuned(32, "stages", "of targets between the peak and the bytes of inputs: a guess")
@@ -74,15 +74,15 @@ class Tuning:
     first_bucket_bytes: int = tuned(1 << 20, "bytes", "starts the link early; as DDP")
     bucket_bytes: int = tuned(25 << 20, "bytes", "of `Bucket` without sizes; as DDP")
     smallest_bucket_bytes: int = tuned(256 << 10, "bytes", "however fast a start was measured: a guess")
-    coalesced_bytes: int = tuned(512 << 20, "bytes", "of a bucket without copies: a layer of an 8B model", 54)
-    most_summed_bytes: int = tuned(64 << 20, "bytes", "of an all-reduce where CPUs send: few are cheapest", 30)
-    hidden_share: float = tuned(0.5, "share", "all-reduces double while computing hides no more of them", 30)
+    coalesced_bytes: int = tuned(512 << 20, "bytes", "of a bucket without copies: a layer of an 8B model", 28)
+    most_summed_bytes: int = tuned(64 << 20, "bytes", "of an all-reduce where CPUs send: few are cheapest", 28)
+    hidden_share: float = tuned(0.5, "share", "all-reduces double while computing hides no more of them", 28)
     buckets_in_flight: int = tuned(3, "buckets", "of gathers, and of reductions: a guess")
     slow_start_share: float = tuned(
-        0.15, "x sending", "that starting takes in long rings, which get larger buckets", 57
+        0.15, "x sending", "that starting takes in long rings, which get larger buckets", 28
     )
-    bucket_memory_share: float = tuned(0.1, "x memory", "of a device, in flight at most, for long rings: a guess", 57)
-    most_pieces_together: int = tuned(32, "ranks", "whose pieces one kernel copies: it takes 64 tensors", 67)
+    bucket_memory_share: float = tuned(0.1, "x memory", "of a device, in flight at most, for long rings: a guess", 28)
+    most_pieces_together: int = tuned(32, "ranks", "whose pieces one kernel copies: it takes 64 tensors", 17)
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
     async_parts: tuple[int, ...] = tuned((2, 4, 8), "blocks", "of products beside collectives; more fill no GPU", 59)
     # -- cost model
@@ -94,24 +94,24 @@ class Tuning:
     pool_kept: float = tuned(2.0, "x use", "of the most bytes in use at once that a pool holds", 27)
     warm_calls: int = tuned(2, "calls", "run before a CUDA graph is recorded: libraries are set up", 52)
     most_recordings: int = tuned(8, "recordings", "of a program whose addresses change, one after the other", 52)
-    fewest_fused: int = tuned(4, "ops", "that Inductor could fuse: a region with fewer runs as eager: a guess", 53)
-    most_region_programs: int = tuned(4, "functions", "of a region, each for the sizes on one side of a comparison", 70)
-    fewest_nodes_of_layer: int = tuned(24, "nodes", "of a repeat that is compiled by itself: a guess", 53)
+    fewest_fused: int = tuned(4, "ops", "that Inductor could fuse: a region with fewer runs as eager: a guess", 17)
+    most_region_programs: int = tuned(4, "functions", "of a region, each for the sizes on one side of a comparison", 17)
+    fewest_nodes_of_layer: int = tuned(24, "nodes", "of a repeat that is compiled by itself: a guess", 17)
     # -- measuring
     compute_rounds: int = tuned(9, "rounds", "of each probe: the median counts, not the best", 25)
     undisturbed_share: float = tuned(0.8, "share", "of a probe's time that its thread ran: else another process did")
     undisturbed_rounds: int = tuned(4, "rounds", "of a probe that are enough without the disturbed ones: a guess")
     link_few_bytes: int = tuned(4 << 10, "bytes", "of the collective whose start is timed: a guess")
-    link_many_bytes: int = tuned(1 << 20, "bytes", "of the collective whose rate is timed", 31)
+    link_many_bytes: int = tuned(1 << 20, "bytes", "of the collective whose rate is timed", 25)
     copy_rounds: int = tuned(7, "rounds", "of copies out of received memory: a guess")
-    beside_share: float = tuned(0.8, "share", "of a collective's time for which the rank computes beside it", 31)
+    beside_share: float = tuned(0.8, "share", "of a collective's time for which the rank computes beside it", 25)
     most_slower: float = tuned(4.0, "x", "that a collective may be beside computing: a guess")
     link_repeats: tuple[int, int] = tuned((1, 24), "calls, rows", "of the short collective; the least counts: a guess")
     message_bytes: tuple[int, int, int] = tuned(
-        (4 << 10, 256 << 10, 1 << 20), "bytes", "of messages that are timed: links let some 256 KiB through at once", 99
+        (4 << 10, 256 << 10, 1 << 20), "bytes", "of messages that are timed: links let some 256 KiB through at once", 25
     )
     message_rounds: int = tuned(6, "rounds", "of a message there and one back; the first does not count: a guess")
-    message_gap_s: float = tuned(0.005, "s", "of computing between messages, as a block is: a link rests meanwhile", 99)
+    message_gap_s: float = tuned(0.005, "s", "of computing between messages, as a block is: a link rests meanwhile", 25)
     # -- trying schedules
     tried_factors: tuple[float, ...] = tuned(
         (1 / 16, 1 / 4, 4, 16), "x bucket sizes", "a factor of 2 is in the noise", 63

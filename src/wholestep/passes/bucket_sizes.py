@@ -75,7 +75,7 @@ class SizeBuckets:
 
     @property
     def _is_measured(self) -> bool:
-        """Measured starts do not depend on ranks; that of an all-reduce stands for all (decision 0032)."""
+        """Measured starts do not depend on ranks; that of an all-reduce stands for all (decision 0028)."""
         return bool(self.hardware.levels[-1].costs)
 
 

@@ -66,7 +66,7 @@ def _sharded(have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
     """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole.
 
     The innermost axis of the mesh cuts first: a reduce-scatter goes along it first, a gather last, so that the outer
-    axes, which have the slower links, carry pieces only (decision 0057).
+    axes, which have the slower links, carry pieces only (decision 0033).
     """
     inner_first = tuple(name for name in reversed(mesh.names) if name in axes)
     return replace(have, dims=((*have.dims[0], *inner_first), *have.dims[1:])) if have.dims else have
