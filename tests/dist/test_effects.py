@@ -117,3 +117,72 @@ def counters_of_their_own(rank: int, world: int) -> None:
 
 def test_ranks_may_count_what_is_their_own() -> None:
     run_ranks(counters_of_their_own, 2)
+
+
+class Grows(nn.Module):
+    """Buffers that take another shape and another dtype in the first steps, and an attribute that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.long))
+        self.size = torch.zeros(1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x) * (1 + self.mean.square().sum() + self.count.sum() + self.size.sum())
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + 0.1 * h.mean(0)
+            self.count = 0.9 * self.count + 0.1 * F.one_hot(h.argmax(1), 3).sum(0)
+            self.size = self.inner.weight.square().sum().sqrt() / 10
+        return h
+
+
+class Averaging(torch.optim.Optimizer):
+    """State begins in bfloat16, and is of float32 from the first step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            state["mean"] = 0.5 * state["mean"].float() + p.grad
+            p.sub_(state["mean"], alpha=0.01)
+
+
+def other_shapes(rank: int, world: int, style: str, semantics: Any) -> None:
+    found: list[Any] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Grows()
+        optimizer = Averaging(model.parameters())
+        wrap = not compiled and semantics == "per_rank" and world > 1
+        called = DistributedDataParallel(model, broadcast_buffers=False) if wrap else model
+
+        def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = F.mse_loss(called(x), y)  # noqa: B023
+            loss.backward()
+            optimizer.step()  # noqa: B023
+            return loss.detach()
+
+        step = ws.compile(train_step, parallel=ws.DataParallel(style, semantics=semantics)) if compiled else train_step
+        if semantics == "global" and not compiled:
+            parts = [batches(r) for r in range(world)]
+            data = [tuple(torch.cat(t) for t in zip(*same, strict=True)) for same in zip(*parts, strict=True)]
+        else:
+            data = batches(rank)
+        losses = [step(x, y) for x, y in data]
+        with ws.whole(model, writeback=False):
+            found.append((losses, [*(p.detach().clone() for p in model.parameters())], *model.buffers(), model.size))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_buffers_and_state_of_another_shape_or_dtype(style: str, semantics: str) -> None:
+    run_ranks(other_shapes, 2, style, semantics)

@@ -1842,6 +1842,163 @@ class HookStays(World):
         return self.update(x)
 
 
+class Kept(World):
+    """A step that assigns a tensor of another shape or dtype to a buffer, an attribute or optimizer state."""
+
+    def __init__(self, start=None):
+        super().__init__()
+        self.model.register_buffer("kept", start)
+
+    def step(self, x):
+        before = self.model.kept
+        loss = self.update(x, 1.0 if before is None else 1.0 + before.sum().square())
+        with torch.no_grad():
+            self.model.kept = self.new(self.model(x))
+        return loss
+
+
+@case
+class BufferBecomesAScalar(Kept):
+    def __init__(self):
+        super().__init__(torch.ones(4))
+
+    def new(self, h):
+        return h.mean()
+
+
+@case
+class BufferOfOneRow(Kept):
+    def __init__(self):
+        super().__init__(torch.ones(3, 2))
+
+    def new(self, h):
+        return h.mean(0, keepdim=True)
+
+
+@case
+class BufferGrows(Kept):
+    def __init__(self):
+        super().__init__(torch.ones(0, 2))
+
+    def new(self, h):
+        return h if self.model.kept.shape[0] < 6 and self.n == 0 else torch.cat([h, h])
+
+
+@case
+class BufferOfAnotherDtype(Kept):
+    def __init__(self):
+        super().__init__(torch.ones(2))
+
+    def new(self, h):
+        return (10 * h).round().long().sum(0)
+
+
+@case
+class CountsBecomeAnAverage(Kept):
+    def __init__(self):
+        super().__init__(torch.zeros(2, dtype=torch.long))
+
+    def new(self, h):
+        return 0.9 * self.model.kept + 0.1 * nn.functional.one_hot(h.argmax(1), 2).sum(0)
+
+
+@case
+class BufferComesAndGoes(Kept):
+    def new(self, h):
+        return h.mean(0) if self.model.kept is None else None
+
+
+@case
+class BufferIsDeleted(World):
+    def __init__(self):
+        super().__init__()
+        self.model.register_buffer("first", torch.ones(2))
+
+    def step(self, x):
+        factor = 1.0
+        if hasattr(self.model, "first"):
+            factor = self.model.first.sum()
+            del self.model.first
+        return self.update(x, factor)
+
+
+@case
+class AttributeOfAnotherShape(World):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.count = torch.zeros(()), torch.zeros(2, dtype=torch.long)
+
+    def step(self, x):
+        loss = self.update(x, 1.0 + self.mean.sum().square() + self.count.sum())
+        with torch.no_grad():
+            h = self.model(x)
+            self.mean = 0.5 * self.mean + h.mean(0)
+            self.count = 0.9 * self.count + (h > 0).sum(0)
+        return loss
+
+
+class TableOfPositions(nn.Module):
+    """Rotary embeddings, say: the table grows when a longer sequence comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.length = 2
+        self.register_buffer("table", torch.arange(2.0)[:, None].cos())
+
+    def forward(self, x):
+        if x.shape[0] > self.length:
+            self.length = x.shape[0]
+            self.register_buffer("table", torch.arange(float(self.length), device=x.device)[:, None].cos())
+        return x * self.table[: x.shape[0]]
+
+
+@case
+class TableGrows(World):
+    def __init__(self):
+        super().__init__()
+        self.model.insert(0, TableOfPositions())
+
+    def step(self, x):
+        return self.update(x)
+
+
+@case
+class StateOfAnotherDtype(World):
+    def __init__(self):
+        class Averaging(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {"lr": 0.1})
+
+            @torch.no_grad()
+            def step(self):
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        state = self.state[p]
+                        if not state:
+                            state["mean"] = torch.zeros(p.shape, dtype=torch.bfloat16)
+                            state["size"] = torch.zeros(3)
+                        state["mean"] = 0.9 * state["mean"].float() + 0.1 * p.grad
+                        state["size"] = 0.5 * state["size"].sum() + p.grad.abs().sum()
+                        p.sub_(state["mean"] / (1 + state["size"]), alpha=group["lr"])
+
+        super().__init__(Averaging)
+
+    def step(self, x):
+        return self.update(x)
+
+
+@refused("at one of the 2 places that share it")
+class SharedBufferReplaced(World):
+    def __init__(self):
+        super().__init__()
+        self.model[0].register_buffer("shared", torch.ones(()))
+        self.model[2].register_buffer("shared", self.model[0].shared)
+
+    def step(self, x):
+        self.model[0].shared = self.model[0].shared * 2  # here
+        return self.update(x, self.model[2].shared)
+
+
 LIBRARY: dict[str, Any] = {"torch": torch}
 CHECKS = """
 def check(condition, text):

@@ -285,18 +285,20 @@ def test_an_evaluation_has_nothing_to_skip() -> None:
 
 
 class Counting(Optimizer):
-    """Keeps a number of Python, or a tensor that its first step creates, in its state."""
+    """Keeps in its state a number of Python, a tensor that its first step creates, or one of another dtype then."""
 
     def __init__(self, params: Any, kept: str) -> None:
         super().__init__(params, {"lr": 0.1})
         self.kept = kept
+        for param in self.param_groups[0]["params"] if kept == "dtype" else ():
+            self.state[param]["count"] = torch.zeros((), dtype=torch.long)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
-                state["count"] = state.get("count", 0 if self.kept == "number" else torch.zeros(())) + 1
+                state["count"] = state.get("count", 0 if self.kept == "number" else torch.zeros(())) + 1.0
                 param.add_(param.grad, alpha=-0.1)
 
 
@@ -304,6 +306,7 @@ REFUSED = {
     "number": "a step that may be skipped changes the number optimizer.state['0.weight']['count'], "
     "which Python computes",
     "tensor": "a step that may be skipped creates 'count' of '0.weight', state of its optimizer",
+    "dtype": "a step that may be skipped replaces '0.weight/count' by a tensor of another shape or dtype",
 }
 
 

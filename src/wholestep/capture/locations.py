@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from ..graph.graph import Input, Role
 from .state import StepState
 
 
@@ -87,6 +88,18 @@ class StateEntry(Lookup):
     def _now(self) -> Any:
         states = list(self.state.optimizers.values())[self.optimizer].state
         return states[self.state.params[self.owner].tensor]
+
+
+def places_of(state: StepState, given: Input) -> list[Location]:
+    """Return the places of a buffer, or of a tensor of optimizer state."""
+    if given.role is Role.STATE:
+        return [Location(given.name, StateEntry(state, given.optimizer, given.owner), given.key)]
+    return [Location(given.name, container, key) for container, key in state.buffers[given.name].places]
+
+
+def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether tensors have the same shape and dtype, so that one can be written into the other."""
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 @dataclass

@@ -38,9 +38,10 @@ class _Scalar:
 
 @dataclass
 class Counts:
-    """The float64 scalars of one trace, by the identity of the tensor."""
+    """The float64 scalars of one trace, by the identity of the tensor, and the `names` of their inputs."""
 
     kept: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
+    names: set[str] = field(default_factory=set[str])
 
     def put(self, optimizer: Optimizer, given: Input, param: Tensor, tensor: Tensor) -> None:
         """Put a state tensor into `optimizer`: as float64 if eager would read it; fused kernels read the original."""
@@ -51,6 +52,7 @@ class Counts:
         if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
             entry[given.key] = tensor.double()
+            self.names.add(given.name)
             self.kept[id(entry[given.key])] = _Scalar(entry[given.key], tensor.dtype, given.key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:

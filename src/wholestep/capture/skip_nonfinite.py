@@ -15,7 +15,7 @@ from ..graph import meta
 from ..graph.graph import NONFINITE, Output, Role, TrainGraph
 from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
-from .effects import Effects
+from .effects import Effects, Extra
 from .locations import GroupEntry, StateEntry
 from .state import StepState
 
@@ -73,8 +73,14 @@ def refuse_unskippable(state: StepState, effects: Effects) -> None:
             "one of them",
             "leave out on_nonfinite, or use bfloat16 without a scaler",
         )
+    buffers = {(id(container), key): name for name, held in state.buffers.items() for container, key in held.places}
     for write in effects.writes:
         holder, key = write.place.holder, write.place.key
+        of_graph = write.made is not None and any(isinstance(leaf, Extra) for leaf in write.made.leaves)
+        name = write.place.path if of_graph and isinstance(holder, StateEntry) else buffers.get((id(holder), key))
+        if name:
+            found = f"a step that may be skipped replaces {name!r} by a tensor of another shape or dtype"
+            raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or keep its shape and dtype")
         if isinstance(holder, StateEntry) or (isinstance(holder, GroupEntry) and key not in _SCHEDULED):
             found = f"a step that may be skipped changes the number {write.place.path}, which Python computes"
             raise CaptureError(found, _NEEDED, f"keep {key!r} as a tensor in the state of the optimizer")

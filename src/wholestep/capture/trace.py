@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
-from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line
+from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line, source_line
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
@@ -28,7 +28,7 @@ from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
 from .host_numbers import Numbers
-from .locations import GroupEntry, Location, NumberLocation
+from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
@@ -205,12 +205,13 @@ class Traced:
             refuse_open_scalers(state.scalers.values())
             leaves = [self.numbers.argument(v) for v in call.leaves]
             self.watch.refuse_made(leaves)
+            finals = self._new_values(given)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
                 *(v.detach() for v in leaves if isinstance(v, torch.Tensor)),
                 *(v.detach() for v in self.watch.extra),
-                *self._new_values(given),
+                *finals,
                 *self._new_state(given),
             ]
 
@@ -283,28 +284,52 @@ class Traced:
         self.updates = True
 
     def _new_values(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the value of each input after the step. One of another shape or dtype is assigned by each call: the
+        input stays as it is.
+        """
         state, finals = self.request.state, list[torch.Tensor]()
-        helds, optimizers = {**state.params, **state.buffers}, list(state.optimizers.values())
         for i in self.stand_ins.inputs:
-            now = given[i.name]
-            if i.role in (Role.PARAM, Role.BUFFER):
-                now = helds[i.name].tensor
-                if i.role is Role.PARAM and now is not given[i.name]:
-                    raise CaptureError(
-                        f"the step replaces the parameter {i.name!r}",
-                        "parameters that stay the same objects: the optimizer would keep the old one",
-                        "change it in place (`with torch.no_grad(): p.copy_(...)`), or replace it between steps",
-                    )
-            elif i.role is Role.STATE:
-                now = optimizers[i.optimizer].state[helds[i.owner].tensor].get(i.key, now)
-            elif i.role is Role.GRAD:
-                grad = helds[i.owner].tensor.grad
+            was = now = given[i.name]
+            if i.role is Role.PARAM and state.params[i.name].tensor is not was:
+                raise CaptureError(
+                    f"the step replaces the parameter {i.name!r}",
+                    "parameters that stay the same objects: the optimizer would keep the old one",
+                    "change it in place (`with torch.no_grad(): p.copy_(...)`), or replace it between steps",
+                )
+            if i.role is Role.GRAD:
+                grad = state.params[i.owner].tensor.grad
                 if grad is None:
                     self.cleared.append(i.owner)
-                now = now if grad is None else grad
-            itself = now is given[i.name] and now.dtype == i.meta.dtype
-            finals.append(now if itself else now.detach().to(i.meta.dtype))
+                now = was if grad is None else grad.detach().to(i.meta.dtype)
+            elif i.role in (Role.BUFFER, Role.STATE):
+                now = self._kept_value(i, was)
+            finals.append(now if now is was else now.detach())
         return finals
+
+    def _kept_value(self, given: Input, was: torch.Tensor) -> torch.Tensor:
+        """Return what the graph leaves in a buffer, or in optimizer state."""
+        places = places_of(self.request.state, given)
+        found = [place.get() for place in places]
+        now = found[0]
+        if now is was or (now is MISSING and given.role is Role.STATE):  # else others look at what the step deletes
+            return was
+        if any(value is not now for value in found):
+            raise CaptureError(
+                f"the step replaces {given.name!r} at one of the {len(places)} places that share it",
+                "places that share a tensor before and after each step",
+                f"change it in place (`{places[0].path}.copy_(...)`), or let one module have it",
+                next((_made_at(value) for value in found if value is not was), ""),
+            )
+        if isinstance(now, torch.Tensor):
+            if any(isinstance(size, torch.SymInt) for size in now.shape):
+                raise SizesFixedError(f"the step keeps a size of the batch in {given.name!r}", _made_at(now))
+            if given.name in self.counts.names:
+                return now.to(was.dtype)
+            if same_kind(now, was):
+                return now
+        for place in places:
+            self.watch.assign(place, now)
+        return was
 
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         state = self.request.state
@@ -475,6 +500,12 @@ def _asking_text() -> str:
     """Return the user's line that runs, or that made what a backward computes with."""
     line: tuple[str, int] | None = _calling_line() or _torch.noted("line")
     return show_line(*line) if line else ""
+
+
+def _made_at(value: Any) -> str:
+    """Return the user's line that made a tensor; "" for what no operation made."""
+    made = _torch.traced_node(value) if _torch.is_fake(value) else None
+    return "" if made is None else source_line(made[0])
 
 
 def _is_called_by_user() -> bool:

@@ -7,6 +7,7 @@ is refused. Then all containers are restored: no fake tensor remains in the user
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import sys
@@ -29,7 +30,7 @@ from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedEr
 from .function_caches import CachedCall, KeptResults, is_data, is_drawn, results_of
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
-from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number
+from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number, same_kind
 from .lr_schedulers import Schedulers
 from .outside import Outside
 from .reachable import (
@@ -143,9 +144,8 @@ class Watch:
 
     def _end(self, containers: Sequence[Container]) -> None:
         for container, original in zip(self.reach.containers, self._originals, strict=False):
-            kept = {key for key in container.now() if (id(container.holder), key) in self._held}
             container.before = original
-            container.restore(kept)
+            container.restore({key for holder, key in self._held if holder == id(container.holder)})
         self._schedulers.end()
         once = [cached for cached, _ in self._outside.once]
         new = self._kept.new()  # it may hold fake tensors, or objects that the step has changed
@@ -162,6 +162,10 @@ class Watch:
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
         self._called.append(Called(fn, self._made((args, kwargs), "")))
+
+    def assign(self, place: Location, value: Any) -> None:
+        """Record an assignment at the end of a call; MISSING deletes the entry."""
+        self._writes.append(Write(place, None if value is MISSING else self._made(value, place.path)))
 
     def _refuse(self, error: CaptureError) -> NoReturn:
         self._refused = self._refused or error
@@ -192,7 +196,8 @@ class Watch:
         for container, original in zip(containers, self._originals, strict=True):
             for key, _, after in container.changes():
                 if (id(container.holder), key) in self._held:
-                    if container.path_of(key) in self.promoted.tensors and isinstance(after, torch.Tensor):
+                    carried = container.path_of(key) in self.promoted.tensors and isinstance(after, torch.Tensor)
+                    if carried and same_kind(container.before[key], after):
                         self._rebound.append(container.path_of(key))
                 elif not self._is_state(container, after):
                     self._record_change(container, key, original.get(key, MISSING), after)
@@ -219,7 +224,7 @@ class Watch:
         is_argument = isinstance(container.lookup, ArgumentItems)  # other guards compare it
         if self._was_read(container, key) and not is_argument:
             self._guard_old_value(place, before, after)
-        self._writes.append(Write(place, None if after is MISSING else self._made(after, path)))
+        self.assign(dataclasses.replace(place, path=path), after)
 
     def _was_read(self, container: Container, key: Any) -> bool:
         """Return whether the step may have read an entry; only attribute reads are observed."""

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from ..errors import GraphError
 from . import meta
-from .graph import Input, LocalGraph, Output, TrainGraph
+from .graph import Input, LocalGraph, Output, Role, TrainGraph
 from .loop import bodies_of
 from .nodes import is_collective, is_mutating, is_wait, operands
 
@@ -20,6 +20,12 @@ _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scat
 def check_train_graph(train: TrainGraph) -> None:
     """Raise GraphError, which names the node, if `train` violates an invariant of TrainGraph."""
     _check_ends(train.graph, train.inputs, train.outputs)
+    lasting = {i.name: i.meta for i in train.inputs if i.role is not Role.BATCH}
+    for out, node in train.results():
+        made, held = meta.one_tensor(node), lasting.get(out.target) if out.kind == "update" else None
+        if held is not None and (made.shape, made.dtype) != (held.shape, held.dtype):
+            found = f"the output for {out.target!r} is {list(made.shape)} {made.dtype}"
+            raise GraphError(found, f"what its input is: {list(held.shape)} {held.dtype}", where=meta.source_line(node))
     for node in train.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             raise GraphError(f"%{node.name} is a {node.op} node", "placeholders, calls and one output")

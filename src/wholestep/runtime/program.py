@@ -15,7 +15,7 @@ from ..backend.protocol import Run
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture
 from ..capture.host_numbers import At
-from ..capture.locations import MISSING
+from ..capture.locations import MISSING, same_kind, shown
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
@@ -169,6 +169,11 @@ class Program:
                 entry = optimizers[given.optimizer].state.get(state.params[given.owner].tensor, {})
                 if given.key not in entry:
                     return f"optimizer state {given.key!r} of {given.owner!r} is gone"
+            if given.role is not Role.PARAM:
+                container, key = find_input(given, state)
+                now = container.get(key)
+                if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
+                    return f"{given.name!r} is {shown(now)}, it was {shown(tensor)}"
         for number, owner, key in self._makes:
             if key in optimizers[number].state.get(state.params[owner].tensor, {}):
                 return f"optimizer state {key!r} of {owner!r} exists now"
