@@ -50,6 +50,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -1997,6 +1998,103 @@ class SharedBufferReplaced(World):
     def step(self, x):
         self.model[0].shared = self.model[0].shared * 2  # here
         return self.update(x, self.model[2].shared)
+
+
+class Hooked(World):
+    """A step with a hook, whose factor changes between calls, and that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.handle = self.register()
+
+    def scaled(self, grad):
+        self.calls += 1
+        return grad * self.scale / self.calls
+
+    def step(self, x):
+        return self.update(x)
+
+    def between(self, call):
+        self.scale = 1.0 + call
+        if call == 4 and self.handle is not None:
+            self.handle.remove()
+
+
+@case
+class HookOfAGradient(Hooked):
+    def register(self):
+        return self.model[0].weight.register_hook(self.scaled)
+
+
+@case
+class HookOfASum(Hooked):
+    def register(self):
+        def change(param):
+            param.grad.copy_(self.scaled(param.grad))
+
+        return self.model[2].bias.register_post_accumulate_grad_hook(change)
+
+
+@case
+class HookOfAGradientThatIsAnObject(Hooked):
+    def register(self):
+        return self.model[2].weight.register_hook(functools.partial(Hooked.scaled, self))
+
+
+@case
+class HookOfAModulesBackward(Hooked):
+    def register(self):
+        return self.model[1].register_full_backward_hook(lambda module, given, made: (self.scaled(given[0]),))
+
+
+@case
+class HookBeforeAModulesBackward(Hooked):
+    def register(self):
+        return self.model[1].register_full_backward_pre_hook(lambda module, made: (self.scaled(made[0]),))
+
+
+@case
+class HookOfAnActivation(Hooked):
+    def register(self):
+        return self.model[0].register_forward_hook(lambda module, given, made: made.register_hook(self.scaled) and None)
+
+
+class HookOfOptimizers(Hooked):
+    def change(self, optimizer, args, kwargs):
+        for p in self.model.parameters():
+            p.grad.copy_(self.scaled(p.grad))
+
+
+@case
+class HookBeforeAnOptimizer(HookOfOptimizers):
+    def register(self):
+        return self.optimizer.register_step_pre_hook(self.change)
+
+
+@case
+class HookAfterAnOptimizer(HookOfOptimizers):
+    def register(self):
+        return self.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.counted())
+
+    def counted(self):
+        self.calls += 1
+        self.model[2].bias.data.mul_(self.scale / self.calls)
+
+
+@case
+class HookOfAllOptimizers(HookOfOptimizers):
+    def register(self):
+        return register_optimizer_step_pre_hook(self.change)
+
+
+@case
+class HookOfAllModules(Hooked):
+    def register(self):
+        return nn.modules.module.register_module_forward_hook(self.change)
+
+    def change(self, module, given, made):
+        return self.scaled(made) if module is self.model[0] else made
 
 
 LIBRARY: dict[str, Any] = {"torch": torch}

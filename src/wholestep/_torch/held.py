@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,13 +110,15 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+    "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
 )  # fmt: skip
 
 
-ALL_MODULES = torch.nn.modules.module  # has the global hooks of modules
+_OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
+FOR_ALL = torch.nn.modules.module, _OPTIMIZERS  # they have the hooks of all modules, and of all optimizers
 
 
 def hook_tables(holder: object) -> list[dict[int, Any]]:
-    """Return the hook dicts of a module, parameter, optimizer or ALL_MODULES that run within a step."""
+    """Return the hook dicts of a module, tensor, optimizer or of one FOR_ALL that run within a step."""
     found = [getattr(holder, name, None) for name in _HOOKS]
     return [table for table in found if table is not None]

@@ -192,6 +192,10 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) ->
     wrappers = ((type(wrapper).__name__, wrapper) for wrapper in state.wrappers)
     for name, value in (*given.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
         search.visit(value, name or "model")
+    tensors = [held.tensor for held in (*state.params.values(), *state.buffers.values())]
+    for holder in (*tensors, *(v for v in given.values() if isinstance(v, torch.Tensor)), *_torch.FOR_ALL):
+        for hook in (hook for table in _torch.hook_tables(holder) for hook in table.values()):
+            search.visit(hook, getattr(hook, "__name__", "a hook"))
     search.finish()
     return search.found
 

@@ -133,7 +133,7 @@ class HookGuard:
     """Compares the hooks of `holders` with those at its creation. Hooks that only observe do not count."""
 
     def __init__(self, holders: Iterable[object]) -> None:
-        self._holders = [*holders, _torch.ALL_MODULES]
+        self._holders = [*holders, *_torch.FOR_ALL]
         self._expected = self._now()
         self._registered = RemovableHandle.next_id
         tables = [table for holder in self._holders for table in _torch.hook_tables(holder)]
