@@ -115,6 +115,13 @@ def test_links_resolve(page: Path) -> None:
     assert broken_anchors(page) == []
 
 
+def test_the_page_for_newcomers_names_files_that_are_there() -> None:
+    rows = re.findall(r"^\| .*", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE)
+    paths = [path for row in rows for path in re.findall(r"`([a-z_]+/[a-z_/.]*)`", row)]
+    assert len(paths) > 60
+    assert [path for path in paths if not (ROOT / "src" / "wholestep" / path).exists()] == []
+
+
 def unknown_commands(text: str) -> list[str]:
     """Commands of `wholestep` and `make` in a page that are not there, and options that a command does not take."""
     known: Any = typer.main.get_command(app)
