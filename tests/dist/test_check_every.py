@@ -142,3 +142,84 @@ def alone(rank: int, world: int) -> tuple[float, int]:
 
 def test_what_one_rank_calls_alone_is_not_counted() -> None:
     assert [calls for _, calls in run_ranks(alone, 2)] == [7, 7]
+
+
+CALLS = 4
+OPTIMIZERS: dict[str, Any] = {
+    "without state": lambda params: torch.optim.SGD(params, lr=0.1),
+    "state from its first step": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "state": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{name: {"parallel": ws.DataParallel(name)} for name in ("replicate", "zero1", "zero2", "fully_shard")},
+    "default": {},
+    "hybrid": {"parallel": ws.DataParallel("hybrid"), "mesh": "r=1,s=2"},
+    "global": {"parallel": ws.DataParallel("fully_shard", semantics="global")},
+    "micro-batches": {"parallel": [ws.DataParallel("fully_shard"), ws.MicroBatches(2)]},
+    "tp": {"parallel": ws.TensorParallel({"0": "colwise", "2": "rowwise"}, axis="tp"), "mesh": "tp=2"},
+    "pp": {"parallel": ws.Pipeline(micro_batches=2), "mesh": "pp=2"},
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "across steps": {"schedule": "across_steps"},
+    "no schedule": {"schedule": None},
+    "tuned": {"tune": "auto"},
+    "a budget": {"memory_bytes": "1GiB"},
+    "offload": {"offload": "cpu"},
+    "gradients": {"keep_grads": True},
+    "skips": {"on_nonfinite": "skip"},
+    "one program": {"max_programs": 1, "dynamic": False},
+    "measured": {"measure": True},
+}
+
+
+def without_copies(
+    rank: int, world: int, rows: list[tuple[str, dict[str, Any]]], optimizers: tuple[str, ...]
+) -> dict[str, str]:
+    """Rows of options whose parameters divide evenly, so that ranks may hold nothing alike, with each optimizer: what
+    differs from one device, or fails. All compare what they hold in every call.
+    """
+    found: dict[str, str] = {}
+    for name, options in rows:
+        for kind in optimizers:
+            make = OPTIMIZERS[kind]
+            together = "mesh" in options and options["mesh"].startswith(("tp", "pp"))
+            ranks = range(1) if together else range(world)
+            ours, theirs = square_net(), square_net()
+            optimizer, other = make(ours.parameters()), make(theirs.parameters())
+            step = ws.compile(train_step, check_every=1, **options)
+            for call in range(35 if "tune" in options else CALLS):
+                batches = [drawn(call, r) for r in ranks]
+                try:
+                    step(ours, optimizer, batches[0 if together else rank])
+                except Exception as error:
+                    found[f"{name}, {kind}"] = f"call {call + 1}: {type(error).__name__}: {error}"
+                    break
+                train_step(theirs, other, torch.cat(batches))
+            else:
+                with ws.whole(ours, writeback=False):
+                    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+                    off = max((a - b).detach().abs().max().item() for a, b in pairs)
+                if off > 1e-9:
+                    found[f"{name}, {kind}"] = f"off by {off}"
+    return found
+
+
+def square_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)).double()
+
+
+def drawn(call: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    return torch.randn(4, 4, generator=generator, dtype=torch.float64)
+
+
+def test_ranks_may_hold_nothing_alike() -> None:
+    rows = list(LAYOUTS.items())
+    assert run_ranks(without_copies, 2, rows, ("without state", "state"), timeout=300) == [{}] * 2
+
+
+def test_ranks_may_hold_nothing_alike_with_any_option() -> None:
+    assert run_ranks(without_copies, 2, list(CHOICES.items()), ("without state",), timeout=300) == [{}] * 2
+    rows = [("default", {}), ("across steps", CHOICES["across steps"])]
+    assert run_ranks(without_copies, 2, rows, ("state from its first step",), timeout=300) == [{}] * 2

@@ -104,3 +104,26 @@ def test_three_ranks_with_many_sizes() -> None:
     for one in run_ranks(own_sizes, 3, 60, timeout=300):
         assert one["worst"] < 1e-5
         assert one["programs"] == 2
+
+
+def groups_of_their_own(rank: int, world: int, style: Any) -> tuple[float, int]:
+    """Parameters are in groups, as state is made first; then the first rank alone meets another size."""
+    torch.manual_seed(0)
+    pairs = [(made()[0], DistributedDataParallel), (made()[0], lambda model: model)]
+    (theirs, optimizer), (ours, own) = [
+        (wrap(model), torch.optim.AdamW([{"params": [p for p in model.parameters() if p.dim() == d]} for d in (2, 1)]))
+        for model, wrap in pairs
+    ]
+    step = ws.compile(train_step, agree_timeout=SECONDS, parallel=ws.DataParallel(style))
+    worst = 0.0
+    for call, rows in enumerate((6, 6 if rank else 4, 6)):
+        x = data(rank, call, rows)
+        worst = max(worst, difference(step(ours, own, x), train_step(theirs, optimizer, x)))
+    return worst, step.captures
+
+
+def test_the_order_of_state_does_not_depend_on_who_made_it() -> None:
+    for style in ("replicate", "fully_shard"):
+        for rank, (worst, captures) in enumerate(run_ranks(groups_of_their_own, 2, style)):
+            assert worst < 1e-5
+            assert captures == (1 if rank else 2)

@@ -101,9 +101,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
     state, out = request.state, FakeInputs(request.device, request.options.offload is not None, symbols)
     for held in [*state.params.values(), *state.buffers.values()]:
         out.add(held.input, held.tensor.requires_grad)
-    for held in held_state.optimizer_state(state):
-        out.add(held.input)
-    _add_primed(out, state)
+    _add_optimizer_state(out, state)
     for name, held in state.params.items():
         if held.tensor.grad is not None:
             out.add(Input(f"{name}/grad", Role.GRAD, held.input.meta, name))
@@ -120,21 +118,24 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
     return out
 
 
-def _add_primed(out: FakeInputs, state: StepState) -> None:
-    """Add optimizer state that does not exist yet, created by the optimizer for a fake parameter."""
+def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
+    """Add optimizer state, in the order of `optimizer_state`; what does not exist yet is created by the optimizer for
+    a fake parameter.
+    """
     fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}
-    names = {id(held.tensor): name for name, held in state.params.items()}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
-        for group in optimizer.param_groups:
-            for param in list(group["params"]):
-                if optimizer.state.get(param) or not param.requires_grad:
-                    continue
-                name = names[id(param)]
+        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        for name, held in state.params.items():
+            entry, group = optimizer.state.get(held.tensor), groups.get(id(held.tensor))
+            if not entry and group is not None and held.tensor.requires_grad:
                 with out.mode, _torch.tensor_only_optimizers():
                     held_state.prime(optimizer, fakes[name], group, out.device)
-                for key, value in optimizer.state.pop(fakes[name], {}).items():
+                for key, value in held_state.in_order(optimizer.state.pop(fakes[name], {})):
                     if isinstance(value, torch.Tensor):
                         out.put(held_state.state_input(name, key, value, o, label), value)
+            for key, value in held_state.in_order(entry or {}):
+                if isinstance(value, torch.Tensor):
+                    out.add(held_state.state_input(name, key, value, o, label))
 
 
 def dynamic_dims(given: TensorMeta, asked: Sequence[int]) -> tuple[int, ...]:

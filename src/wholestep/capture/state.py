@@ -171,10 +171,12 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, StepTensor], 
 
 
 def carry(state: StepState, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> None:
-    """Add tensors of attributes, variables and items as buffers; `tensors` maps a path to a tensor and its Place."""
-    for path, (tensor, place) in tensors.items():
-        if path not in state.buffers:
-            state.buffers[path] = StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
+    """Add tensors of attributes, variables and items as buffers, after those of modules and in the order of their paths
+    (not in that of the traces that met them); `tensors` maps a path to a tensor and its Place.
+    """
+    for path, (tensor, place) in sorted(tensors.items(), key=lambda item: item[0]):
+        held = state.buffers.pop(path, None)
+        state.buffers[path] = held or StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
 
 
 def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: str = "") -> Input:
@@ -211,15 +213,23 @@ def _is_number(value: object) -> bool:
 
 
 def optimizer_state(state: StepState) -> list[StepTensor]:
-    """Return every tensor of optimizer state, named `parameter/key`."""
+    """Return every tensor of optimizer state, named `parameter/key`: by optimizer, parameter and key, whoever made it.
+
+    Ranks compare programs, whose inputs are in this order. Optimizers make state group by group, or as it was loaded.
+    """
     return [
         StepTensor(state_input(name, key, value, o, label), [(entry, key)])
         for o, (label, optimizer) in enumerate(state.optimizers.items())
         for name, held in state.params.items()
         if (entry := optimizer.state.get(held.tensor))
-        for key, value in entry.items()
+        for key, value in in_order(entry)
         if isinstance(value, torch.Tensor)
     ]
+
+
+def in_order(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the state of one parameter in the order of the keys, which may be of any type before they are refused."""
+    return sorted(entry.items(), key=lambda item: str(item[0]))
 
 
 def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:

@@ -27,7 +27,7 @@ from .. import _torch
 from ..cache.key import digest, own_source
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
-from ..capture.state import Hyper, StepState
+from ..capture.state import Hyper, StepState, in_order
 from ..distributed.launch import World
 from ..distributed.rendezvous import Calls, Rendezvous
 from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, Section
@@ -304,7 +304,7 @@ def state_lines(state: StepState) -> list[str]:
         f"{key} of {name} in the state of {label}{SEPARATOR}{value!r}"
         for label, optimizer in state.optimizers.items()
         for name, held in state.params.items()
-        for key, value in optimizer.state.get(held.tensor, {}).items()
+        for key, value in in_order(optimizer.state.get(held.tensor, {}))
         if isinstance(value, (bool, int, float))
     ]
 
@@ -330,7 +330,10 @@ def show(value: object) -> str:
         items = ", ".join(map(show, cast(Sequence[object], value)))
         return f"({items})" if isinstance(value, tuple) else f"[{items}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in cast(dict[object, object], value).items()) + "}"
+        pairs = sorted(f"{show(k)}: {show(v)}" for k, v in cast(dict[object, object], value).items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}({sorted(map(show, cast(set[object], value)))})"
     return torch.device(value).type if isinstance(value, torch.device) else _name(value)
 
 

@@ -89,7 +89,7 @@ class ReplicaCheck:
 
     def _differs(self, sums: torch.Tensor, number: int, axis: str) -> torch.Tensor:
         """1 where ranks along `axis` have other checksums, or other numbers; else 0."""
-        odd = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=sums.device)
+        odd = 2 * torch.arange(len(sums), device=sums.device) + 1
         own = torch.stack([(sums * odd).sum() & _POSITIVE, torch.tensor(number, device=sums.device)])
         most = torch.cat([own, -own])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group(axis))
