@@ -118,10 +118,11 @@ def _reductions(layout: Layout, target: Layout, axis: str, have: AxisState) -> I
     want = target.state(axis)
     if axis != TIME and want.kind == "O" and have.op in LINEAR_OPS:
         yield Step("reduce", axis, want.at, have.op), layout.put(axis, want)
-        return
-    yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
-    if axis != TIME and want.kind == "S" and have.op in LINEAR_OPS and _fits(layout, target, axis, want.dim):
-        yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
+    elif axis != TIME and want.kind == "S" and have.op in LINEAR_OPS:  # whatever the price of one tensor: never whole
+        if _fits(layout, target, axis, want.dim):  # else another axis goes first
+            yield Step("reduce_scatter", axis, want.dim, have.op), layout.put(axis, want)
+    else:
+        yield Step("all_reduce", axis, op=have.op), layout.put(axis, REPLICATED)
 
 
 def _dim_to_share(layout: Layout, target: Layout, axis: str, shape: tuple[int, ...], mesh: Mesh) -> int | None:

@@ -274,6 +274,10 @@ class Hardware:
             return 0.0 if kind in _LOCAL else self.bytes_us(2 * whole_bytes * mesh.pieces)
         return 0.0 if kind in _LOCAL else self._units_us(kind, whole_bytes, *_route(self, mesh, axis))
 
+    def algorithm_us(self, kind: str, whole_bytes: float, mesh: Mesh, axis: str) -> float:
+        """`collective_us` by the algorithms of its own kind alone: what a bucket should be large enough for."""
+        return self._algorithm_us(kind, whole_bytes, *_route(self, mesh, axis)) if mesh.axis_size(axis) > 1 else 0.0
+
     def overlap_slowdown(self, kind: str, mesh: Mesh, axis: str) -> float:
         """How many times longer a collective takes while the rank computes."""
         cost = self._cost(kind, mesh, axis)
@@ -314,8 +318,21 @@ class Hardware:
         return self._units_us(kind, whole_bytes, _outermost(units), units)
 
     def _units_us(self, kind: str, whole_bytes: float, outermost: int, units: tuple[int, ...]) -> float:
+        """An all-reduce contains a gather and a reduce-scatter, and these two in turn make one: none of the three takes
+        longer than what contains it. A group that crosses a level takes at least as long as its part inside a unit.
+        """
         if units[0] <= 1:
             return 0.0
+        us = self._algorithm_us(kind, whole_bytes, outermost, units)
+        if kind in ("all_gather", "reduce_scatter"):
+            us = min(us, self._algorithm_us("all_reduce", whole_bytes, outermost, units))
+        elif kind == "all_reduce":
+            parts = (self._algorithm_us(part, whole_bytes, outermost, units) for part in ("reduce_scatter", "all_gather"))
+            us = min(us, sum(parts))
+        inside = tuple(ceil(n / units[outermost]) for n in units[: outermost + 1])
+        return max(us, self._units_us(kind, whole_bytes, _outermost(inside), inside)) if outermost > 0 else us
+
+    def _algorithm_us(self, kind: str, whole_bytes: float, outermost: int, units: tuple[int, ...]) -> float:
         crossed = self.levels[: outermost + 1]
         if cost := crossed[-1].cost(kind):
             return cost.us(sent_bytes(kind, whole_bytes, units[0]))

@@ -115,7 +115,7 @@ class Route:
 
     def us(self, size_bytes: float, hardware: Hardware, mesh: Mesh) -> float:
         """Microseconds of that part of a bucket on the link."""
-        return hardware.collective_us(self.kind, size_bytes * self.share, mesh, self.axis)
+        return hardware.algorithm_us(self.kind, size_bytes * self.share, mesh, self.axis)
 
     def start_us(self, hardware: Hardware, mesh: Mesh) -> float:
         """Time of an empty collective on the link, or on the processors if that is longer."""
