@@ -88,8 +88,10 @@ from .dynamo import *
 from .held import *
 from .inductor import *
 from .op_schemas import *
+from .other_threads import *
 from .python_hooks import *
 from .replaced import *
 from .symbols import *
 from .symmetric_memory import *
 from .tracing import *
+from .undo import *

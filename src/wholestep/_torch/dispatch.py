@@ -19,7 +19,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
-from .attributes import attributes_set
+from .attributes import Form, forms_set
 from .op_schemas import is_op, set_operands
 from .symbols import SYMBOLIC, is_size
 
@@ -37,6 +37,7 @@ _SEQUENCES: set[Any] = {tuple, list}
 _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _proxies: Any = proxy_tensor
 _kind: Callable[[Any], Any] = type
+_TAKES_NUMBERS = "should_allow_numbers_as_tensors"
 _NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
 
 
@@ -50,42 +51,37 @@ def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
     Replaces `__torch_dispatch__` of both modes. `forms` are the decomposed ops. No effect in a torch without the names
     that it needs.
     """
-    modes: tuple[Any, ...] = (proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
-    slow: list[Any] = [mode.__torch_dispatch__ for mode in modes]
-    quick = _fast_dispatch(slow[0], forms), inspect.unwrap(slow[1])
-    changes = [(mode, "__torch_dispatch__", new) for mode, new in zip(modes, quick, strict=True)]
-    changes += [*_with_sizes(), _without_writes_to_real_tensors()]
-    return attributes_set(changes if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
+    unguarded: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+    quick: list[tuple[Any, str, Form]] = [
+        (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms)),
+        (FakeTensorMode, "__torch_dispatch__", lambda _, *args, **kwargs: unguarded(*args, **kwargs)),
+        *_with_sizes(),
+    ]
+    if hasattr(fake_tensor, _TAKES_NUMBERS):
+        quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
+    return forms_set(quick if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
 
 
-def _without_writes_to_real_tensors() -> tuple[Any, str, Any]:
+def _takes_numbers(original: Callable[[Any], bool], op: Any) -> bool:
     """Make torch compute `real.mul_(2)`, as all else, on fake tensors: it runs ops that take numbers as tensors on real
     ones, which a trace must not change.
     """
-    name = "should_allow_numbers_as_tensors"
-    takes_numbers: Callable[[Any], bool] = getattr(fake_tensor, name, bool)
-
-    def takes(op: Any) -> bool:
-        return not op._schema.is_mutable and takes_numbers(op)
-
-    return fake_tensor, name, takes
+    return not op._schema.is_mutable and original(op)
 
 
-def _with_sizes() -> list[tuple[Any, str, Any]]:
+def _with_sizes() -> list[tuple[Any, str, Form]]:
     """Make sizes constants for torch's path too, which has a node for each symbolic number."""
-    proxy_of, argument_of = _proxies.fetch_sym_proxy, _proxies.PythonKeyTracer.create_arg
-    computed = _proxies.ProxyTorchDispatchMode.__sym_dispatch__
 
-    def fetch(tracer: Any) -> Callable[[Any], Any]:
-        fetched = proxy_of(tracer)
+    def fetch(original: Any, tracer: Any) -> Callable[[Any], Any]:
+        fetched = original(tracer)
         return lambda number: number if is_size(number) else fetched(number)
 
-    def create_arg(tracer: Any, value: Any) -> Any:
-        return value if is_size(value) else argument_of(tracer, value)
+    def create_arg(original: Any, tracer: Any, value: Any) -> Any:
+        return value if is_size(value) else original(tracer, value)
 
-    def compute(mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def compute(original: Any, mode: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(value, SYMBOLIC) and not is_size(value) for value in args):
-            return computed(mode, function, types, args, kwargs)
+            return original(mode, function, types, args, kwargs)
         return function(*args, **kwargs)
 
     return [
@@ -95,12 +91,12 @@ def _with_sizes() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _fast_dispatch(slow: Callable[..., Any], forms: Mapping[Any, Any]) -> Callable[..., Any]:
-    """Return the dispatch function of one trace; `slow` is torch's, also for nested traces."""
+def _fast_dispatch(forms: Mapping[Any, Any]) -> Form:
+    """Return the dispatch function of one trace; its `slow` is torch's, also for nested traces."""
     outermost: Any = None
     plain: dict[Any, bool] = {}
 
-    def dispatch(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         nonlocal outermost
         if op is _DEVICE and type(args[0]) is FakeTensor:
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device

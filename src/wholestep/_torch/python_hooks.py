@@ -25,9 +25,11 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import Form, attributes_set, forms_of, forms_set
+from .attributes import Form, attributes_set, forms_of, forms_set, here_only
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+GENERATORS: dict[str, Any] = {m.__name__: cast(Any, m.random).__self__ for m in (random, np.random)}
+_STATES = ("getstate", "get_state")
 _proxies: Any = proxy_tensor
 
 
@@ -58,7 +60,8 @@ def patched_host(
     """Replace functions of `math`, steps of schedulers, and what reads or changes something outside of Python's
     objects, by the given forms, also where the globals of `modules` have another name for them. The latter are methods
     `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_file` (of torch),
-    `on_thread`, `on_clock`, `on_entropy` and `on_variable` (of the system) of `outward`.
+    `on_thread`, `on_clock`, `on_entropy`, `on_draw` (of a module's generator) and `on_variable` (of the system) of
+    `outward`.
 
     numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
     """
@@ -82,6 +85,7 @@ def patched_host(
             (torch.profiler.profile, "step", outward.on_profiler),
             (threading.Thread, "start", outward.on_thread),
             *((torch, name, outward.on_file) for name in ("save", "load")),
+            *((module, name, functools.partial(outward.on_draw, module.__name__)) for module, name in _draws()),
         ]
     )
     streams = [(getattr(sys, name), "write", functools.partial(outward.on_text, name)) for name in ("stdout", "stderr")]
@@ -91,6 +95,16 @@ def patched_host(
     new_of = {id(getattr(owner, name)): new for owner, name, new in changes if isinstance(owner, ModuleType)}
     named = [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
     return attributes_set([*changes, *named])
+
+
+def _draws() -> list[tuple[ModuleType, str]]:
+    """The functions of `random` and `numpy.random` that move their global generators."""
+    places = ((module, name, held) for module in (random, np.random) for name, held in vars(module).items())
+    return [
+        (module, name)
+        for module, name, held in places
+        if getattr(held, "__self__", None) is GENERATORS[module.__name__] and name not in _STATES
+    ]
 
 
 def _with_clock(kind: type, on_clock: Form) -> type:
@@ -108,7 +122,7 @@ def _with_clock(kind: type, on_clock: Form) -> type:
 
     def reads(name: str) -> staticmethod[..., Any]:
         original: Callable[..., Any] = getattr(kind, name)
-        return staticmethod(lambda *args, **kwargs: on_clock(original, *args, **kwargs))  # type: ignore[no-any-return]
+        return staticmethod(here_only(on_clock, original))
 
     return Dates(kind.__name__, (kind,), {n: reads(n) for n in ("now", "utcnow", "today") if hasattr(kind, n)})
 

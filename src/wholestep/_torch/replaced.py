@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .attributes import Form, attributes_set, forms_set
+from .attributes import Form, attributes_set, flags_set, forms_set
 from .tracing import note_on_nodes, noted
 
 ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
@@ -30,15 +30,22 @@ def replaced(forms: Iterable[tuple[Any, str, Form]]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(forms_set(forms))
         if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
-            from torch._dynamo.eval_frame import OptimizedModule
+            from torch._dynamo import eval_frame
 
-            stack.enter_context(forms_set([(OptimizedModule, "__call__", _run_original)]))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            uncompiled = [
+                (eval_frame.OptimizedModule, "__call__", _run_original),
+                (eval_frame, "_callback_from_stance", _force_eager),
+            ]
+            stack.enter_context(forms_set(uncompiled))
         yield
 
 
 def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._orig_mod(*args, **kwargs)
+
+
+def _force_eager(original: Any, callback: Any) -> None:
+    """What the stance "force_eager" of `torch.compiler.set_stance`, which is that of all threads, does."""
 
 
 @dataclass
@@ -85,16 +92,15 @@ def patched_for_tracing(
         (torch.nn.Module, "_apply", _apply_unless_idle),
         (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),
-    ]
-    changes: list[tuple[Any, str, Any]] = [
-        (torch.distributions.Distribution, "_validate_args", False),
         (torch.utils.checkpoint, "_is_compiling", _never),
     ]
+    unchecked = flags_set([(torch.distributions.Distribution, "_validate_args", False)])
+    changes: list[tuple[Any, str, Any]] = []
     if not device.startswith("cpu"):
         modules: tuple[Any, ...] = sys.modules[torch.optim.Optimizer.__module__], _foreach_utils
         lists = [(module, module._foreach_supported_types) for module in modules]
         changes += [(module, "_foreach_supported_types", [*types, FakeTensor]) for module, types in lists]
-    with attributes_set(changes), forms_set(forms):
+    with attributes_set(changes), unchecked, forms_set(forms):
         yield
 
 

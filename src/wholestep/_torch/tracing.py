@@ -23,9 +23,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .attributes import attributes_set
+from .attributes import flags_set, here_only
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
+from .undo import undo, undone
 
 try:
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
@@ -113,7 +114,7 @@ def unobserved() -> Generator[None]:
 
 def tensor_only_optimizers() -> contextlib.AbstractContextManager[None]:
     """Make `torch.compiler.is_compiling()` true inside this context, so that torch.optim takes its capturable form."""
-    return attributes_set([(torch.compiler, "_is_compiling_flag", True)])
+    return flags_set([(torch.compiler, "_is_compiling_flag", True)])
 
 
 def note_on_nodes(**notes: object) -> None:
@@ -192,30 +193,33 @@ def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
 
 @contextlib.contextmanager
 def without_onednn() -> Generator[None]:
-    """Disable oneDNN inside this context: its recurrent layers need a workspace that only autograd creates."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    """Disable oneDNN inside this context, for all threads: nothing else says it. Its recurrent layers need a workspace
+    that only autograd creates.
+    """
+    with undone():
+        undo(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
         yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager
 def without_logs() -> Generator[None]:
     """Silence torch's loggers of fake tensors and symbols, unless TORCH_LOGS is set: a CaptureError has the message."""
     loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS if not os.environ.get("TORCH_LOGS")]
-    for logger in loggers:
-        logger.addFilter(_drop)
-    try:
-        yield
-    finally:
+    drop = here_only(_drop, _keep)
+    with undone():
         for logger in loggers:
-            logger.removeFilter(_drop)
+            undo(logger.removeFilter, drop)
+            logger.addFilter(drop)
+        yield
 
 
-def _drop(_: logging.LogRecord) -> bool:
+def _drop(*_: object) -> bool:
     return False
+
+
+def _keep(_: logging.LogRecord) -> bool:
+    return True
 
 
 class _Replay(torch.fx.Interpreter):

@@ -131,7 +131,18 @@ def capture_step(
     between calls; they become state if the step can be captured that way. `dynamic` are dims of batch tensors, by name,
     whose sizes are symbols.
     """
-    options, carried = options or CaptureOptions(), carried or Promoted()
+    with _torch.one_thread():
+        return _capture_step(
+            fn, args, kwargs, options or CaptureOptions(), whole or {}, carried, changing, dynamic or {}
+        )
+
+
+def _capture_step(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
+    whole: Mapping[str, tuple[int, ...]], carried: Promoted | None, changing: Promoted | None,
+    dynamic: Mapping[str, tuple[int, ...]],
+) -> Capture:  # fmt: skip
+    carried = carried or Promoted()
     state, *_ = find_state(fn, args, kwargs, options.extra)
     live = find_hypers(state, sorted(scheduled(state.optimizers.values())))
     tries = [(live, carried | changing)] if changing else []
@@ -140,7 +151,7 @@ def capture_step(
     for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
-                made = _captured(fn, args, kwargs, options, numbers, whole or {}, promoted, dynamic or {})
+                made = _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic)
         except CaptureError as failed:
             first = first or failed
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
@@ -149,7 +160,7 @@ def capture_step(
         if first is None or made.effects.carried <= promoted:
             return made
         carried |= made.effects.carried  # with these from the start, a try that failed may hold
-        return capture_step(fn, args, kwargs, options, whole=whole, carried=carried, changing=changing, dynamic=dynamic)
+        return _capture_step(fn, args, kwargs, options, whole, carried, changing, dynamic)
     assert first is not None, "a capture returned or raised"
     raise first
 

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _torch
 from ..errors import CaptureError
 from ..typed_values import check_arguments
 from .assumptions import Assumption
@@ -155,8 +156,7 @@ def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
 @contextmanager
 def recorded(record: Record) -> Generator[None]:
     """Inside this context, `callback` passes its arguments to `record` instead of calling `fn`."""
-    token = _recording.set(record)
-    try:
+    with _torch.undone():
+        _torch.undo(_recording.set, _recording.get())
+        _recording.set(record)
         yield
-    finally:
-        _recording.reset(token)

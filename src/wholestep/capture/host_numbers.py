@@ -99,13 +99,15 @@ class HostProgram:
 @contextmanager
 def preserved(dicts: Sequence[dict[Any, Any]]) -> Generator[None]:
     """Restore the items of the given dicts, and lists and 0-dim tensors among these, after this context."""
-    copies = [{k: _copied(v) for k, v in items.items()} for items in dicts]
-    try:
+    with _torch.undone():
+        for items in dicts:
+            _torch.undo(_put_back, items, {k: _copied(v) for k, v in items.items()})
         yield
-    finally:
-        for items, before in zip(dicts, copies, strict=True):
-            items.clear()
-            items.update(before)
+
+
+def _put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    items.clear()
+    items.update(before)
 
 
 def _copied(value: Any) -> Any:

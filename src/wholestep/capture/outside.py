@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import show_line
 from .assumptions import Assumption, expect
 from .call_structure import take_apart
 from .locations import MISSING, Location
+from .random_numbers import drawn_once
 from .reachable import is_of_python, is_own_code, is_own_function
 
 _OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
@@ -57,11 +59,10 @@ class Outside:
     def heard(self) -> Generator[None]:
         """Hear of files, processes and sockets (audit events) in this thread."""
         _hear_events()
-        _listeners[self._thread] = self._on_event
-        try:
+        with _torch.undone():
+            _torch.undo(_listeners.pop, self._thread, None)
+            _listeners[self._thread] = self._on_event
             yield
-        finally:
-            del _listeners[self._thread]
 
     def on_print(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """In place of `print`."""
@@ -92,10 +93,7 @@ class Outside:
 
     def on_profiler(self, original: Callable[..., None], profiler: Any) -> None:
         """In place of `step` of `torch.profiler.profile`."""
-        if self._thread == threading.get_ident():
-            self._call(original, (profiler,), {})
-        else:
-            original(profiler)
+        self._call(original, (profiler,), {})
 
     def on_text(self, stream: str, original: Callable[[str], int], text: str) -> int:
         """In place of `write` of `sys.stdout` or `sys.stderr`."""
@@ -145,6 +143,10 @@ class Outside:
             self._refuse(error)
         return original(*args, **kwargs)
 
+    def on_draw(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of what draws from the global generator of `random` or `numpy.random`, or seeds it."""
+        self._refuse(drawn_once(module, self._own_line(lambda frame: not is_own_code(frame.f_code.co_filename))))
+
     def on_variable(self, original: Callable[..., str], environment: Any, name: str) -> str:
         """In place of `os.environ[name]`."""
         value: Any = MISSING
@@ -180,7 +182,7 @@ class Outside:
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
         while frame is not None and (_is_ours(frame) or (passes is not None and passes(frame))):
             frame = frame.f_back
-        if self._thread != threading.get_ident() or frame is None or not is_own_code(frame.f_code.co_filename):
+        if frame is None or not is_own_code(frame.f_code.co_filename):
             return ""
         line = show_line(frame.f_code.co_filename, frame.f_lineno)
         cache = self._cache_above(frame) if self._caches else None

@@ -313,19 +313,23 @@ def put_in_place(
     changes: list[tuple[Any, str, Any]] = [(o, "state", defaultdict(dict)) for o in optimizers]
     changes += [(s, _torch.SCALER_CALLS, copy.deepcopy(_torch.scaler_calls(s))) for s in state.scalers.values()]
     changes += [(m, "training", m.training) for root in state.modules.values() for m in root.modules()]
-    with _torch.attributes_set(changes):
-        try:
-            for name, tensor in [*params.items(), *buffers.items()]:
-                put(state.params.get(name) or state.buffers[name], tensor)
-            yield
-        finally:
-            for held_groups, before_groups in lists:
-                held_groups[:] = before_groups
-            for group, items in groups:
-                group.clear()
-                group.update(items)
-            for held, tensor in before:
-                put(held, tensor)
+    modules = [module for root in state.modules.values() for module in root.modules()]
+    with _torch.undone(), _torch.others_wait(modules), _torch.attributes_set(changes):
+        for held, tensor in before:
+            _torch.undo(put, held, tensor)
+        for held_groups, before_groups in lists:
+            _torch.undo(held_groups.__setitem__, slice(None), before_groups)
+        for group, items in groups:
+            _torch.undo(_set_items, group, items)
+        for name, tensor in [*params.items(), *buffers.items()]:
+            put(state.params.get(name) or state.buffers[name], tensor)
+        yield
+
+
+def _set_items(table: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    for key in table.keys() - items.keys():
+        del table[key]
+    table.update(items)
 
 
 def put(held: StepTensor, tensor: torch.Tensor) -> None:

@@ -130,11 +130,11 @@ class Traced:
 
     def trace(self) -> None:
         """Trace the step."""
-        hooks = [register_optimizer_step_pre_hook(self._saw_optimizer)]
+        hooks = [register_optimizer_step_pre_hook(_torch.here_only(self._saw_optimizer))]
         precision = self.request.options.mixed_precision
         if precision and precision.stochastic_rounding:
-            hooks.append(register_optimizer_step_pre_hook(self.rounded.before))
-            hooks.append(register_optimizer_step_post_hook(self.rounded.after))
+            hooks.append(register_optimizer_step_pre_hook(_torch.here_only(self.rounded.before)))
+            hooks.append(register_optimizer_step_post_hook(_torch.here_only(self.rounded.after)))
         try:
             if torch.is_anomaly_enabled():
                 refuse_anomaly_mode()
@@ -353,7 +353,7 @@ class _TorchCalls(TorchFunctionMode):
     def __init__(self, run: Traced, fakes: dict[int, torch.Tensor], zeros: dict[int, bool]) -> None:
         self._step, self._fakes, self._zeros = run, fakes, zeros
         self._numbers, self._known = run.numbers, run.known
-        self.positions = host_positions()
+        self.positions = host_positions(run.request.reach.seen)
         self.refused: Exception | None = None
 
     def _fake_of(self, value: Any) -> Any:

@@ -80,9 +80,8 @@ def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generato
     A replacement refers to the original module or its parameters; one with other parameters is refused, and so is a key
     that matches no submodule.
     """
-    undo: list[tuple[nn.Module, str, nn.Module]] = []
     known = {id(h.tensor) for h in state.params.values()}
-    try:
+    with _torch.undone():
         for pattern, replacement in overrides.items():
             found = _find(state, pattern)
             stray = [n for n, p in replacement.named_parameters() if id(p) not in known]
@@ -94,12 +93,9 @@ def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generato
                     "correct the path, or build the replacement around the module that it replaces",
                 )
             for parent, name, original in found:
+                _torch.undo(_torch.children_of(parent).__setitem__, name, original)
                 _torch.children_of(parent)[name] = replacement
-                undo.append((parent, name, original))
         yield
-    finally:
-        for parent, name, original in reversed(undo):
-            _torch.children_of(parent)[name] = original
 
 
 def _find(state: StepState, pattern: str) -> list[tuple[nn.Module, str, nn.Module]]:

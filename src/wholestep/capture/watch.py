@@ -99,12 +99,17 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
-        containers = self._begin(called)
+        given_items = argument_containers(called, self._arguments)
+        containers = [*self.reach.containers, *self._state_entries(), *given_items]
+        self._kept, self._originals = KeptResults(self.reach.caches), [c.before for c in containers]
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(own_modules(), self._on_math, self._schedulers.step, self._outside)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
-        try:
+        with _torch.undone():
+            _torch.undo(self._end)
+            self._begin(containers)
+            _torch.undo(sys.settrace, before)
             with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved, self._outside.heard():
                 if self.find:
                     sys.settrace(self._tracer(containers))
@@ -119,15 +124,9 @@ class Watch:
             self.to_repeat = [one for one in new if self._can_change(one.result) or is_drawn(one.result)]
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
-        finally:
-            sys.settrace(before)
-            self._end(containers)
 
-    def _begin(self, called: Mapping[Any, Any]) -> list[Container]:
-        given = argument_containers(called, self._arguments)
-        containers = [*self.reach.containers, *self._state_entries(), *given]
-        self._kept = KeptResults(self.reach.caches)
-        self._originals, numbers = [c.before for c in containers], self.promoted.numbers
+    def _begin(self, containers: Sequence[Container]) -> None:
+        numbers = self.promoted.numbers
         for container in containers:
             container.before = container.now()
             if container.opaque is None:
@@ -140,9 +139,8 @@ class Watch:
             self.numbers.option(*option)
         for scheduler in self.reach.schedulers:
             self._schedulers.show(scheduler, vars(scheduler), late=False)
-        return containers
 
-    def _end(self, containers: Sequence[Container]) -> None:
+    def _end(self) -> None:
         for container, original in zip(self.reach.containers, self._originals, strict=False):
             container.before = original
             container.restore({key for holder, key in self._held if holder == id(container.holder)})
@@ -408,7 +406,9 @@ def _is_library_hook(hook: object) -> bool:
 def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
     """Refuse changes of torch's settings and of attributes of the fakes inside this context; restore the settings."""
     attributes, before = {name: set(vars(tensor)) for name, tensor in given.items()}, _settings()
-    try:
+    with _torch.undone():
+        _torch.undo(torch.set_grad_enabled, before["torch's grad mode"])
+        _torch.undo(torch.set_default_dtype, before["torch's default dtype"])
         yield
         for name, now in _settings().items():
             if now != before[name]:
@@ -420,9 +420,6 @@ def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
                 why = "attributes of a tensor are not carried from call to call"
                 way_out = "store it in optimizer.state or in a module"
                 raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
-    finally:
-        torch.set_grad_enabled(before["torch's grad mode"])
-        torch.set_default_dtype(before["torch's default dtype"])
 
 
 def _settings() -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""A capture touches its own thread only, and an interruption at any point of a call leaves nothing behind."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import wholestep as ws
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def made(depth: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(4, 4), nn.Tanh())])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def beside(work: Callable[[], Callable[[], Any]]) -> list[Any]:
+    """What `work()`, called again and again in a thread, returned while a step is compiled in this one."""
+    stop, results, began = threading.Event(), list[Any](), threading.Event()
+    model, optimizer, _ = made()
+
+    def run() -> None:
+        once = work()
+        while not stop.is_set():
+            try:
+                results.append(once())
+            except BaseException as error:  # to be compared
+                results.append(error)
+                stop.set()
+            began.set()
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait(20)
+    try:
+        ws.compile(train_step)(model, optimizer, X)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    return results
+
+
+def trains() -> Callable[[], Any]:
+    model, optimizer, scheduler = made()
+
+    def once() -> float:
+        loss = train_step(model, optimizer, X).item()
+        scheduler.step()
+        return loss + scheduler.get_last_lr()[0] + scheduler.last_epoch
+
+    return once
+
+
+def draws() -> Callable[[], Any]:
+    random.seed(1)
+    np.random.seed(1)
+    return lambda: (random.random(), random.choice(range(10**9)), np.random.rand(), float(np.random.randn()))
+
+
+def seeds() -> Callable[[], Any]:
+    def once() -> float:
+        torch.manual_seed(7)
+        return torch.nn.functional.dropout(torch.ones(50), 0.5).sum().item()
+
+    return once
+
+
+def loads() -> Callable[[], Any]:
+    return lambda: [batch[0].sum().item() for batch in DataLoader(TensorDataset(torch.ones(10, 4)), batch_size=5)]
+
+
+def clips_and_compiles() -> Callable[[], Any]:
+    model, optimizer, _ = made()
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+
+    def once() -> Any:
+        optimizer.zero_grad()
+        scaler.scale(model(X).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        scaler.step(optimizer)
+        scaler.update()
+        return norm, torch.compiler.is_compiling() is True, bool(torch.compiler.is_compiling())
+
+    return once
+
+
+def refuses_bad_arguments() -> Callable[[], Any]:
+    def once() -> str:
+        with pytest.raises(ValueError, match="scale"):
+            torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+        return type(datetime.datetime.now()).__name__ + str(isinstance(time.time(), float))
+
+    return once
+
+
+@pytest.mark.parametrize("work", [trains, draws, seeds, loads, clips_and_compiles, refuses_bad_arguments])
+def test_another_thread_goes_on_untouched(work: Callable[[], Callable[[], Any]]) -> None:
+    results = beside(work)
+    again = work()
+    assert results == [again() for _ in results]
+
+
+def test_another_thread_touches_the_world(tmp_path: Path, capsys: Any) -> None:
+    log, records = logging.getLogger("of another thread"), list[str]()
+    log.addFilter(lambda record: records.append(record.getMessage()) or False)
+
+    def work() -> Callable[[], Any]:
+        def once() -> Any:
+            os.environ["OF_A_THREAD"] = "1"
+            torch.save({"a": 1}, tmp_path / "saved")
+            thread = threading.Thread(target=lambda: None)
+            thread.start()
+            thread.join()
+            log.error("a record")
+            print("a line")
+            return torch.load(tmp_path / "saved"), os.environ["OF_A_THREAD"], time.time() > 0
+
+        return once
+
+    results = beside(work)
+    assert results == [({"a": 1}, "1", True)] * len(results)
+    assert capsys.readouterr().out.count("a line") == len(results) == len(records)
+
+
+def test_another_thread_evaluates_the_model_that_is_captured() -> None:
+    model, optimizer, _ = made()
+    expected, stop, values, began = model(X).sum().item(), threading.Event(), list[Any](), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                total = sum(value.sum() for value in model.state_dict().values())
+                values.append((type(model(X)), model(X).sum().item(), total.item()))
+            began.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait(20)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    ws.compile(step, keep_grads=True)(model, optimizer, X)
+    stop.set()
+    thread.join(30)
+    assert set(values) == {(torch.Tensor, expected, values[0][2])}
+
+
+def test_a_step_that_waits_for_a_thread_that_uses_its_model() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, optimizer, _ = made()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = pool.submit(model, x).result().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        with pytest.raises(ws.CaptureError, match="waits for this thread while it is captured"):
+            ws.compile(step)(model, optimizer, X)
+
+
+def test_two_threads_compile_at_once() -> None:
+    losses: dict[int, list[float]] = {}
+
+    def run(number: int) -> None:
+        model, optimizer, _ = made(4 + number)
+        step = ws.compile(train_step)
+        losses[number] = [step(model, optimizer, X).item() for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number in range(2):
+        model, optimizer, _ = made(4 + number)
+        expected = [train_step(model, optimizer, X).item() for _ in range(3)]
+        torch.testing.assert_close(losses[number], expected)
