@@ -6,6 +6,8 @@ import datetime
 import logging
 import os
 import random
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -211,3 +214,131 @@ def test_two_threads_compile_at_once() -> None:
         model, optimizer, _ = made(4 + number)
         expected = [train_step(model, optimizer, X).item() for _ in range(3)]
         torch.testing.assert_close(losses[number], expected)
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+class Trainer:
+    """A step with a scheduler, dropout, clipping, checkpointing and a count of Python's."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.count, self.mean = 0, torch.zeros(())
+        self.compiled = ws.compile(self.step)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.optimizer.zero_grad()
+        out = torch.utils.checkpoint.checkpoint(self.model, x, use_reentrant=False)
+        loss = F.mse_loss(out, torch.ones(6, 2)) / self.count
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.mean = 0.9 * self.mean + loss.detach()
+        return loss.detach()
+
+    def everything(self) -> dict[str, Any]:
+        found = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
+        states = [s for p in self.model.parameters() for s in (self.optimizer.state.get(p, {}),)]
+        found |= {f"state.{i}.{k}": torch.as_tensor(v).clone() for i, s in enumerate(states) for k, v in s.items()}
+        found |= {"count": torch.tensor(self.count), "mean": self.mean.clone(), "drawn": torch.get_rng_state()}
+        return found | {
+            "lr": torch.tensor(self.scheduler.get_last_lr()),
+            "epoch": torch.tensor(self.scheduler.last_epoch),
+        }
+
+
+def shared_by_all_threads() -> dict[str, Any]:
+    """What a capture may replace, by name."""
+    from torch._subclasses import fake_tensor
+    from torch.fx import _symbolic_trace
+    from torch.fx import traceback as fx_traceback
+    from torch.fx.experimental import proxy_tensor
+    from torch.utils import checkpoint
+
+    owners: list[Any] = [
+        torch, torch.random, torch.autograd, torch.autograd.graph, torch.compiler, torch.distributions.Distribution, F,
+        nn.Module, nn.Sequential, nn.modules.batchnorm._BatchNorm, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR,
+        sys.modules["torch.optim.optimizer"], torch.amp.GradScaler, torch.optim.swa_utils.AveragedModel, checkpoint, _symbolic_trace,
+        fx_traceback, proxy_tensor, proxy_tensor.ProxyTorchDispatchMode, fake_tensor, fake_tensor.FakeTensorMode,
+        random, np.random, time, os, logging.Logger, threading.Thread, datetime, sys.stdout, Trainer, torch.distributed,
+    ]  # fmt: skip
+    changing = ("_lazy", "last_", "_warned", "__warningregistry__", "cache_")
+    places = {(str(o), n): v for o in owners for n, v in vars(o).items() if not n.startswith(changing)}
+    optim: Any = sys.modules["torch.optim.optimizer"]
+    dicts = optim._global_optimizer_pre_hooks, fx_traceback.current_meta
+    flags = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch._C._get_mkldnn_enabled(),
+        torch.compiler.is_compiling(),
+    )
+    modes = torch._C._len_torch_function_stack(), torch.utils._python_dispatch._len_torch_dispatch_stack()
+    infra = [torch._C._get_dispatch_mode(key) for key in (*torch._C._TorchDispatchModeKey.__members__.values(),)]
+    filters = [len(logging.getLogger(name).filters) for name in ("torch._subclasses.fake_tensor", "torch._dynamo")]
+    return {**places, "dicts": [dict(d) for d in dicts], "flags": flags, "modes": (modes, infra), "filters": filters}
+
+
+class Interrupts:
+    """Sends Ctrl-C at one of the events of a profile of this thread: calls and returns."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.events = at, 0
+
+    def _on_event(self, *_: Any) -> None:
+        self.events += 1
+        if self.events == self.at:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    def __enter__(self) -> Interrupts:
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+CALLS = 3
+
+
+def interrupted(before: int, at: int) -> tuple[list[dict[str, Any]], int]:
+    """The states of a run after each call, whose call after `before` calls was interrupted at an event; the events."""
+    one, states = Trainer(), list[dict[str, Any]]()
+    for _ in range(before):
+        one.compiled(X)
+        states.append(one.everything())
+    had, was = shared_by_all_threads(), one.everything()
+    with Interrupts(at) as seen:
+        try:
+            one.compiled(X)
+        except KeyboardInterrupt:
+            pass
+    now = shared_by_all_threads()
+    left = {name: now.get(name) for name in had if had[name] is not now.get(name) and had[name] != now.get(name)}
+    assert left == {}, left
+    if same(one.everything(), was):
+        one.compiled(X)
+    states.append(one.everything())
+    for _ in range(CALLS - before - 1):
+        one.compiled(X)
+        states.append(one.everything())
+    return states, seen.events
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["first", "later"])
+def test_an_interruption_at_any_point_leaves_nothing(before: int) -> None:
+    Trainer().compiled(X)  # imports, and what torch makes once
+    expected, events = interrupted(before, -1)
+    points = int(os.environ.get("WHOLESTEP_TEST_POINTS", 4 if before == 0 else 12))
+    for point in range(points):
+        at = 20 + events * point // points  # the first events are those of this test
+        states, _ = interrupted(before, at)
+        assert [same(a, b) for a, b in zip(states, expected, strict=True)] == [True] * CALLS, (at, events)

@@ -25,7 +25,7 @@ _SERVED = "wholestep.thread"
 
 
 def _served() -> int | None:
-    """The thread for which autograd runs a backward in this one: torch gives it the objects that a thread has stashed."""
+    """The thread for which autograd runs a backward in this one: torch gives it what a thread has stashed."""
     return torch._C._get_obj_in_tls(_SERVED) if torch._C._is_key_in_tls(_SERVED) else None
 
 
@@ -55,10 +55,13 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
 
 
 def _restore(owner: Any, name: str, before: Any) -> None:
-    if before is not _INHERITED:
-        setattr(owner, name, before)
-    elif name in vars(owner):  # a trace may have restored an object's attributes
+    now = cast(Mapping[str, Any], vars(owner)).get(name, _INHERITED)
+    if now is before:  # the class cannot be changed, or a trace has restored an object's attributes
+        return
+    if before is _INHERITED:
         delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 def flags_set(flags: Iterable[tuple[Any, str, bool]]) -> AbstractContextManager[None]:

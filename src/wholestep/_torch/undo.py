@@ -1,15 +1,20 @@
 """What is to be restored after a capture, also where it is interrupted in the middle of restoring.
 
 A change is noted before it is made. `undone` takes the notes back at its end, the latest first, and drops each after it
-ran. What an interruption leaves is taken back by the `undone` around it, so that one Ctrl-C at any point leaves nothing.
+ran. What an interruption leaves is taken back by the `undone` around it: one Ctrl-C at any point leaves nothing.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch.fx import _symbolic_trace
 
 
 class _Notes(threading.local):
@@ -18,6 +23,11 @@ class _Notes(threading.local):
 
 
 _notes, TURN = _Notes(), threading.RLock()
+_KEYS: list[Any] = [*torch._C._TorchDispatchModeKey.__members__.values()]
+_TRACING: list[tuple[Any, str]] = [
+    (torch.nn.Module, "__call__"), (torch.nn.Module, "__getattr__"), (_symbolic_trace, "_is_fx_tracing_flag"),
+    (fx_traceback, "should_preserve_node_meta"),
+]  # fmt: skip
 
 
 def undo(fn: Callable[..., object], *args: Any) -> None:
@@ -46,6 +56,39 @@ class undone:  # used like a function
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Let one thread at a time replace, inside this context, what all threads share."""
+    """Let one thread at a time replace, inside this context, what all threads share. What torch itself sets while it
+    traces is set back here too: it restores it at the end of its own contexts, which an interruption leaves out.
+    """
     with TURN, undone(), undone():
+        undo(drop_modes, modes_now())
+        for owner, name in _TRACING:
+            undo(setattr, owner, name, getattr(owner, name))
+        undo(setattr, fx_traceback, "current_meta", fx_traceback.current_meta.copy())
         yield
+
+
+def modes_now() -> tuple[bool, int, int, tuple[Any, ...]]:
+    """The modes of torch that are active: whether it records gradients, the numbers of modes of both kinds, and those
+    of which there is one.
+    """
+    return (
+        torch.is_grad_enabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        tuple(torch._C._get_dispatch_mode(key) for key in _KEYS),
+    )
+
+
+def drop_modes(before: tuple[bool, int, int, tuple[Any, ...]]) -> None:
+    """Leave the modes that became active since `modes_now` said `before`."""
+    grad, functions, dispatches, single = before
+    torch.set_grad_enabled(grad)
+    while torch._C._len_torch_function_stack() > functions:
+        torch._C._pop_torch_function_stack()
+    for key, mode in zip(_KEYS, single, strict=True):
+        if torch._C._get_dispatch_mode(key) is not mode:
+            torch._C._unset_dispatch_mode(key)
+            if mode is not None:
+                torch._C._set_dispatch_mode(mode)
+    while torch._C._len_torch_dispatch_stack() > dispatches:
+        torch._C._pop_torch_dispatch_stack()

@@ -12,6 +12,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from .._torch import drop_modes, modes_now
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
@@ -39,6 +40,7 @@ from .compile_options import StepOptions, not_tuned
 from .compiler import Compiler
 from .guards import Miss, ambient
 from .installer import Installer
+from .interrupts import uninterrupted
 from .nonfinite import NonfiniteWatch
 from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
 from .piece_check import PieceCheck, piece_check
@@ -97,6 +99,7 @@ class CompiledStep:
         if self._nonfinite is not None:
             self._nonfinite.before_call()
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
+        modes = modes_now()
         try:
             call = take_apart((args, kwargs))
             if self._cuts_batches:
@@ -116,14 +119,18 @@ class CompiledStep:
                 self._clock.reset(program.world.device)
             if program.acts:
                 program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
-            result = program(call.leaves)
-            self.calls += 1
+            with uninterrupted():
+                result = program(call.leaves)
+                self.calls += 1
             if self._nonfinite is not None and program.nonfinite:
                 self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
             if program.check is not None:
                 program.check(program)
         except Exception as error:
             ACTIVITY.note_error(error)
+            raise
+        except BaseException:  # an interruption, which may have left the end of a context out
+            drop_modes(modes)
             raise
         ACTIVITY.inside = False
         return result
@@ -429,7 +436,8 @@ class CompiledStep:
         finally:  # ranks have to compare these again: none may run one that the others let go of
             self.programs[:] = [program for program in self.programs if compiler.has_compared(program.compared)]
         drawn = random_state.take() if self.on_placed else None
-        program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
+        with uninterrupted():
+            program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
             miss = self._call_on_placed(program, inputs)
             random_state.put(drawn)
