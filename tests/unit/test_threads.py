@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -261,8 +262,9 @@ def shared_by_all_threads() -> dict[str, Any]:
 
     owners: list[Any] = [
         torch, torch.random, torch.autograd, torch.autograd.graph, torch.compiler, torch.distributions.Distribution, F,
-        nn.Module, nn.Sequential, nn.modules.batchnorm._BatchNorm, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR,
-        sys.modules["torch.optim.optimizer"], torch.amp.GradScaler, torch.optim.swa_utils.AveragedModel, checkpoint, _symbolic_trace,
+        nn.Module, nn.Sequential, nn.modules.batchnorm._BatchNorm, torch.optim.Optimizer,
+        torch.optim.lr_scheduler.StepLR, torch.optim.swa_utils.AveragedModel, checkpoint, _symbolic_trace,
+        sys.modules["torch.optim.optimizer"], torch.amp.GradScaler,
         fx_traceback, proxy_tensor, proxy_tensor.ProxyTorchDispatchMode, fake_tensor, fake_tensor.FakeTensorMode,
         random, np.random, time, os, logging.Logger, threading.Thread, datetime, sys.stdout, Trainer, torch.distributed,
     ]  # fmt: skip
@@ -312,11 +314,8 @@ def interrupted(before: int, at: int) -> tuple[list[dict[str, Any]], int]:
         one.compiled(X)
         states.append(one.everything())
     had, was = shared_by_all_threads(), one.everything()
-    with Interrupts(at) as seen:
-        try:
-            one.compiled(X)
-        except KeyboardInterrupt:
-            pass
+    with Interrupts(at) as seen, contextlib.suppress(KeyboardInterrupt):
+        one.compiled(X)
     now = shared_by_all_threads()
     left = {name: now.get(name) for name in had if had[name] is not now.get(name) and had[name] != now.get(name)}
     assert left == {}, left
