@@ -1,7 +1,7 @@
 """Report the code lines of the package, per file and per function, and hold them to the house limits.
 
 A code line is a line that is not blank, not only a comment and not part of a docstring. The budget of the whole package
-counts all lines (docs/decisions/0045-limits-of-lines-and-test-time.md). `--brief` prints what is over a limit and the totals only.
+counts all lines (decision 0045). `--brief` prints what is over a limit and the totals only.
 Exit status 1 when a file, a function or the package is over its hard limit.
 """
 

@@ -1,6 +1,6 @@
 """Linear layers in float8: their three products become `_scaled_mm` of operands that are scaled as they come.
 
-The recipes are torchao's (`torchao.float8`); docs/decisions/0056-low-precision-is-part-of-the-graph.md has what differs.
+The recipes are torchao's (`torchao.float8`); decision 0056 has what differs.
 """
 
 from __future__ import annotations

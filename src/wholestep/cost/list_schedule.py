@@ -15,10 +15,9 @@ def list_schedule(
     waiting: Sequence[int] | None = None, room_bytes: Sequence[float] | None = None,
 ) -> OrderResult:  # fmt: skip
     """List scheduling: a stage that is free runs what is ready, backwards before forwards (`forward_first`: the other
-    way), earlier pieces first, fillers where nothing else is, or those of more than `waiting` pieces wait. It begins a
-    piece while fewer than its limit are in flight, in the order of pieces, and no block of a later piece than the first
-    that is not through if pieces in flight would hold more than `room_bytes` on the stage. So the first one that is not
-    through can always go on, and the schedule ends.
+    way), earlier micro-batches first. Weight gradients run when nothing else is ready, or when those of more than
+    `waiting` micro-batches wait. A stage starts its next micro-batch while fewer than `limits[stage]` are in flight.
+    Where they would hold more than `room_bytes`, only the oldest unfinished one goes on: so the schedule ends.
     """
     run, listed = BlockRuns(blocks, pieces, stages), _Listed(blocks, limits, forward_first, waiting, room_bytes)
     of_stage = [[name for name, block in blocks.items() if block.stage == stage] for stage in range(stages)]

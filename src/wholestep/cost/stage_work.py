@@ -29,7 +29,7 @@ class AroundLoop:
 
     Args:
         own: of the stage alone.
-        common: what all stages do alike, whose size depends on the layers of all of them.
+        common: work that every stage repeats and that grows with all layers (the vector of norms).
         further: for each piece above two, of loops that stages do not share.
     """
 

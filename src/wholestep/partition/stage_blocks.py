@@ -56,9 +56,9 @@ def stages_of(
     whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str,
     beside: Sequence[float] = (),
 ) -> StageParts:  # fmt: skip
-    """The parts of the stages along `axis`, of blocks that `cuts_for` returns, in an order by name, or the fastest
-    (`auto`, which also says which others compute the same bits in about as much memory). It is chosen by what blocks
-    take as they run, and where none has a name, by what each stage holds `beside` pieces.
+    """Schedule the blocks of each stage by a named order or the fastest (`auto`), which is chosen by what blocks take
+    as they run and by the bytes that each stage holds `beside` micro-batches. `auto` also lists equivalent orders of
+    similar memory.
     """
     pieces, count, prices = whole.loop.pieces, whole.count, BlockPrices(hardware, mesh)
     costs = whole.costs(axis, prices, as_run=True)

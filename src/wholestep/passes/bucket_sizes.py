@@ -166,7 +166,7 @@ def _is_slow_start(route: Route, size_bytes: int, hardware: Hardware, mesh: Mesh
 
 
 def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_bytes: int) -> int:
-    """About the bucket size of a step that shares out or reduces `reduced_bytes` along `axes`, before it is made."""
+    """Estimate the bucket size of a step that reduces `reduced_bytes` along `axes`, before its program exists."""
     if hardware.levels[-1].costs:
         return hardware.bucket_bytes
     routes = [Route("all_gather", axis) for axis in axes if mesh.axis_size(axis) > 1]

@@ -189,7 +189,7 @@ class _Work:
     def _updated_along(self, stored: Node, joined: Node, number: int, parts: int) -> str | None:
         """The axis along which ranks sent their parts of a bucket from where `stored` is: the own one is there."""
         gather = next(iter(operands(joined)), None)
-        if gather is None or gather.target is not GATHER:  # it was begun in the last call
+        if gather is None or gather.target is not GATHER:  # the gather was started in the previous step
             return None
         sent = node_at(gather, 0)
         if sent.target not in (join_rows, coalesce):

@@ -141,7 +141,7 @@ class OtherPieces:
         return OtherPieces(tuple(begins), tuple(waits), tuple(counts), rest)
 
     def __call__(self, held: Array) -> Array:
-        """`held` by one piece, with what others hold meanwhile."""
+        """Add the activations of the other micro-batches in flight to the memory curve of one, `held`."""
         made, waiting = held.copy(), held[list(self.waits)] - self.rest_bytes
         for begin, end, rows in zip(self.begins, (*self.begins[1:], len(held)), self.counts, strict=True):
             made[begin:end] += int((rows @ waiting).max())

@@ -103,6 +103,6 @@ def _weight_of_targets(item: Node, loss: Node, made: TensorMeta) -> Node:
     counts = _call(item, item, aten.ne.Scalar, target, ignored)
     if weight is None:
         return _call(item, item, aten.sum.default, counts, dtype=made.dtype)
-    known = _call(item, item, aten.mul.Tensor, target, counts)  # an ignored target may be no class
+    known = _call(item, item, aten.mul.Tensor, target, counts)  # ignore_index is often outside [0, classes)
     weights = _call(item, item, aten.index.Tensor, weight, [known])
     return _call(item, item, aten.sum.default, _call(item, item, aten.mul.Tensor, weights, counts))

@@ -39,8 +39,8 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class BatchBytes:
-    """Bytes of a rank besides those that it keeps between steps while it works on one micro-batch: that no schedule
-    avoids, and of the program before it is scheduled.
+    """Transient bytes of a rank during one micro-batch: a lower bound for all schedules, and the peak of the program
+    before it is scheduled.
     """
 
     least: int

@@ -1,4 +1,4 @@
-"""Pipelines of a deep model from steps with few layers: three short stages stand for any number of them.
+"""Predicts a deep pipeline from three short stages: the cost of a stage is linear in its layers.
 
 The first stage, the last one, and one between them are planned with one and with two of the equal layers each. What a
 stage does is linear in its layers, so that costs what the distinct stages cost, however many ranks and layers there
@@ -150,7 +150,7 @@ class ShortStages:
     def costs(
         self, prices: BlockPrices, order: str, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None = None
     ) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:  # fmt: skip
-        """What blocks take, and what they take with gradients of weights apart, for an order that moves those."""
+        """Costs of blocks with weight gradients inside the backward, and apart from it (zero-bubble orders)."""
         costs = self._costs(prices, False, passes, whole)
         return costs, self._costs(prices, True, passes, whole) if order in APART else costs
 

@@ -73,11 +73,11 @@ class StagedSearch:
         return best, lost
 
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
-        """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: of each group of
-        equal computation, the one with the smallest bubble first. Groups that split a layer less come later, and
-        recompute at least as much. Where the formula of a bubble says that a setup is far slower, it is not estimated,
-        nor are others behind several of their group that are slower. A group without data parallelism has
-        the computation of the one with it, so that the formula bounds it before anything of it is planned.
+        """`setups` with estimates and a kind of recomputation that seems to fit, or why they lost: group by
+        group of equal computation, smallest bubble first. Groups that split a layer less come later and recompute at
+        least as much. A setup that is far slower by the bubble formula is not estimated; after several slower results
+        the rest of the group is skipped. A group without data parallelism has the computation of the one with it, so
+        the formula bounds it before anything of it is planned.
         """
         groups, fastest, kinds = dict[tuple[int, bool, int], list[Setup]](), float("inf"), self.kinds
         works = dict[tuple[int, int, RecomputeKind], float]()  # seconds of all stages for a piece

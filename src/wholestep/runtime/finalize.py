@@ -142,7 +142,7 @@ class Finalizer:
             if not known:
                 try:
                     own = choose()
-                except PlanError:  # told with the peak that this rank then has
+                except PlanError:  # reported below, with this rank's peak
                     own = Fitting(len(smaller_buckets(plain)) - 1, ())
                 asked = self.rendezvous.gather(f"{label}/buckets", own, "what it rematerializes")
                 self.fits[key] = replace(asked[self._first_of(stage)], way=max(one.way for one in asked))

@@ -1,4 +1,4 @@
-"""Which ops gain from being compiled together, and a place among their like for those that stand elsewhere.
+"""Moves isolated fusible ops next to similar ones, so that Inductor can fuse them.
 
 A program computes the same kind of thing for all parameters at once: it scales all gradients, then updates all
 parameters, then stores all counters. Compiled beside the update of its parameter, the scaled gradient is never written.
