@@ -84,7 +84,7 @@ class Mesh:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces of the batch that each rank goes through: the size of the axis `time`, or 1."""
+        """Number of micro-batches that each rank goes through: the size of the axis `time`, or 1."""
         return next((axis.size for axis in self.axes if axis.name == TIME), 1)
 
     @property
@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks; in the mesh of a plan with micro-batches, times the pieces."""
+        """Number of ranks; in the mesh of a plan with micro-batches, times their number."""
         return prod(axis.size for axis in self.axes)
 
     @property

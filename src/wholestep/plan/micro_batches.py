@@ -17,14 +17,14 @@ from .strategy import BatchCut, Pins, Resting
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Each rank goes through its batch in `pieces`, and computes what it would compute on all of it at once.
+    """Each rank goes through its batch in `pieces` micro-batches, and computes what it would on all of it at once.
 
-    What depends on samples (activations) exists for one piece at a time, what is summed over samples (gradients,
+    What depends on samples (activations) exists for one micro-batch at a time, what is summed over samples (gradients,
     losses, counts) accumulates, and all else is computed once. Random numbers are drawn for the whole batch, so that
-    pieces do not change them. Pieces may differ in size: they are those of `torch.chunk`.
+    micro-batches do not change them. Their sizes are those of `torch.chunk`, and may differ.
 
     Args:
-        pieces: how many. `"auto"`: as many as make the step fit into a budget of memory, where that is faster than
+        pieces: their number. `"auto"`: as many as make the step fit into a budget of memory, where that is faster than
             recomputing activations; the budget is `compile(memory_bytes=...)`, or that of `Auto(micro_batches=...)`.
         input_batch_dim: the dim of batch tensors that counts samples, as in `DataParallel`.
 
@@ -50,7 +50,7 @@ class MicroBatches:
         return (TIME,) if TIME in mesh.names else ()
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """As they are: every piece reads the same parameters."""
+        """As they are: every micro-batch reads the same parameters."""
         return dict(before)
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
@@ -59,7 +59,7 @@ class MicroBatches:
 
     @property
     def shares_batches(self) -> bool:
-        """False: no other rank has the other pieces."""
+        """False: no other rank has the other micro-batches."""
         return False
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:

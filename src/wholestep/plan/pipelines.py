@@ -30,18 +30,18 @@ class Pipeline:
     """Cuts the step into stages along `axis`: each rank has the parameters and the optimizer state of its stage, and
     runs what belongs to them. The numbers are those of one device.
 
-    Activations and their gradients are sent from stage to stage. With `micro_batches`, stages work on different pieces
-    of the batch at the same time (as with `MicroBatches`, which may be given beside it instead).
+    Activations and their gradients are sent from stage to stage. With `micro_batches`, stages work on
+    different micro-batches at the same time (as with `MicroBatches`, which may be given beside it instead).
 
     Args:
         axis: the mesh axis of the stages.
         stages: for each stage the modules and parameters that it has: paths or globs, as in `TensorParallel`. Modules
-            in none go where the parameters beside them are read first. By default the forward is cut into parts of
+            in none go where the parameters beside them are read first. By default the forward is split into parts of
             equal time, where little has to be sent.
-        micro_batches: pieces of the batch.
+        micro_batches: the number of micro-batches.
         schedule: the order of blocks on each rank. `gpipe`: all forwards, then all backwards. `1f1b`: a backward as
-            soon as there is one, with as few pieces in flight as keep all stages busy. `interleaved`: the same with
-            several chunks of the model on each rank. `zero_bubble`: gradients of weights wait for idle time. `auto`:
+            soon as there is one, with as few micro-batches in flight as keep all stages busy. `interleaved`: the same
+            with several chunks of the model on each rank. `zero_bubble`: weight gradients wait for idle time. `auto`:
             the fastest of these and of list schedules, by simulation, that holds at most a tenth more than `1f1b`.
         chunks: stages on each rank; 2 with `interleaved` and with `placement="v"`, else 1.
         placement: the rank of each stage. `loop`: stage `s` is on rank `s % ranks`. `v`: stages go forth and back, so

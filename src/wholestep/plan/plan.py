@@ -101,7 +101,7 @@ class Plan:
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops in `decomposed` decomposed, random numbers that pieces share drawn at once, and the
+        """`graph` with the ops in `decomposed` decomposed, random numbers of all micro-batches drawn at once, and the
         updates of each stage by themselves.
         """
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph

@@ -59,7 +59,7 @@ class Auto:
         data: options of data parallelism that are not searched, as `semantics` or `mixed_precision`; its `style`,
             `axis` and `reshard_after_forward` are not read.
         styles: the styles that may be used; all if None.
-        micro_batches: pieces of the batch of a rank, with `MicroBatches(4)` in every candidate. `MicroBatches("auto")`
+        micro_batches: of the batch of a rank, with `MicroBatches(4)` in every candidate. `MicroBatches("auto")`
             tries more and more of them in candidates that do not fit otherwise.
         pipeline: stages that may be used along its axis, in `plan`: on a mesh with that axis, or `"auto=N"`. What it
             leaves open is chosen: `schedule="auto"` and no `chunks` the order and the stages on each rank, one

@@ -54,7 +54,7 @@ def timeline(
     `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
     `stack`: the kernels are those of other software; `profile`: measured ones count. Memory is that of the program op
     by op. The program of all stages of a pipeline is predicted as by `simulate`: a stream for each stage, with its
-    blocks for each piece, and the peak of the fullest.
+    blocks for each micro-batch, and the peak of the fullest.
 
     Raises:
         PlanError: as `simulate`.

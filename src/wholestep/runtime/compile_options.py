@@ -73,7 +73,7 @@ class CompileOptions:
             nothing is tuned. `"off"` keeps the schedule of the measured hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
             recomputes activations and re-gathers parameters, the cheapest first; with `MicroBatches("auto")`, the first
-            call also chooses a number of pieces. It replaces `keep_gathered_bytes`; an explicit `reshard_after_forward`
+            call also chooses their number. It replaces `keep_gathered_bytes`; an explicit `reshard_after_forward`
             is respected.
         mixed_precision: dtypes of the modules' computation and of gradient reductions.
         float8: linear layers whose products multiply numbers of 8 bits ([page](mixed-precision.md#float8)).
