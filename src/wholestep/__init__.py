@@ -35,6 +35,7 @@ with collector_paused():  # modules are no garbage, and torch has many
         RankMismatchError,
         RuleError,
         StateError,
+        StoreError,
         WholestepError,
     )
     from .graph.graph import LocalGraph, TrainGraph
@@ -108,6 +109,7 @@ __all__ = [
     "Span",
     "Stack",
     "StateError",
+    "StoreError",
     "TensorParallel",
     "Timeline",
     "TrainGraph",

@@ -103,9 +103,13 @@ class RankMismatchError(WholestepError):
     """Ranks of one job compiled different programs."""
 
 
+class StoreError(WholestepError):
+    """The store of the job holds what no rank of the job wrote: another process writes to it. Nothing of it was run."""
+
+
 class RankFailedError(WholestepError):
-    """Another rank of the job died, left, is stopped or hangs. `rank`, `host` and `pid` say which process failed first:
-    -1, "" and 0 where the job's store is gone and no rank hosts it.
+    """Another rank of the job died, left, is stopped or hangs, or ranks wait for each other at different points.
+    `rank`, `host` and `pid` say which process failed first: -1, "" and 0 where that is none of the ranks.
     """
 
     rank, host, pid = -1, "", 0

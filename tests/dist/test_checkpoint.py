@@ -510,3 +510,36 @@ def test_killed_at_some_moment(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=KILLED):
         run_ranks(_save_until_killed, 2, str(tmp_path), seconds)
     assert run_ranks(_loads, 1, str(tmp_path))[0] >= 1
+
+
+class Counted(nn.Module):
+    """Keeps a number that differs between ranks."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.w, self.kept = nn.Parameter(torch.ones(3)), kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def _keeps(rank: int, world: int, root: str, kept: int) -> int:
+    model = Counted(kept + rank)
+    if kept:
+        ws.save(root, model=model, number=1)
+    else:
+        ws.load(root, model=model)
+    return model.kept
+
+
+def test_what_modules_keep_is_each_ranks_own(tmp_path: Path) -> None:
+    """In a job of another size it is the first rank's, as buffers are."""
+    run_ranks(_keeps, 3, str(tmp_path), 10)
+    assert run_ranks(_keeps, 3, str(tmp_path), 0) == [10, 11, 12]
+    assert run_ranks(_keeps, 2, str(tmp_path), 0) == [10, 10]

@@ -187,3 +187,30 @@ def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="every=0"):
         ws.MemoryCopies(tmp_path, every=0)
+
+
+def _beside(rank: int, world: int, root: str) -> tuple[int, str]:
+    training, copies = Training("replicate", "adamw"), ws.MemoryCopies(node(root, rank))
+    for number in range(4):
+        training.train(range(number, number + 1))
+        ws.save(f"{root}/disk", training.step, wait=False)
+        copies.save(training.step)
+        ws.export(f"{root}/export{number}", training.model)
+    numbers = ws.load(f"{root}/disk", training.step).number
+    text = ""
+    try:  # rank 1 saves them in the other order
+        for name in ("a", "b") if rank == 0 else ("b", "a"):
+            ws.save(f"{root}/{name}", training.step)
+    except CheckpointError as error:
+        text = str(error)
+    return numbers, text.replace(root, "ROOT").splitlines()[0]
+
+
+def test_saves_in_the_background_go_on_beside_other_exchanges(tmp_path: Path) -> None:
+    """What docs/elastic.md shows, and exports: calls have labels of their own. Two saves in another order are named."""
+    (number, text), other = run_ranks(_beside, 2, str(tmp_path))
+    assert (number, text) == other
+    assert number == 4
+    assert len(list(tmp_path.glob("export*"))) == 4
+    assert "ranks are at different calls: rank 0 at save(ROOT/a, " in text
+    assert "; rank 1 at save(ROOT/b, " in text

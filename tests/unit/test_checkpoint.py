@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -261,6 +262,72 @@ def test_manifest_names_all_tensors_and_files(trained: Any) -> None:
     assert (manifest["number"], manifest["world_size"], manifest["mesh"]) == (2, 1, "dp=1")
 
 
+class Gain(nn.Module):
+    """Counts its calls in `n`, and keeps `kept` beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.n, self.kept = nn.Parameter(torch.ones(4)), 0, object()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x * self.w * (1 + 0.1 * self.n)
+
+    def get_extra_state(self) -> Any:
+        return {"n": self.n, "kept": self.kept}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.n, self.kept = state["n"], state["kept"]
+
+
+@pytest.mark.parametrize("into", ["step", "called step", "model", "copies"])
+def test_what_a_module_keeps_comes_back(into: str, tmp_path: Path) -> None:
+    """Against a run in eager torch that nothing interrupts."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Gain()).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(6)]
+    model, optimizer = made()
+    expected = [train_step(model, optimizer, x).item() for x in batches]
+    model, optimizer = made()
+    step, copies = ws.compile(train_step), ws.MemoryCopies(tmp_path / "memory")
+    for x in batches[:3]:
+        model[1].kept = [torch.ones(2), "text", {"a": 1.5}]
+        step(model, optimizer, x)
+    copies.save(step) if into == "copies" else ws.save(tmp_path, step)
+    model, optimizer = made()
+    step = ws.compile(train_step)
+    if into == "called step":
+        step(model, optimizer, batches[5])
+    if into == "copies":
+        copies.load(step)
+    elif into == "model":
+        ws.load(tmp_path, model=model, optimizer=optimizer)
+    else:
+        ws.load(tmp_path, step)
+    found = [step(model, optimizer, x).item() for x in batches[3:]]
+    torch.testing.assert_close(found, expected[3:], rtol=1e-12, atol=0)
+    assert same(model[1].kept, [torch.ones(2), "text", {"a": 1.5}])
+
+
+def test_what_a_module_keeps_is_data_and_belongs_to_it(tmp_path: Path) -> None:
+    model = nn.Sequential(Gain(), Gain())
+    text = "get_extra_state() of a module, '0._extra_state', holds what cannot be saved"
+    with pytest.raises(ws.CheckpointError, match=re.escape(text)):
+        ws.save(tmp_path, model=model, number=1)
+    model[0].kept = model[1].kept = 3
+    ws.save(tmp_path, model=model, number=1)
+    other = nn.Module()
+    other.w = nn.Parameter(torch.ones(4))
+    with pytest.raises(ws.CheckpointError, match=r"1\._extra_state: kept by a module in the checkpoint, not here"):
+        ws.load(tmp_path, model=nn.Sequential(Gain(), other))
+    with pytest.raises(ws.CheckpointError, match=r"stateful 'a\._extra_state', a name that torch gives"):
+        ws.save(tmp_path, model=model, number=2, stateful={"a._extra_state": Gain()})
+
+
 # -- errors --------------------------------------------------------------------------------
 
 
@@ -362,6 +429,12 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps({**content, "checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode())}))
 
 
+def cut(content: dict[str, Any], *rows: list[int]) -> None:
+    """Say that the first weight is in parts: of each the first row, and how many."""
+    _, _, file, start, length = content["chunks"]["0.weight"][0]
+    content["chunks"]["0.weight"] = [[[begin, 0], [count, 4], file, start, length] for begin, count in rows]
+
+
 @pytest.mark.parametrize(
     ("change", "found", "needed"),
     [
@@ -379,6 +452,12 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m["tensors"]["0.weight/exp_avg"].update(owner="9"), ".owner is '9'", "the name of a parameter"),
         (lambda m: m["optimizers"].clear(), ".optimizer is 'optimizer'", "a name in 'optimizers'"),
         (lambda m: m["optimizers"]["optimizer"].update(groups=[["9"]]), ".groups is '9'", "the name of a parameter"),
+        (lambda m: m["files"].pop("values.pt"), "'files' lacks values.pt", "every file of the checkpoint"),
+        (lambda m: m["stateful"].update(a=[]), "'files' lacks stateful-0-0.pt", "every file of the checkpoint"),
+        (lambda m: m["stateful"].update(a=[1]), "stateful['a'] is 1", "a rank from 1 to 0"),
+        (lambda m: cut(m, [0, 3], [0, 3]), "chunks['0.weight'] is", "all elements of [7, 4], each once"),
+        (lambda m: cut(m, [0, 4], [3, 4], [0, 1]), "chunks['0.weight'] is", "all elements of [7, 4], each once"),
+        (lambda m: cut(m, [0, 4], [4, 2]), "chunks['0.weight'] is", "all elements of [7, 4], each once"),
     ],
 )  # fmt: skip
 def test_a_right_checksum_is_no_proof(trained: Any, change: Any, found: str, needed: str) -> None:
@@ -572,6 +651,73 @@ def test_all_is_on_disk_before_it_is_named(trained: Any, monkeypatch: pytest.Mon
     files = {"__0_0.distcp", "values.pt", ".metadata", "writer.json", "manifest.json.tmp"}
     assert {f"sync NEW/{name}" for name in files} | {"sync NEW"} <= set(done[:named])
     assert done[named + 1 :] == ["sync NEW", "sync .", "sync latest.tmp", "name latest", "sync .", "sync step-00000001"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks /proc for the name of an open file")
+def test_the_folders_of_a_new_root_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def log_sync(handle: Any) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", log_sync)
+    ws.save(tmp_path / "a" / "b", model=nn.Linear(2, 2), number=1)
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)
+
+
+def test_whatever_is_altered_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """At random: bytes of each file, other kinds of files, and fields of the manifest: without its checksum all are
+    refused; under a right one nothing but a CheckpointError is raised.
+    """
+    draw, model = random.Random(7), nn.Sequential(nn.Linear(3, 4), Gain())
+    model[1].kept = 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train_step(model, optimizer, torch.randn(5, 3))
+    good = ws.save(tmp_path / "good", model=model, optimizer=optimizer, number=3, extra={"a": 1})
+    state = state_of(model, optimizer)[:2]
+    files = sorted(path.name for path in good.iterdir() if path.name != "writer.json")
+    for number in range(200):
+        folder = tmp_path / f"step-{number:08d}"
+        shutil.copytree(good, folder)
+        if number % 2:
+            reseal(folder, lambda content: alter(content, draw))
+            with contextlib.suppress(ws.CheckpointError):
+                ws.load(folder, model=model, optimizer=optimizer)
+            ws.load(good, model=model, optimizer=optimizer)
+        else:
+            ALTERED[number // 2 % len(ALTERED)](folder / draw.choice(files), draw)
+            with pytest.raises(ws.CheckpointError):
+                ws.load(folder, model=model, optimizer=optimizer)
+        assert same(state_of(model, optimizer)[:2], state)
+        shutil.rmtree(folder)
+
+
+ALTERED: list[Callable[[Path, random.Random], object]] = [
+    lambda path, draw: flip(path),
+    lambda path, draw: os.truncate(path, draw.randrange(path.stat().st_size)),
+    lambda path, draw: (path.unlink(), os.mkfifo(path)),
+    lambda path, draw: (path.unlink(), path.symlink_to("/dev/zero")),
+    lambda path, draw: (path.unlink(), path.mkdir()),
+    lambda path, draw: path.write_bytes(path.read_bytes() + draw.randbytes(3)),
+]
+
+
+def alter(content: Any, draw: random.Random) -> None:
+    """Change one value at a random depth to another one."""
+    names = ["number", "calls", "saved_at", "mesh"]  # other values of these are other facts about the same tensors
+    while True:
+        key = draw.choice(
+            [key for key in content if key not in names] if isinstance(content, dict) else range(len(content))
+        )
+        if not isinstance(content[key], (dict, list)) or not content[key] or draw.random() < 0.2:
+            break
+        content = content[key]
+    if draw.random() < 0.3:
+        del content[key]
+    else:
+        content[key] = draw.choice([None, -1, 0, 1, 2, 10**12, "x", "", "float64", [], {}, [[]], 1.5, True, "w" * 300])
 
 
 def test_crash_while_an_old_one_is_removed(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

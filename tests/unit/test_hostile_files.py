@@ -300,8 +300,6 @@ ALLOWED = {
     ("backend/eager.py", "exec"): "the text of a graph that was captured in this process",
     ("sizes.py", "exec"): "expressions of sizes that were captured in this process",
     ("sizes.py", "eval"): "the same",
-    ("distributed/store_tree.py", "pickle.loads"): "ranks of one job trust each other",
-    ("runtime/consistency.py", "pickle.loads"): "the same",
     ("planner/ahead.py", "pickle.loads"): "from a copy of this process, by a pipe that nobody else has",
     ("cli/target.py", "importlib.import_module"): "the user names this module",
     ("cli/hf.py", "importlib.import_module"): "transformers",
@@ -313,6 +311,8 @@ DANGEROUS = {
     "os.popen",
     "torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter", "np.load", "numpy.load",
     "subprocess.run", "subprocess.Popen", "subprocess.check_output",
+    "dist.all_gather_object", "dist.gather_object", "dist.broadcast_object_list", "dist.scatter_object_list",
+    "dist.send_object_list", "dist.recv_object_list",
 }  # fmt: skip
 SOURCE = Path(ws.__file__).parent
 

@@ -77,14 +77,14 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 class SecondRank:
     """A rendezvous of two ranks, seen by the second one: the first says where its memory is, and has it."""
 
-    memory: tuple[str, bytes]
+    memory: tuple[Path, bytes]
     rank: int = 1
     size: int = 2
 
-    def broadcast(self, label: str, value: Any, what: str) -> Any:
+    def broadcast(self, label: str, value: Any, what: str, kind: Any) -> Any:
         return self.memory
 
-    def gather(self, label: str, value: Any, what: str) -> list[Any]:
+    def gather(self, label: str, value: Any, what: str, kind: Any) -> list[Any]:
         return [True, value]
 
 
@@ -92,6 +92,6 @@ def test_ranks_on_another_node_do_not_share_memory(tmp_path: Path) -> None:
     """No file of that name, or another file."""
     secret, file = b"s" * 16, tmp_path / "memory"
     file.write_bytes(secret + bytes(32))
-    assert lockstep(cast(Any, SecondRank((str(file), secret))), "label") is not None
-    assert lockstep(cast(Any, SecondRank((str(file), b"t" * 16))), "label") is None
-    assert lockstep(cast(Any, SecondRank((str(tmp_path / "other"), secret))), "label") is None
+    assert lockstep(cast(Any, SecondRank((file, secret))), "label") is not None
+    assert lockstep(cast(Any, SecondRank((file, b"t" * 16))), "label") is None
+    assert lockstep(cast(Any, SecondRank((tmp_path / "other", secret))), "label") is None

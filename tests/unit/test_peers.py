@@ -24,6 +24,7 @@ from wholestep import _torch
 from wholestep.distributed.activity import Activity
 from wholestep.distributed.heartbeat import Beat, MainThread, waited_for
 from wholestep.distributed.peers import Peers
+from wholestep.distributed.typed_messages import decode, encode
 from wholestep.units import parse_seconds
 
 TIMEOUT_S = 40.0  # a failed rank is found after 30 s, counted in heartbeats of 2 s: nobody waits here
@@ -114,6 +115,51 @@ def test_a_rank_that_compiles_has_its_own_time_and_one_that_waits_is_not_to_blam
     assert [ranks[1].round(), ranks[0].round()][1].startswith(f"{who(1)} does not come")
 
 
+def test_ranks_that_wait_at_different_points_are_named_once_none_works() -> None:
+    """The ranks beside each other in the ring that differ are 1 and 2, and 3 and 0."""
+    ranks, _ = job(4)
+    save = {"still_s": 31.0, "what": "between steps, after call 3 of train_step, waiting at save(a)", "point": "save/1"}
+    call = {
+        "still_s": 31.0,
+        "what": "in call 4 of train_step, waiting at all_reduce",
+        "point": "call 4",
+        "where": "b:7",
+    }
+    for rank in (0, 1):
+        ranks[rank].says |= {**save, "where": f"a:{rank}  ws.save(a, step)"}
+    for rank in (2, 3):
+        ranks[rank].says |= {**call, "waits": rank == 2, "still_s": 31.0 if rank == 2 else 1.0}
+    assert [rank.round() for rank in ranks] == [""] * 4, "rank 3 works"
+    ranks[3].says |= {"waits": True, "still_s": 20.0}
+    assert [rank.round() for rank in ranks] == [""] * 4, "it may still come"
+    ranks[3].says |= {"still_s": 31.0}
+    for rank in [*ranks, *ranks]:
+        rank.round()
+    assert {str(rank.activity.failure) for rank in ranks} == {
+        "ranks wait for each other at different points\n"
+        "  ranks 0, 1: between steps, after call 3 of train_step, waiting at save(a), for 31 s\n"
+        "  there: a:0  ws.save(a, step)\n"
+        "  ranks 2, 3: in call 4 of train_step, waiting at all_reduce, for 31 s\n"
+        "  there: b:7\n"
+        "  needed: all ranks, until the end of the job\n"
+        "  next: make the same calls on every rank, in the same order (no `if rank == 0`)"
+    }
+
+
+def test_ranks_that_wait_at_one_point_wait_on() -> None:
+    ranks, _ = job(3)
+    for rank in ranks:
+        rank.says |= {"still_s": 1000.0, "point": "call 4"}
+    assert [rank.round() for rank in [*ranks, *ranks]] == [""] * 6
+
+
+def test_a_heartbeat_that_no_rank_wrote_ends_the_job() -> None:
+    ranks, stores = job(2)
+    stores[0].store.set(f"{ranks[0].label}/1", b"{}")
+    with pytest.raises(ws.StoreError, match="the store of the job holds under wholestep/alive/1/1: 2 bytes"):
+        ranks[0].round()
+
+
 def test_ranks_may_leave_until_somebody_waits_for_them() -> None:
     ranks, _ = job(4)
     for rank in (1, 2, 3):
@@ -167,7 +213,7 @@ def test_the_main_thread_is_shown_at_the_users_line() -> None:
     assert second.what == "between steps, after call 7 of train_step"
     assert "test_peers.py" in second.where
     assert "looks.beat(first, 2.0)" in second.where
-    assert Beat.read(second.text()) == second
+    assert decode("key", encode("key", second), Beat) == second
 
 
 def test_the_main_thread_may_empty_the_table_of_lines_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
 """Exchanges of ranks with threads as ranks: what they cost, and whom their errors name."""
 
+import pickle
+import random
 import threading
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +54,7 @@ def on_ranks(
         seen = shared[rank] if isinstance(shared, list) else shared
         try:
             return act(Rendezvous(seen, rank, size, timeout_s))
-        except ws.RankMismatchError as error:
+        except (ws.RankMismatchError, ws.StoreError) as error:
             return str(error).splitlines()[0]
 
     with ThreadPoolExecutor(len(chosen)) as threads:
@@ -80,8 +84,8 @@ def levels(size: int) -> int:
 
 EXCHANGES: dict[str, Callable[[Rendezvous], Any]] = {
     "all_equal": equal(lambda _: {LAYOUTS: lines("a", "b"), GRAPH: lines("c")}),
-    "gather": lambda ranks: ranks.gather("job", ranks.rank, "a test"),
-    "broadcast": lambda ranks: ranks.broadcast("job", {"of": ranks.rank}, "a test"),
+    "gather": lambda ranks: ranks.gather("job", ranks.rank, "a test", int),
+    "broadcast": lambda ranks: ranks.broadcast("job", {"of": ranks.rank}, "a test", Mapping[str, int]),
     "barrier": lambda ranks: ranks.barrier("a test"),
 }
 
@@ -115,9 +119,9 @@ def test_missing_ranks_are_found_by_descending_the_tree() -> None:
     seen, absent = counted(1024), [5, 300, 1023]
     for rank in range(1024):
         if rank not in absent:
-            assert StoreTree(seen[rank], "job", rank, 1024).contribute(rank, max) == []
+            assert StoreTree(seen[rank], "job", rank, 1024, int).contribute(rank, max) == []
     looker = Counting(seen[0].store)
-    assert StoreTree(looker, "job", 0, 1024).missing() == absent
+    assert StoreTree(looker, "job", 0, 1024, int).missing() == absent
     assert sum(looker.polled.values()) <= len(absent) * (ARITY + 2) * levels(1024)
 
 
@@ -232,23 +236,92 @@ def test_a_barrier_names_ranks_at_another_one() -> None:
     assert found == [f"door {r % 2}: rank {r} is there, {there[r]}" for r in range(4)]
 
 
+# -- what another process writes into the store ---------------------------------------------------------------------
+
+
+class Evil:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.canary), "w")
+
+
+def junk(draw: random.Random, canary: Path) -> bytes:
+    """What no rank writes: random bytes, a pickle, JSON, a message for another key, one that is cut off or altered."""
+    message = store_tree.encode("job/other", [draw.random()])
+    altered = bytearray(store_tree.encode("job", [draw.random()]))
+    altered[draw.randrange(len(altered))] ^= draw.randrange(1, 256)
+    text = draw.choice(
+        [pickle.dumps(Evil(canary)), draw.randbytes(draw.randrange(60)), b"[1]", message, bytes(altered)]
+    )
+    return draw.choice([b"", b"=", b"#", b"="]) + draw.choice([text, zlib.compress(text), text[: len(text) // 2]])
+
+
+def test_what_no_rank_wrote_is_neither_run_nor_taken(tmp_path: Path) -> None:
+    store, draw, canary = dist.HashStore(), random.Random(1), tmp_path / "canary"
+    for _ in range(1000):
+        store.set("job", junk(draw, canary))
+        with pytest.raises(ws.StoreError, match="the store of the job holds under job: "):
+            store_tree.get(store, "job", draw.choice([tuple[float, ...], int, str, tuple[str, tuple[int, ...] | None]]))
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("exchange", ["all_equal", "gather", "broadcast"])
+def test_ranks_end_with_an_error_where_another_process_writes(exchange: str, tmp_path: Path) -> None:
+    """It writes over one of the values of an exchange, another one each time."""
+    draw, canary, spoiled = random.Random(exchange), tmp_path / "canary", 0
+
+    @dataclass
+    class Spoiled(Counting):
+        store: Any
+        number: int
+
+        def __post_init__(self) -> None:
+            super().__init__(self.store)
+
+        def set(self, key: str, value: bytes) -> None:
+            self.asked["set"] += 1
+            self.store.set(key, junk(draw, canary) if self.asked["set"] == self.number else value)
+
+    for number in [1, 2, 3, 4] * 10:
+        shared = dist.HashStore()
+        good = Counting(shared) if exchange != "broadcast" else Spoiled(shared, number)
+        found = on_ranks(EXCHANGES[exchange], 2, [good, Spoiled(shared, number)], timeout_s=0.2)
+        texts = [text for text in found if isinstance(text, str)]
+        spoiled += bool(texts)
+        right = {"all_equal": Calls(0, True), "gather": [0, 1], "broadcast": {"of": 0}}[exchange]
+        assert all(text.startswith("the store of the job holds under job") for text in texts), texts
+        assert [one for one in found if not isinstance(one, str)] == [right] * (2 - len(texts))
+    assert spoiled >= 10
+    assert not canary.exists()
+
+
+def test_a_count_that_is_no_number_is_named() -> None:
+    store = dist.HashStore()
+    store.set("job/0/count/0", "abc")
+    found = on_ranks(EXCHANGES["gather"], 2, store, timeout_s=0.2)
+    assert found == ["the store of the job holds under job/0/count/0: b'abc', which is no number"] * 2
+
+
 def test_labels_are_counted_rank_by_rank() -> None:
     found = on_ranks(lambda ranks: [ranks.next_label("x"), ranks.next_label("x")], 3)
-    assert found == [["wholestep/x/1", "wholestep/x/2"]] * 3
+    thread = "@ThreadPoolExecutor-_"  # its number is another one on each rank
+    assert found == [[f"wholestep/x{thread}/1", f"wholestep/x{thread}/2"]] * 3
 
 
-def test_a_choice_that_cannot_be_pickled_ends_all_ranks_at_once() -> None:
-    """Rank 0 raises pickle's error, as any other error of its choice, and the others do not wait for the timeout."""
+def test_a_choice_that_cannot_be_sent_ends_all_ranks_at_once() -> None:
+    """Rank 0 raises the error, as any other error of its choice, and the others do not wait for the timeout."""
 
     def act(ranks: Rendezvous) -> str:
-        with pytest.raises(Exception) as caught:  # noqa: PT011  # what pickle raises differs among versions of Python
-            ranks.choose("job", lambda: lambda: None, "a test")
-        return f"{type(caught.value).__name__}: {caught.value}"
+        with pytest.raises(ws.PlanError) as caught:
+            ranks.choose("job", lambda: print, "a test", str)
+        return caught.value.found
 
-    first, second = on_ranks(act, 2, timeout_s=1e6)
-    assert "pickle" in first
-    assert second.startswith("PlanError: rank 0 could not choose: ")
-    assert "pickle" in second
+    text = "ranks cannot tell each other <built-in function print>"
+    assert on_ranks(act, 2, timeout_s=1e6) == [text, text]
 
 
 def test_a_rank_that_fails_leaves_the_comparison_before_to_slower_ranks() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..distributed.rendezvous import Rendezvous
+from ..distributed.typed_messages import reading
 from ..errors import CacheError, shown
 from ..graph.graph import BucketSizes, LocalGraph
 from ..passes.fit_memory import Fitting
@@ -201,7 +202,10 @@ class CachedChoices:
         if self.rendezvous.rank == 0:
             own, self.earlier, warning = self._find(self.cache)
         what = "what an earlier start chose (cache=)"
-        found, self.earlier = self.rendezvous.broadcast(f"{self.label}/choices", (own, self.earlier), what)
+        label = f"{self.label}/choices"
+        found, text = self.rendezvous.broadcast(label, (own, json.dumps(self.earlier.to_json())), what, tuple[str, str])
+        with reading(label):
+            self.earlier = Choices.from_json(parse(text))
         tuned = self.earlier.tuned, self.earlier.tuned_blocks
         self.note(tuned=tuned[0], tuned_blocks=tuned[1], tuned_for=self.earlier.tuned_for)  # until this start tunes
         self.cache.tell("from rank 0" if found == _HIT and self.rendezvous.rank != 0 else found)

@@ -35,8 +35,8 @@ from . import background, durable, manifest, snapshot, tensor_files
 from .first_call import at_first_call
 from .manifest import Manifest
 from .ranks import Ranks
-from .stateful import Stateful, load_stateful, read_stateful
-from .write import VALUES, Progress, to_write
+from .stateful import Stateful, extra_states, is_extra_state, load_stateful, read_stateful
+from .write import Progress, to_write
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -187,6 +187,9 @@ def _check_arguments(call: str, step: object, **named: object) -> None:
     for name, values in named.items():
         check_arguments(call, CheckpointError, **{name: (values, Mapping[str, Any] | None)})
     for name, one in cast(Mapping[str, Any], named.get("stateful") or {}).items():
+        if is_extra_state(name):
+            found = f"stateful {name!r}, a name that torch gives to what a module keeps"
+            raise CheckpointError(found, "another name", "leave it out: what modules keep is saved with them")
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(one, method, None)):
                 raise CheckpointError(
@@ -236,19 +239,21 @@ def load(
     state, objects = _state_of(step, model, optimizer), dict(stateful or {})
     if state is not None or step is not None or objects:
         ensure_group(_device_of(state) if state is not None else None)
-    ranks = Ranks.of_job()
+    into = "nothing" if state is None and step is None else "a state" if state is not None else "a step to be called"
+    ranks = Ranks.of_job("load", directory, into, *sorted(objects))
     root = durable.folder_at(directory)
     while True:
         folder, found, content = _open(root, ranks, strict)
         try:
-            states = ranks.on_every_rank(partial(read_stateful, folder, found, objects, ranks))
             restore = _staged(folder, found, state, ranks) if state is not None else None
+            kept = {**objects, **(extra_states(state.modules) if state is not None else {})}
+            states = ranks.on_every_rank(partial(read_stateful, folder, found, kept, ranks))
             drawn = _random(folder, found, ranks) if state is not None or step is not None else {}
             break
         except CheckpointError:
             if not _was_removed(root, folder, ranks):
                 raise
-    ranks.on_every_rank(lambda: load_stateful(objects, states))
+    ranks.on_every_rank(lambda: load_stateful(kept, states))
     if restore is not None:
         restore.commit(content, keep_primed=False)
     if drawn:
@@ -262,7 +267,10 @@ def load(
 
 def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, dict[str, Any]]:
     """The newest intact checkpoint, its manifest and plain values. The ranks share the work of checking files."""
-    folders, damage = ranks.on_first_rank(lambda: manifest.candidates(directory)), list[CheckpointError]()
+    names = ranks.on_first_rank(
+        lambda: [manifest.name_in(directory, one) for one in manifest.candidates(directory)], Sequence[str]
+    )
+    folders, damage = [manifest.folder_in(directory, name) for name in names], list[CheckpointError]()
     for folder in folders:
         try:
             found = ranks.on_every_rank(lambda folder=folder: manifest.read(folder))
@@ -271,7 +279,7 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
             progress = Progress(f"checkpoint {folder.name}: {{}} checked by rank 0", total, quiet=ranks.rank != 0)
             check = partial(manifest.check_files, folder, found, mine, progress)
             ranks.on_every_rank(check, name_rank=False)
-            content = ranks.on_every_rank(partial(snapshot.read_values, folder / VALUES, found))
+            content = ranks.on_every_rank(partial(snapshot.read_values, folder, found))
         except CheckpointError as error:
             if error.next_step:  # it is whole, and cannot be read here
                 raise
@@ -289,7 +297,7 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
 
 def _was_removed(directory: Path, folder: Path, ranks: Ranks) -> bool:
     """True when the job that saves there has removed a checkpoint meanwhile, as newer ones exist."""
-    return ranks.on_first_rank(lambda: folder not in manifest.candidates(directory))
+    return ranks.on_first_rank(lambda: folder not in manifest.candidates(directory), bool)
 
 
 def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
@@ -302,12 +310,16 @@ def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
                 return f"load {str(other)!r}, which is intact"
         return "correct the path, or start anew: no other checkpoint is intact"
 
-    return ranks.on_first_rank(look)
+    return ranks.on_first_rank(look, str)
 
 
 def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], step: CompiledStep) -> None:
     assert step.state is not None, "its state is placed"
-    _staged(folder, found, step.state, Ranks.of_job()).commit(content, keep_primed=True)
+    ranks, kept = Ranks.of_job("load", folder), extra_states(step.state.modules)
+    restore = _staged(folder, found, step.state, ranks)
+    states = ranks.on_every_rank(partial(read_stateful, folder, found, kept, ranks))
+    ranks.on_every_rank(lambda: load_stateful(kept, states))
+    restore.commit(content, keep_primed=True)
 
 
 def check_fits(found: Manifest, state: StepState, what: str) -> None:

@@ -17,12 +17,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..graph.text import human, table
 from . import dcp_metadata, durable, manifest, stored_tensors, tensor_files
-from .manifest import Chunk, Manifest
+from .manifest import VALUES, Chunk, Manifest
 from .new_folder import new_folder
 from .ranks import Ranks
 from .stateful import read_file
 from .stored_tensors import PiecesRead, described
-from .write import VALUES
 
 _CHUNK = 1 << 22  # elements that are compared at once
 
@@ -140,7 +139,8 @@ def _of_ranks(found: Manifest) -> Iterator[str]:
 
 def extra(one: Contents) -> list[str]:
     """The names of what the user has put beside the state. Raises CheckpointError: the file cannot be read."""
-    content = read_file(one.path / VALUES)
+    assert one.manifest is not None
+    content = read_file(one.path, VALUES, one.manifest)
     given: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
     return [str(name) for name in cast(dict[Any, Any], given)] if isinstance(given, dict) else []
 
@@ -246,7 +246,7 @@ def rewrite(one: Contents, target: Path, files: int) -> Path:
     """Write an intact checkpoint to a new folder, with its tensors in `files` files of about equal size."""
     found = one.manifest
     assert found is not None, "there is something to write"
-    with new_folder(target, Ranks.of_job()) as aside:
+    with new_folder(target, Ranks.of_job("rewrite", target)) as aside:
         kept = [name for name in found.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
         sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
         for name in kept:

@@ -147,9 +147,13 @@ def sync(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, with those above it. A store has no folders."""
-    if not is_remote(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    """Make a folder, with those above it, and bring their names to the disk. A store has no folders."""
+    if is_remote(folder):
+        return
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
 
 
 def remove(folder: Path, first: str, last: str) -> None:
@@ -181,6 +185,15 @@ def entries(folder: Path) -> list[Path]:
 def is_plain_file(path: Path) -> bool:
     """True for a file that can be read to an end: no link to elsewhere, no pipe, no device."""
     return path.is_file() if is_remote(path) else path.exists() and stat.S_ISREG(path.lstat().st_mode)
+
+
+def read_plain_file(path: Path, size: int) -> bytes | None:
+    """The content of a plain file, up to one byte more than `size`; None for a link, a pipe or a device."""
+    if is_remote(path):
+        return path.read_bytes()
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        return file.read(size + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
 
 
 def checksum(path: Path) -> tuple[int, int]:

@@ -63,7 +63,8 @@ def export(
     if format not in FORMATS:
         raise CheckpointError(f"export(format={shown(format)})", f"one of {', '.join(FORMATS)}", "correct it")
     most_bytes = parse_bytes(max_file_bytes, "max_file_bytes")
-    target, ranks = durable.folder_at(directory), Ranks.of_job()
+    what = type(model).__name__ if isinstance(model, nn.Module) else model
+    target, ranks = durable.folder_at(directory), Ranks.of_job("export", directory, what, format, dtype)
     flush_pending()
     if isinstance(model, nn.Module):
         found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
@@ -75,7 +76,7 @@ def export(
         else:
             _write_safetensors(aside, target, found, most_bytes, ranks)
         if format == "safetensors" and isinstance(model, nn.Module):
-            ranks.on_first_rank(lambda: _write_config(aside, model, found))
+            ranks.first_does(lambda: _write_config(aside, model, found))
     return target
 
 
@@ -121,9 +122,10 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Ex
 
 
 def _of_checkpoint(directory: Path, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
-    folder = ranks.on_first_rank(lambda: manifest.candidates(directory)[0])
+    name = ranks.on_first_rank(lambda: manifest.name_in(directory, manifest.candidates(directory)[0]), str)
+    folder = manifest.folder_in(directory, name)
     found = ranks.on_every_rank(lambda: manifest.read(folder))
-    ranks.on_first_rank(lambda: manifest.check_files(folder, found, sorted(found.files)))
+    ranks.first_does(lambda: manifest.check_files(folder, found, sorted(found.files)))
     saved = {name: one for name, one in found.tensors.items() if one.role in ("param", "buffer")}
     tensors = {name: _on_meta(described(one), dtype) for name, one in saved.items()}
 
@@ -152,7 +154,7 @@ def _write_safetensors(aside: Path, target: Path, found: _Exported, most_bytes: 
         ranks.on_every_rank(lambda file=file, part=part: _write_file(aside / file, target, part, found, ranks))
     if len(files) > 1:
         text = safetensors_file.index(tensors, files)
-        ranks.on_first_rank(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
+        ranks.first_does(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
 
 
 def _write_file(path: Path, target: Path, tensors: Mapping[str, Tensor], found: _Exported, ranks: Ranks) -> None:
@@ -176,7 +178,7 @@ def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> Non
             file = aside / f"__{ranks.rank}_0{tensor_files.SUFFIX}"
             return tensor_files.write(file, pieces, lambda _: None).chunks if pieces else {}
 
-    parts = ranks.gather_on_first(write)
+    parts = ranks.gather_on_first(write, Mapping[str, Chunk])
 
     def write_index() -> None:
         chunks = {name: tuple(part[name] for part in parts if name in part) for name in found.tensors}
@@ -184,7 +186,7 @@ def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> Non
         about = Manifest(0, 0, ranks.size, "", 0.0, saved, {}, {}, chunks, {})
         durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
 
-    ranks.on_first_rank(write_index)
+    ranks.first_does(write_index)
 
 
 def _write_config(aside: Path, model: nn.Module, found: _Exported) -> None:

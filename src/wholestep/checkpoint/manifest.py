@@ -23,6 +23,7 @@ FORMAT = "wholestep.checkpoint"
 VERSION = 2
 NAME = "manifest.json"
 LATEST = "latest"
+VALUES = "values.pt"
 SHOWN = 10
 MOST_BYTES = 1 << 30  # three tensors for each of 1,000 parameters on 4,000 ranks have 0.7 GB
 _ROLES = ("param", "buffer", "state", "rank")
@@ -80,6 +81,10 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]
     chunks: Mapping[str, tuple[Chunk, ...]]
     stateful: Mapping[str, tuple[int, ...]]
+
+    def file_of(self, name: str, rank: int) -> str:
+        """The file with the state of an object: they are numbered, as names may hold what no file name can."""
+        return f"stateful-{sorted(self.stateful).index(name)}-{rank}.pt"
 
     def to_json(self) -> str:
         """Text that `read` reads back; it holds its own checksum."""
@@ -151,6 +156,17 @@ def _check(manifest: Manifest) -> None:
             raise wrong("files", name, "the name of a file in the folder")
         if size < 0:
             raise wrong(f"files[{shown(name)}]", size, "a size from 0")
+    for name, ranks in manifest.stateful.items():
+        for rank in ranks:
+            if not 0 < rank < manifest.world_size:
+                raise wrong(f"stateful[{shown(name)}]", rank, f"a rank from 1 to {manifest.world_size - 1}")
+    needed = [
+        VALUES,
+        *(manifest.file_of(name, rank) for name, ranks in manifest.stateful.items() for rank in (0, *ranks)),
+    ]
+    for name in needed:
+        if name not in manifest.files:
+            raise MalformedError(f"'files' lacks {name}", "every file of the checkpoint, with its size and checksum")
     if manifest.chunks.keys() != manifest.tensors.keys():
         name = min(manifest.chunks.keys() ^ manifest.tensors.keys())
         raise wrong("chunks", name, "the names of 'tensors', each with its parts")
@@ -158,11 +174,14 @@ def _check(manifest: Manifest) -> None:
         _check_chunks(f"chunks[{shown(name)}]", manifest.tensors[name], chunks, manifest.files)
 
 
+_Part = tuple[tuple[int, ...], tuple[int, ...]]  # where it starts in each dim, and its size in each
+
+
 def _check_chunks(
     at: str, saved: CheckpointTensor, chunks: tuple[Chunk, ...], files: Mapping[str, tuple[int, int]]
 ) -> None:
-    """The chunks have the elements of the tensor, in files that have as many bytes: none is left unread, and a shape in
-    a manifest cannot ask for more memory than there are bytes on disk.
+    """The chunks have the elements of the tensor, each once, in files that have as many bytes: none is left unread, and
+    a shape in a manifest cannot ask for more memory than there are bytes on disk.
     """
     itemsize = cast(torch.dtype, getattr(torch, saved.dtype)).itemsize
     for chunk in chunks:
@@ -176,8 +195,29 @@ def _check_chunks(
             raise wrong(at, (chunk.start, chunk.length), f"a start from 0 and the bytes of {list(chunk.sizes)}")
         if chunk.start + chunk.length > files[chunk.file][0]:
             raise wrong(at, (chunk.start, chunk.length), f"bytes inside {chunk.file}")
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(saved.shape):
-        raise wrong(at, [chunk.sizes for chunk in chunks], f"all elements of {list(saved.shape)}, each once")
+    parts = [(chunk.offsets, chunk.sizes) for chunk in chunks if prod(chunk.sizes)]
+    if sum(prod(sizes) for _, sizes in parts) != prod(saved.shape) or _overlap(parts, 0, 0):
+        raise wrong(at, parts, f"all elements of {list(saved.shape)}, each once")
+
+
+def _overlap(parts: list[_Part], dim: int, tried: int) -> bool:
+    """Whether parts share elements. Those that lie apart in a dim are told apart there, the others in the next one."""
+    if len(parts) < 2:
+        return False
+    dims = len(parts[0][0])
+    if tried == dims:  # no dim tells any of them apart
+        return any(_share(one, other) for i, one in enumerate(parts) for other in parts[:i])
+    groups, end = list[list[_Part]](), 0
+    for part in sorted(parts, key=lambda part: part[0][dim]):
+        if not groups or part[0][dim] >= end:
+            groups.append([])
+        groups[-1].append(part)
+        end = max(end, part[0][dim] + part[1][dim])
+    return any(_overlap(group, (dim + 1) % dims, tried + 1 if len(groups) == 1 else 0) for group in groups)
+
+
+def _share(one: _Part, other: _Part) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -267,6 +307,18 @@ def candidates(directory: Path) -> list[Path]:
         what = "holds no checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"{directory} {what}", "a folder that wholestep.save wrote to", "correct the path")
     return found
+
+
+def name_in(directory: Path, folder: Path) -> str:
+    """One of the `candidates` of a folder as text, which `folder_in` reads back: "" for the folder itself."""
+    return "" if folder == directory else folder.name
+
+
+def folder_in(directory: Path, name: str) -> Path:
+    """What `name_in` named. Raises CheckpointError: it names none."""
+    if name and not _FOLDER.fullmatch(name):
+        raise CheckpointError(f"{shown(name)} is no checkpoint in {directory}", "a folder written by wholestep.save")
+    return directory / name if name else directory
 
 
 def is_readable(folder: Path) -> bool:

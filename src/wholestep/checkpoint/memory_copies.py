@@ -26,7 +26,7 @@ from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.step import CompiledStep
 from ..typed_values import as_plain, check_arguments
-from . import snapshot, tensor_files
+from . import snapshot, stateful, tensor_files
 from .checkpoint import Checkpoint
 from .first_call import at_first_call
 from .memory_restore import INDEX, PIECES, VALUES, Restoring, mapped, position
@@ -78,6 +78,7 @@ class MemoryCopies:
         self._start, self._count = 0, 0
         self._slots: list[_Slot] = []
         self._failure: Exception | None = None
+        self._ranks: Ranks | None = None
 
     def save(self, step: CompiledStep, *, extra: Mapping[str, Any] | None = None) -> None:
         """Copy the state, if the step's calls are a multiple of `every`. Called on every rank after each call.
@@ -94,12 +95,13 @@ class MemoryCopies:
         if step.calls % self.every:
             return
         flush_pending()
-        now, ranks, world = snapshot.take(step.state), Ranks.of_job(), step.world
+        now, ranks, world = snapshot.take(step.state), self._ranks or Ranks.of_job("MemoryCopies.save"), step.world
+        self._ranks = ranks
         if not self._start:
-            self._start = ranks.on_first_rank(self._new_start)
+            self._start = ranks.on_first_rank(self._new_start, int)
             names = [f"{self._start}-{ranks.rank}-{slot}" for slot in range(2)]
             self._slots = [_Slot(self.folder / name) for name in names]
-        exchanged = _exchange(now, world, self._failure is not None)  # all ranks have completed their last copy
+        exchanged = _exchange(now, world, self._alone(step))  # all ranks have completed their last copy
         if exchanged is None:
             ranks.on_every_rank(self._raise_failure)
         assert exchanged is not None, "a failure was raised"
@@ -138,7 +140,7 @@ class MemoryCopies:
         check_arguments("MemoryCopies.load", CheckpointError, step=(step, CompiledStep))
         flush_pending()
         ensure_group(step.options.given.device)
-        restoring = Restoring.of(self.folder, Ranks.of_job())
+        restoring = Restoring.of(self.folder, Ranks.of_job("MemoryCopies.load"))
         if restoring is None:
             return None
         if step.state is not None:
@@ -148,6 +150,17 @@ class MemoryCopies:
         restoring.put_random()
         step.calls = restoring.values["copy"]["number"]
         return Checkpoint(step.calls, restoring.values["content"]["extra"], self.folder)
+
+    def _alone(self, step: CompiledStep) -> bytes | None:
+        """What this rank alone has: random state, and what modules keep. None where its last copy, or this, failed."""
+        assert step.state is not None
+        try:
+            modules = stateful.take(stateful.extra_states(step.state.modules))
+        except CheckpointError as error:
+            self._failure = self._failure or error
+        if self._failure is not None:
+            return None
+        return to_bytes("what a rank has", {"random": random_state.take(), "modules": modules})
 
     def _new_start(self) -> int:
         """A number for this start of the job, above those of earlier ones, also where the clock was set back."""
@@ -215,22 +228,21 @@ def _index(now: Snapshot, pieces: Mapping[str, Piece]) -> tuple[dict[str, Any], 
     }, places, end or _ALIGNED  # fmt: skip
 
 
-def _exchange(now: Snapshot, world: World, failed: bool) -> tuple[dict[str, Any], list[str]] | None:
-    """What each rank alone holds, in a row of bytes for each: random state, and the buffers that differ between ranks,
-    which are named. None on every rank where one has failed.
+def _exchange(now: Snapshot, world: World, alone: bytes | None) -> tuple[dict[str, Any], list[str]] | None:
+    """What each rank has `alone`, in a row of bytes for each, and the buffers that differ between ranks, which are
+    named. None on every rank where one has failed.
     """
     sums = snapshot.buffer_sums(now)
-    drawn = to_bytes("random state", random_state.take())
-    heads = _gathered(torch.tensor([-1 if failed else len(drawn), *sums.values()]), world)
+    heads = _gathered(torch.tensor([-1 if alone is None else len(alone), *sums.values()]), world)
     rows: list[list[int]] = [head.tolist() for head in heads]
     lengths = [row[0] for row in rows]
-    if min(lengths) < 0:
+    if alone is None or min(lengths) < 0:
         return None
     differing = [name for n, name in enumerate(sums, 1) if len({row[n] for row in rows}) > 1]
-    padded = drawn.ljust(max(lengths), b"\0")
+    padded = alone.ljust(max(lengths), b"\0")
     parts = [torch.frombuffer(bytearray(padded), dtype=torch.uint8), *(_bytes_of(now.tensors[n]) for n in differing)]
     own = torch.stack([row.cpu() for row in _gathered(torch.cat(parts), world)])
-    return {"rows": own, "random": lengths, "buffers": differing}, differing
+    return {"rows": own, "alone": lengths, "buffers": differing}, differing
 
 
 def _gathered(tensor: Tensor, world: World) -> list[Tensor]:

@@ -22,7 +22,7 @@ from .checkpoint import check_fits
 from .manifest import CheckpointTensor, Chunk, Manifest, SavedOptimizer
 from .ranks import Ranks
 from .snapshot import Restore, Snapshot
-from .stateful import read_plain
+from .stateful import extra_states, load_stateful, read_plain
 
 PIECES, INDEX, VALUES = "pieces", "index.pt", "values.pt"
 _BLOCK_BYTES = 64 << 20
@@ -79,7 +79,7 @@ class Restoring:
     @staticmethod
     def of(folder: Path, ranks: Ranks) -> Restoring | None:
         """The newest such state, of the latest start that has one; None on every rank where there is none."""
-        every = ranks.gather(lambda: copies_in(folder))
+        every = ranks.gather(lambda: copies_in(folder), tuple[Copy, ...])
         found: dict[tuple[int, int], set[int]] = {}
         shards: dict[tuple[int, int], int] = {}
         for copy in (copy for of_rank in every for copy in of_rank):
@@ -95,14 +95,18 @@ class Restoring:
         def read() -> list[bytes]:
             return [(Path(own[0].folder) / n).read_bytes() for n in (INDEX, VALUES)] if ranks.rank == source else []
 
-        index, values = (read_plain(io.BytesIO(data)) for data in ranks.gather(read)[source])
+        index, values = (read_plain(io.BytesIO(data)) for data in ranks.gather(read, tuple[bytes, ...])[source])
         return Restoring(ranks, held, index, values)
 
     def put_random(self) -> None:
         """Set the random generators of this rank, in a job of as many ranks."""
         if self._same_size:
-            own, rank = self.values["own"], self.ranks.rank
-            random_state.put(plain(own["rows"][rank][: own["random"][rank]]))
+            random_state.put(self._alone()["random"])
+
+    def _alone(self) -> dict[str, Any]:
+        """What this rank alone had, or the first one in a job of another size."""
+        own, rank = self.values["own"], self.ranks.rank if self._same_size else 0
+        return plain(own["rows"][rank][: own["alone"][rank]])
 
     def restore_placed(self, step: CompiledStep) -> None:
         """Restore a step once its state is where it rests."""
@@ -121,7 +125,7 @@ class Restoring:
         here = {copy.shard: copy for copy in reversed(self.held[self.ranks.rank])}
         any_copy = next(copy for of_rank in self.held for copy in of_rank)
         wanted = [shard] if layouts == any_copy.layouts else list(range(any_copy.shards))
-        lacking = self.ranks.gather(lambda: [number for number in wanted if number not in here])
+        lacking = self.ranks.gather(lambda: [number for number in wanted if number not in here], tuple[int, ...])
         for number in wanted:
             if number in here:
                 folder = Path(here[number].folder)
@@ -131,6 +135,8 @@ class Restoring:
             to = [rank for rank, numbers in enumerate(lacking) if number in numbers]
             if to:
                 self._pass_on(number, to, pieces, world)
+        kept = {name: read_plain(io.BytesIO(data)) for name, data in self._alone()["modules"].items()}
+        self.ranks.on_every_rank(lambda: load_stateful(extra_states(state.modules), kept))
         restore.commit(self.values["content"], keep_primed)
 
     def _pass_on(self, number: int, to: Sequence[int], pieces: Mapping[str, tensor_files.Piece], world: World) -> None:
@@ -159,7 +165,8 @@ class Restoring:
             for name, (kind, groups) in self.index["optimizers"].items()
         }
         number = self.values["copy"]["number"]
-        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, {})
+        kept = dict.fromkeys(self._alone()["modules"], ())
+        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, kept)
 
     @property
     def _same_size(self) -> bool:
@@ -169,7 +176,7 @@ class Restoring:
         """Buffers that differed between ranks; in a job of another size, the first rank's."""
         own = self.values["own"]
         row: Tensor = own["rows"][self.ranks.rank if self._same_size else 0]
-        start = max(own["random"])
+        start = max(own["alone"])
         for name in own["buffers"]:
             staged = restore.staged[self._name(name)]
             staged.copy_(row[start : start + staged.nbytes].clone().view(staged.dtype).view(staged.shape))

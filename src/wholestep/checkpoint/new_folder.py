@@ -22,10 +22,10 @@ def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
     exception it is removed, and after a kill by the next call. Raises CheckpointError, on every rank: `target` is there
     and not empty.
     """
-    aside = ranks.on_first_rank(lambda: _aside(target))
+    aside = target.with_name(Path(ranks.on_first_rank(lambda: _aside(target).name, str)).name)
     try:
         yield aside
-        ranks.on_first_rank(lambda: _publish(aside, target))
+        ranks.first_does(lambda: _publish(aside, target))
     except BaseException:
         if ranks.rank == 0:
             _remove(aside)

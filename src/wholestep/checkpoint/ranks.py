@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar, cast
 
 from ..distributed.activity import ACTIVITY
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CheckpointError, RankFailedError
+from ..distributed.sections import show_ranks
+from ..errors import CheckpointError, RankFailedError, StoreError
 
 T = TypeVar("T")
 
 _TIMEOUT_S = 1800.0  # of a rank that is alive: it may write for minutes
-_WHAT = "saving or loading a checkpoint"
+_Failure = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save or load together. They stay reachable after the process group was destroyed."""
+    """The ranks that save or load together, in one call of a public function: `what` says which, and on which things.
+    They stay reachable after the process group was destroyed.
+
+    Their exchanges have labels of their own: those of another call, which another thread makes at the same time, can
+    have any order on each rank.
+    """
 
     rendezvous: Rendezvous
+    what: str
+    label: str
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @staticmethod
-    def of_job() -> Ranks:
-        """Those of torch's default process group."""
-        return Ranks(Rendezvous.of_job(_TIMEOUT_S))
+    def of_job(call: str, *things: object) -> Ranks:
+        """Those of torch's default process group, in this call of the public function `call`, which is to have the same
+        `things` on all ranks.
+        """
+        rendezvous = Rendezvous.of_job(_TIMEOUT_S)
+        return Ranks(rendezvous, f"{call}({', '.join(map(str, things))})", rendezvous.next_label(call))
 
     @property
     def rank(self) -> int:
@@ -41,8 +54,8 @@ class Ranks:
         """Call `work` on every rank; each gets its own result. Raises CheckpointError: on every rank, the failure of
         the first one that failed; `name_rank=False` is for work that the ranks share, where it does not matter which.
         """
-        own, failure, cause = _attempt(work)
-        failures = self._gather(failure)
+        own, failure, cause = self._attempt(work)
+        failures = self._gather(failure, _Failure)
         failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
         if failed:
             rank, (found, *others) = failed[0]
@@ -50,36 +63,57 @@ class Ranks:
             raise CheckpointError(f"on rank {rank}, {found}" if alone else found, *others) from cause
         return cast(T, own)
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """As `on_every_rank`; each rank gets the results of all, in rank order."""
-        return self._gather(self.on_every_rank(work))
+    def gather(self, work: Callable[[], T], kind: Any) -> list[T]:
+        """As `on_every_rank`; each rank gets the results of all, of the type `kind`, in rank order."""
+        return self._gather(self.on_every_rank(work), kind)
 
-    def gather_on_first(self, work: Callable[[], T]) -> list[T]:
+    def gather_on_first(self, work: Callable[[], T], kind: Any) -> list[T]:
         """As `gather`, but the first rank alone gets the results, which are many bytes; the others get none."""
-        own, ranks = self.on_every_rank(work), self.rendezvous
-        return ranks.gather(ranks.next_label("checkpoint"), own, _WHAT, on_first=True)
+        return self._gather(self.on_every_rank(work), kind, on_first=True)
 
-    def on_first_rank(self, work: Callable[[], T]) -> T:
-        """Call `work` on the first rank only; every rank gets its result, or the CheckpointError that it ends in."""
-        own, failure, cause = _attempt(work) if self.rank == 0 else (None, None, None)
-        result, failure = self._gather((own, failure))[0]
+    def on_first_rank(self, work: Callable[[], T], kind: Any) -> T:
+        """Call `work` on the first rank only; every rank gets its result, of the type `kind`, or the CheckpointError
+        that it ends in.
+        """
+        own, failure, cause = self._attempt(work) if self.rank == 0 else (None, None, None)
+        result, failure = self._gather((own, failure), tuple[kind | None, _Failure])[0]
         if failure is not None:
             raise CheckpointError(*failure) from cause
         return cast(T, result)
 
-    def _gather(self, value: T) -> list[T]:
-        ranks = self.rendezvous
-        return ranks.gather(ranks.next_label("checkpoint"), value, _WHAT)
+    def first_does(self, work: Callable[[], object]) -> None:
+        """Call `work` on the first rank only. Raises the CheckpointError that it ends in, on every rank."""
 
+        def done() -> bool:
+            work()
+            return True
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, tuple[str, ...] | None, BaseException | None]:
-    """The result of some work, its failure, and the cause of that, which stays on the rank that failed."""
-    try:
-        with ACTIVITY.doing(_WHAT, _TIMEOUT_S):
-            return work(), None, None
-    except RankFailedError:
-        raise
-    except CheckpointError as error:
-        return None, error.args, error.__cause__
-    except Exception as error:
-        return None, (f"{type(error).__name__}: {error}",), error
+        self.on_first_rank(done, bool)
+
+    def _gather(self, value: Any, kind: Any, on_first: bool = False) -> list[Any]:
+        """What each rank says. In their first exchange, ranks also say which call they are in."""
+        number = next(self._numbers)
+        label, what = f"{self.label}/{number}", self.what
+        if number:
+            return self.rendezvous.gather(label, value, what, kind, on_first)
+        pairs = self.rendezvous.gather(label, (self.what, value), what, tuple[str, kind])
+        others = {one: [rank for rank, (other, _) in enumerate(pairs) if other == one] for one, _ in pairs}
+        if len(others) > 1:
+            where = "; ".join(f"{show_ranks(ranks)} at {one}" for one, ranks in others.items())
+            raise CheckpointError(
+                f"ranks are at different calls: {where}", "the same call on every rank",
+                "make the same calls on all ranks in the same order, with the same folder and the same things to save",
+            )  # fmt: skip
+        return [value for _, value in pairs]
+
+    def _attempt(self, work: Callable[[], Any]) -> tuple[Any, _Failure, BaseException | None]:
+        """The result of some work, its failure, and the cause of that, which stays on the rank that failed."""
+        try:
+            with ACTIVITY.doing(self.what, _TIMEOUT_S):
+                return work(), None, None
+        except (RankFailedError, StoreError):
+            raise
+        except CheckpointError as error:
+            return None, error.args, error.__cause__
+        except Exception as error:
+            return None, (f"{type(error).__name__}: {error}",), error

@@ -19,8 +19,8 @@ from ..distributed.full_tensors import copy
 from ..distributed.launch import job
 from ..errors import CheckpointError
 from ..runtime import random_state
-from .manifest import CheckpointTensor, Manifest, SavedOptimizer
-from .stateful import read_file
+from .manifest import VALUES, CheckpointTensor, Manifest, SavedOptimizer
+from .stateful import extra_states, is_extra_state, read_file
 
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Options of a parameter group that select an implementation."""
@@ -82,11 +82,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 
-def read_values(path: Path, manifest: Manifest) -> dict[str, Any]:
+def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The plain values of a checkpoint, in the form that `save` writes. Raises CheckpointError for any other."""
-    found = read_file(path)
+    found = read_file(folder, VALUES, manifest)
     if not _are_values(found, manifest):
-        text = f"checkpoint {path.parent} is damaged: {path.name} holds something else"
+        text = f"checkpoint {folder} is damaged: {VALUES} holds something else"
         raise CheckpointError(text, "extra, and options and state of the optimizers in the manifest")
     return cast(dict[str, Any], found)
 
@@ -112,6 +112,12 @@ def _are_values(found: Any, manifest: Manifest) -> bool:
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in cast(list[Any], keys)):
             return False
     return all(parts[name].keys() == labels for name in ("options", "values", "scheduled"))
+
+
+def fingerprint(snapshot: Snapshot) -> str:
+    """What is saved, in words: equal on ranks that save the same model."""
+    params = [f"{name} {saved}" for name, saved in snapshot.saved.items() if saved.role == "param"]
+    return f"{len(params)} parameters with fingerprint {zlib.crc32(repr(params).encode()):08x}"
 
 
 def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
@@ -145,6 +151,9 @@ def differences(manifest: Manifest, state: StepState) -> list[str]:
     """Why a checkpoint cannot be loaded into `state`, line by line; optimizers only when `state` has some."""
     now = take(state)
     lines = list(_different_names(manifest, now.saved))
+    extra = {name for name in manifest.stateful if is_extra_state(name)}, extra_states(state.modules).keys()
+    lines += [f"{name}: kept by a module in the checkpoint, not here" for name in sorted(extra[0] - extra[1])]
+    lines += [f"{name}: kept by a module here, missing in the checkpoint" for name in sorted(extra[1] - extra[0])]
     if not state.optimizers:
         return lines
     pairs = pair(manifest.optimizers, now.optimizers)

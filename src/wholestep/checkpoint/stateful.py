@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from ..capture.call_structure import walk
 from ..errors import CheckpointError, first_line
+from . import durable
 from .manifest import Manifest
 from .ranks import Ranks
 
@@ -27,31 +32,66 @@ class Stateful(Protocol):
         ...
 
 
-def file_of(name: str, rank: int, found: Manifest) -> str:
-    """The file with the state of an object: they are numbered, as names may hold what no file name can."""
-    return f"stateful-{sorted(found.stateful).index(name)}-{rank}.pt"
+EXTRA_STATE = "_extra_state"
+"""The last part of the name that torch gives to what a module keeps beside its tensors."""
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """What a module keeps beside its tensors (`get_extra_state`). In a job of another size, it is the first rank's, as
+    buffers are.
+    """
+
+    module: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the module says it."""
+        return {EXTRA_STATE: self.module.get_extra_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Back to the module."""
+        self.module.set_extra_state(state_dict[EXTRA_STATE])
+
+
+def extra_states(modules: Mapping[str, nn.Module]) -> dict[str, Stateful]:
+    """What modules keep beside their tensors, by the names that torch gives it."""
+    kept = [(path, one) for path, one in walk(modules) if type(one).get_extra_state is not nn.Module.get_extra_state]
+    return {".".join(part for part in (path, EXTRA_STATE) if part): ExtraState(one) for path, one in kept}
+
+
+def is_extra_state(name: str) -> bool:
+    """True for a name of `extra_states`, which no other object may have."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def take(objects: Mapping[str, Stateful]) -> dict[str, bytes]:
     """The state of each object on this rank as it is now, as the content of a file."""
-    return {name: to_bytes(f"stateful {name!r}", one.state_dict()) for name, one in objects.items()}
+    return {name: to_bytes(_called(name), one.state_dict()) for name, one in objects.items()}
 
 
-def read_stateful(folder: Path, found: Manifest, names: Iterable[str], ranks: Ranks) -> dict[str, dict[str, Any]]:
+def _called(name: str) -> str:
+    return f"get_extra_state() of a module, {name!r}," if is_extra_state(name) else f"stateful {name!r}"
+
+
+def read_stateful(
+    folder: Path, found: Manifest, objects: Mapping[str, Stateful], ranks: Ranks
+) -> dict[str, dict[str, Any]]:
     """The state of each object for this rank. Raises CheckpointError: the checkpoint does not have it, or it belongs to
     the ranks of a job of another size.
     """
     out: dict[str, dict[str, Any]] = {}
-    for name in names:
-        differing = found.stateful.get(name)
+    for name, one in objects.items():
+        differing, same_size = found.stateful.get(name), ranks.size == found.world_size
         if differing is None:
             text = f"checkpoint {folder} holds no state of {name!r}: it has {sorted(found.stateful) or 'none'}"
             raise CheckpointError(text, "what was given to save as stateful", f"leave out {name!r}")
-        if differing and ranks.size != found.world_size:
+        if differing and not same_size and not isinstance(one, ExtraState):
             text = f"{name!r} has a state of its own on ranks {list(differing)} of {found.world_size}"
             needed = f"{found.world_size} ranks: a rank of {ranks.size} has no part in another job's rank"
             raise CheckpointError(text, needed, f"leave out {name!r} and place it anew")
-        out[name] = read_file(folder / file_of(name, ranks.rank if ranks.rank in differing else 0, found))
+        out[name] = read_file(
+            folder, found.file_of(name, ranks.rank if same_size and ranks.rank in differing else 0), found
+        )
     return out
 
 
@@ -61,7 +101,7 @@ def load_stateful(objects: Mapping[str, Stateful], states: Mapping[str, dict[str
         try:
             objects[name].load_state_dict(state)
         except Exception as error:
-            found = f"stateful {name!r} does not take its state back: {first_line(error)}"
+            found = f"{_called(name)} does not take its state back: {first_line(error)}"
             raise CheckpointError(
                 found, "the object that was saved, or one like it", "look at its own error"
             ) from error
@@ -79,16 +119,19 @@ def to_bytes(what: str, value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_file(path: Path) -> Any:
-    """The values of a file. Raises CheckpointError: there is something else in it than tensors and plain values."""
+def read_file(folder: Path, name: str, found: Manifest) -> Any:
+    """The values of a file. Raises CheckpointError: it is not the file in the manifest, or there is something else in
+    it than tensors and plain values.
+    """
+    size, crc = found.files[name]
     try:
-        with path.open("rb") as file:
-            return read_plain(io.BytesIO(file.read()))
-    except CheckpointError:
-        raise
+        data = durable.read_plain_file(folder / name, size)
+        if data is None or len(data) != size or zlib.crc32(data) != crc:
+            raise ValueError("it is not as it was saved")
+        return read_plain(io.BytesIO(data))
     except Exception as error:
-        found = f"checkpoint {path.parent} is damaged: {path.name} cannot be read ({first_line(error)})"
-        raise CheckpointError(found, "tensors and plain values") from error
+        text = f"checkpoint {folder} is damaged: {name} cannot be read ({first_line(error)})"
+        raise CheckpointError(text, "tensors and plain values") from error
 
 
 def read_plain(data: io.BytesIO) -> Any:

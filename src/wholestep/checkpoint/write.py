@@ -19,12 +19,11 @@ from ..capture.state import StepState
 from ..errors import CheckpointError
 from . import dcp_metadata, durable, lease, manifest, snapshot, stateful, tensor_files
 from .lease import Lease
-from .manifest import CheckpointTensor, Chunk, Manifest
+from .manifest import VALUES, CheckpointTensor, Chunk, Manifest
 from .ranks import Ranks
 from .stateful import Stateful, to_bytes
 from .tensor_files import Piece
 
-VALUES = "values.pt"
 CLAIM = "writer.json"
 _REPORT_S = 10.0
 _ABANDONED_S = 86_400.0  # what an unknown process wrote is removed after a day without a change
@@ -59,17 +58,19 @@ class Save:
 
     def run(self) -> Path:
         """Write and publish. Every rank calls it; the folder is named on all. Raises CheckpointError on all."""
-        held, folder = self.ranks.on_first_rank(self._claim)
+        held, name = self.ranks.on_first_rank(self._claim, tuple[str, str])
+        folder = manifest.folder_in(self.root, name)
         try:
-            parts = self.ranks.gather_on_first(lambda: self._write(folder))
-            return self.ranks.on_first_rank(lambda: self._publish(held, folder, parts))
+            parts = self.ranks.gather_on_first(lambda: self._write(folder), Part)
+            self.ranks.first_does(lambda: self._publish(held, folder, parts))
+            return folder
         except CheckpointError:
             if self.ranks.rank == 0:
                 _remove_quietly(folder)
             raise
 
-    def _claim(self) -> tuple[str, Path]:
-        """The owner, and a new folder that no other process writes to."""
+    def _claim(self) -> tuple[str, str]:
+        """The owner, and the name of a new folder that no other process writes to."""
         root = self.root
         with durable.explained(root):
             durable.make_folder(root)
@@ -82,7 +83,7 @@ class Save:
                 durable.make_folder(folder)
                 try:
                     if durable.create(folder / CLAIM, held.owner.to_json()):
-                        return held.owner.token, folder
+                        return held.owner.token, name
                 except OSError:
                     _remove_quietly(folder)
                     raise
@@ -101,7 +102,7 @@ class Save:
         own = {n: saved for n, saved in self.tensors.items() if rank == 0 or saved.role == "rank"}
         return Part({**files, name: (written.size, written.crc)}, own, written.chunks, self.differing)
 
-    def _publish(self, token: str, folder: Path, parts: list[Part]) -> Path:
+    def _publish(self, token: str, folder: Path, parts: list[Part]) -> None:
         held = lease.held(self.root, token)
         files = {name: found for part in parts for name, found in part.files.items()}
         tensors = {name: saved for part in parts for name, saved in part.tensors.items()}
@@ -126,15 +127,14 @@ class Save:
                 durable.remove(old, manifest.NAME, CLAIM)
         except OSError as error:
             warnings.warn(f"{folder} is saved, but older checkpoints could not be removed: {error}", stacklevel=2)
-        return folder
 
 
 def to_write(
     root: Path, state: StepState, described: Manifest, extra: dict[str, Any], objects: Mapping[str, Stateful], keep: int
 ) -> Save:
     """What this rank writes: its part of the state, which is referred to and not copied (collective)."""
-    ranks = Ranks.of_job()
-    now = snapshot.take(state)
+    now, objects = snapshot.take(state), {**objects, **stateful.extra_states(state.modules)}
+    ranks = Ranks.of_job("save", root, snapshot.fingerprint(now))
 
     def prepare() -> tuple[dict[str, bytes], dict[str, bytes], dict[str, int]]:
         scheduled = to_save(state.optimizers)
@@ -149,7 +149,7 @@ def to_write(
 
     contents, states, buffers = ranks.on_every_rank(prepare)
     sums = {name: zlib.crc32(data) for name, data in states.items()}
-    first_buffers, first = ranks.on_first_rank(lambda: (buffers, sums))
+    first_buffers, first = ranks.on_first_rank(lambda: (buffers, sums), tuple[Mapping[str, int], Mapping[str, int]])
 
     def check() -> None:
         if first.keys() != sums.keys():
@@ -161,7 +161,7 @@ def to_write(
     described = replace(described, world_size=ranks.size, optimizers=now.optimizers, stateful=dict.fromkeys(first, ()))
     differing = [name for name in sums if sums[name] != first[name]]
     for name in sums if ranks.rank == 0 else differing:
-        contents[stateful.file_of(name, ranks.rank, described)] = states[name]
+        contents[described.file_of(name, ranks.rank)] = states[name]
     pieces = tensor_files.pieces_to_write(now.tensors, now.saved, ranks.rank, ranks.size)
     return Save(root, ranks, described, now.saved, pieces, contents, differing, keep)
 

@@ -26,8 +26,9 @@ class NamedStep(Protocol):
 @dataclass
 class Activity:
     """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
-    `allowance_s` longer than a step; at a point where this rank waits for the others. `failure` is set once it is known
-    that a rank failed. `explain` finds out why a collective failed, and `told` hears that the main thread knows of it.
+    `allowance_s` longer than a step; at a place where this rank waits for the others, who wait at the same `point`.
+    `unfinished` counts calls that raised. `failure` is set once it is known that a rank failed. `explain` finds out why
+    a collective failed, and `told` hears that the main thread knows of it.
     """
 
     step: Callable[[], NamedStep | None] = lambda: None
@@ -35,6 +36,8 @@ class Activity:
     busy: str = ""
     allowance_s: float = 0.0
     waits_at: str = ""
+    point: str = ""
+    unfinished: int = 0
     error: str = ""
     failure: RankFailedError | None = None
     explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
@@ -50,6 +53,7 @@ class Activity:
     def note_error(self, error: BaseException) -> None:
         """An error left a call or an exchange. Raises RankFailedError: another rank's failure is the reason."""
         self.inside = False
+        self.unfinished += 1
         if is_broken_connection(error):
             if self.explain is not None:
                 self.explain(error)
@@ -71,19 +75,22 @@ class Activity:
             self.busy, self.allowance_s = outer
 
     @contextmanager
-    def waiting(self, what: str) -> Generator[None]:
-        """The main thread waits for other ranks inside. Raises RankFailedError: one of them failed."""
+    def waiting(self, what: str, point: str = "") -> Generator[None]:
+        """The main thread waits inside for other ranks, which come to the same `point`. Raises RankFailedError: one of
+        them failed.
+        """
         if not _on_main_thread():
             yield
             return
-        outer, self.waits_at = self.waits_at, what
+        outer = self.waits_at, self.point
+        self.waits_at, self.point = what, point
         try:
             yield
         except RuntimeError as error:
             self.note_error(error)
             raise
         finally:
-            self.waits_at = outer
+            self.waits_at, self.point = outer
 
 
 ACTIVITY = Activity()

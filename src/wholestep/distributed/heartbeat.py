@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 import os
 import sys
@@ -10,7 +9,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +21,8 @@ from ..errors import __file__ as wholestep_file
 from .activity import Activity
 from .process import Process, process
 
+CALL = "the same call of the step"
+"""What ranks are said to wait at that give each other numbers before it."""
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _INTERNAL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, wholestep_file))
 _WAIT = "wait_tensor"
@@ -47,7 +48,9 @@ class Identity(Process):
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat. `waits`: the main thread waits for other ranks; `still_s`: for how long it does what it does."""
+    """A heartbeat. `waits`: the main thread waits for other ranks, at a `point` that is the same for all who wait for
+    each other; `still_s`: for how long it does what it does.
+    """
 
     who: Identity
     number: int = 0
@@ -56,19 +59,10 @@ class Beat:
     what: str = ""
     where: str = ""
     waits: bool = False
+    point: str = ""
     still_s: float = 0.0
     allowance_s: float = 0.0
     left: bool = False
-
-    def text(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def read(text: bytes) -> Beat:
-        """From what `text` returned."""
-        fields: dict[str, Any] = json.loads(text)
-        return Beat(Identity(**fields.pop("who")), **fields)
 
     def last(self, silent_s: float = 0.0) -> str:
         """What the rank did then, for how long, and when that was."""
@@ -96,7 +90,8 @@ class MainThread:
         frame = _main_frame()
         name, calls = (step.__name__, step.calls) if step is not None else ("", 0)
         collective = waited_for(frame)
-        doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective)
+        point = _point(activity, name, calls, collective)
+        doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective, point)
         cpu_s = _cpu_s() if collective else 0.0
         still_s = self._still_s + min(now - self._looked, most_s)
         if doing != self._doing or (collective and cpu_s - self._cpu_s > _BUSY_S + _BUSY_SHARE * still_s):
@@ -105,9 +100,18 @@ class MainThread:
         where = _user_line(frame) if frame and still_s else ""
         return replace(
             before, number=before.number + 1, step=name, calls=calls, what=_told(activity, name, calls, collective),
-            where=where, waits=bool(activity.waits_at or collective), still_s=still_s,
+            where=where, waits=bool(activity.waits_at or collective), point=point, still_s=still_s,
             allowance_s=activity.allowance_s if activity.busy else 0.0,
         )  # fmt: skip
+
+
+def _point(activity: Activity, name: str, calls: int, collective: str) -> str:
+    """Where this rank waits. All waits of a call are one point, as a rank may be ahead of another in it; of a call that
+    is made again after it was interrupted, they are another one.
+    """
+    if activity.inside and (collective or activity.waits_at == CALL) and not activity.point:
+        return f"call {calls + 1} of {name}, {activity.unfinished} unfinished"
+    return activity.point or activity.waits_at or collective
 
 
 def _told(activity: Activity, name: str, calls: int, collective: str) -> str:

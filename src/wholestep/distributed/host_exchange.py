@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .activity import ACTIVITY
-from .lockstep import CALL, Lockstep, lockstep
+from .heartbeat import CALL
+from .lockstep import Lockstep, lockstep
 from .rendezvous import Rendezvous
 
 

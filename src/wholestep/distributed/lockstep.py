@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .activity import ACTIVITY
+from .heartbeat import CALL
 from .rendezvous import Rendezvous
 
 _WORD, _SECRET = 8, 16
 _NUMBER_BITS = 20
 _SPIN_S, _NAP_S = 1e-3, 1e-4  # a rank that is a little late is waited for without a pause
-CALL = "the same call of the step"
-"""What ranks are said to wait at."""
 
 
 @dataclass(eq=False)
@@ -105,9 +104,11 @@ def lockstep(ranks: Rendezvous, label: str, width: int = 0) -> Lockstep | None:
         with os.fdopen(handle, "wb") as file:
             file.write(secret + bytes(words_of(ranks.size, width) * _WORD))
     try:
-        name, secret = ranks.broadcast(f"{label}/memory", (str(path), secret), "which memory ranks share")
-        shared = _opened(Path(name), secret)
-        everywhere = all(ranks.gather(f"{label}/shared", shared is not None, "whether they share memory"))
+        where, secret = ranks.broadcast(
+            f"{label}/memory", (path, secret), "which memory ranks share", tuple[Path, bytes]
+        )
+        shared = _opened(where, secret)
+        everywhere = all(ranks.gather(f"{label}/shared", shared is not None, "whether they share memory", bool))
     finally:
         if ranks.rank == 0:
             path.unlink()

@@ -7,7 +7,6 @@ All of this is done by two threads: one talks to the store, one ends what the ma
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -22,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import RankFailedError, first_line
+from ..errors import RankFailedError, StoreError, first_line
 from .activity import ACTIVITY, Activity, is_broken_connection
 from .heartbeat import Beat, Identity, MainThread, end_process
+from .sections import show_ranks
+from .typed_messages import decode, encode
 
 _BEATS = 20  # in the time after which a rank has failed
 _LONGEST_INTERVAL_S = 2.0
@@ -44,16 +45,6 @@ class RankFailure:
     what: str
     last: str
     next_step: str
-
-    def text(self) -> bytes:
-        """As JSON."""
-        return json.dumps([vars(self.who) if self.who else None, self.what, self.last, self.next_step]).encode()
-
-    @staticmethod
-    def read(text: bytes) -> RankFailure:
-        """From what `text` returned."""
-        who, *rest = json.loads(text)
-        return RankFailure(Identity(**who) if who else None, *rest)
 
     def error(self) -> RankFailedError:
         """The same on all ranks."""
@@ -177,18 +168,20 @@ class Peers:
             self._linger("seen" if self._known.is_set() else "left")
         except RuntimeError:  # of the store
             self._store_is_lost = True
+        except StoreError as error:
+            self._know(RankFailure(None, error.found, "", error.next_step))
 
     def _exchange(self) -> None:
         """Tell the others of this rank, hear what the next one does, and whether anyone has failed."""
         most_s = 2 * self.interval_s  # of the time that has passed: this process may have been stopped
         self._own = replace(self._main.beat(self._own, most_s), left=self._over.is_set())
-        self._store.set(self._key(self.rank), self._own.text())
+        self._store.set(self._key(self.rank), encode(self._key(self.rank), self._own))
         listened_s = min(time.monotonic() - self._answered_at, most_s)
         keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
         failed = self._key("failed")
         *texts, failure = self._store.multi_get([*keys, failed])
-        for rank, text in zip(keys.values(), texts, strict=True):
-            beat = Beat.read(text)
+        for (key, rank), text in zip(keys.items(), texts, strict=True):
+            beat: Beat = decode(key, text, Beat)
             if rank == self._watched:
                 known = self._seen.get(rank)
                 self._silent_s = self._silent_s + listened_s if known and known.number == beat.number else 0.0
@@ -200,7 +193,7 @@ class Peers:
             if found is not None or (self._suspects and failure != _SUSPECTED):
                 failure = self._publish(failed, failure, found)
         if failure not in _NOBODY:
-            self._know(RankFailure.read(failure))
+            self._know(decode(failed, failure, RankFailure))
 
     def _is_there(self, rank: int) -> bool:
         """Whether another rank has said anything yet: it may not have made its first call."""
@@ -209,7 +202,7 @@ class Peers:
     def _publish(self, key: str, before: bytes, found: RankFailure | None) -> bytes:
         """The first failure that any rank has found stays."""
         while True:
-            said = found.text() if found is not None else _SUSPECTED
+            said = encode(key, found) if found is not None else _SUSPECTED
             now = self._store.compare_set(key, before, said)
             if now == said or now not in _NOBODY:
                 return now
@@ -241,7 +234,27 @@ class Peers:
         if waits and late and own.still_s > patience_s:
             what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
             return RankFailure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
+        apart = own.waits and beat.waits and beat.point != own.point
+        if apart and min(own.still_s, beat.still_s) > patience_s:
+            return self._deadlock(patience_s)
         return None
+
+    def _deadlock(self, patience_s: float) -> RankFailure | None:
+        """Two ranks wait at different points. If all do, at one or another, nobody will ever come."""
+        keys = [self._key(rank) for rank in range(self.size)]
+        if not self._store.check(keys):
+            return None  # one has not called the step yet
+        groups: dict[str, list[Beat]] = {}
+        for key, text in zip(keys, self._store.multi_get(keys), strict=True):
+            beat: Beat = decode(key, text, Beat)
+            if beat.left or not beat.waits or beat.still_s <= patience_s:
+                return None
+            groups.setdefault(beat.point, []).append(beat)
+        if len(groups) < 2:
+            return None
+        lines = [f"\n  {show_ranks([one.who.rank for one in beats])}: {beats[0].last()}" for beats in groups.values()]
+        what = f"ranks wait for each other at different points{''.join(lines)}"
+        return RankFailure(None, what, "", "make the same calls on every rank, in the same order (no `if rank == 0`)")
 
     def _linger(self, counted: str) -> None:
         """Count this rank; whoever hosts the store waits, for a moment, until the others have read what they need."""

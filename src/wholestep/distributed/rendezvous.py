@@ -6,17 +6,20 @@ O(log ranks) requests, and polls one key.
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import PlanError, RankMismatchError
+from ..errors import BudgetError, ConstraintError, PlanError, RankMismatchError, StoreError
 from ..graph.meta import last_user_frame
 from .activity import ACTIVITY
 from .sections import (
@@ -24,19 +27,21 @@ from .sections import (
     LAYOUTS,
     Section,
     SectionDifference,
+    Tally,
     difference,
     first_other_call,
     merged,
     other_program,
     other_value,
 )
-from .store_tree import StoreTree, appears, get, pause_s, put
+from .store_tree import StoreTree, add, appears, get, pause_s, put
 
 _PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
 UNDER = ("call", "choices", "plan", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
 _STORE = "the store of the job"  # which does not answer where its host is lost
+_AT = Mapping[int, str]
 _LOOK_S = 0.5  # between two looks at where the other ranks wait
 
 
@@ -55,6 +60,40 @@ class _Outcome:
     value: Any = None
     failed: tuple[int, str] | None = None
     late: tuple[int, ...] | None = None
+    spoiled: tuple[str, str, str] | None = None
+
+    @staticmethod
+    def get(store: Any, key: str, kind: Any) -> _Outcome:
+        """One whose value is of a type. Raises StoreError: a rank found what no rank wrote."""
+        parts = kind | None, tuple[int, str] | None, tuple[int, ...] | None, tuple[str, str, str] | None
+        found = _Outcome(*get(store, key, tuple[parts]))
+        if found.spoiled is not None:
+            raise StoreError(*found.spoiled)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its fields."""
+        return iter(vars(self).values())
+
+
+_REFUSALS = {kind.__name__: kind for kind in (PlanError, ConstraintError, BudgetError)}
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A PlanError as text, by the name of its class."""
+
+    kind: str
+    texts: tuple[str, str, str, str]
+
+    @staticmethod
+    def of(error: PlanError) -> _Refusal:
+        """Such an error."""
+        return _Refusal(type(error).__name__, (error.found, error.needed, error.next_step, error.where))
+
+    def error(self) -> PlanError:
+        """The error again."""
+        return _REFUSALS.get(self.kind, PlanError)(*self.texts)
 
 
 @dataclass(frozen=True)
@@ -77,11 +116,14 @@ class Rendezvous:
         return Rendezvous(_torch.default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, on_wait)
 
     def next_label(self, kind: str) -> str:
-        """A new label, the same on all ranks that ask equally often; counted in the store."""
+        """A new label, the same on all ranks whose threads of this name ask equally often for this kind; counted in the
+        store. Threads ask in any order, so that each has labels of its own.
+        """
         if self.store is None:
             return f"wholestep/{kind}/0"
+        kind += _thread()
         with ACTIVITY.waiting(_STORE):
-            return f"wholestep/{kind}/{self.store.add(f'wholestep/counts/{kind}/{self.rank}', 1)}"
+            return f"wholestep/{kind}/{add(self.store, f'wholestep/counts/{kind}/{self.rank}', 1)}"
 
     def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
@@ -92,7 +134,7 @@ class Rendezvous:
         """
         if self.size == 1:
             return Calls(0, True)
-        with ACTIVITY.waiting("the comparison of programs"):
+        with ACTIVITY.waiting("the comparison of programs", label):
             return self._all_equal(label, sections, failure, call)
 
     def _all_equal(self, label: str, sections: Mapping[str, Section], failure: str, call: str) -> Calls:
@@ -101,7 +143,10 @@ class Rendezvous:
             return Calls(0, True)
         prints = tuple((name, section.fingerprint) for name, section in sections.items())
         own = {(call, prints): [(self.rank, self.rank)]}
-        found = self._combine(label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)))
+        kinds = Tally, SectionDifference | tuple[str, int]
+        found = self._combine(
+            label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)), kinds
+        )
         if found.failed is not None:
             other, text = found.failed
             what = f"rank {other} could not compile its step: {text}"
@@ -121,68 +166,72 @@ class Rendezvous:
                 for key in ("outcome", "outcomes", "missing", *UNDER):
                     self.store.delete_key(f"{label}/{key}")
 
-    def broadcast(self, label: str, value: Any, what: str) -> Any:
-        """Rank 0's `value`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0 is not in time."""
+    def broadcast(self, label: str, value: Any, what: str, kind: Any) -> Any:
+        """Rank 0's `value`, of the type `kind`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0
+        is not in time.
+        """
         if self.size == 1:
             return value
         if self.rank == 0:
             with ACTIVITY.waiting(_STORE):
                 put(self.store, label, value)
             return value
-        with ACTIVITY.waiting(f"rank 0, which says {what}"):
+        with ACTIVITY.waiting(f"rank 0, which says {what}", label):
             said = appears(self.store, label, self.timeout_s)
         if not said:
             found = f"rank 0 did not say within {self.timeout_s:,.9g} s {what}"
             needed = "every rank to compile its step"
             raise RankMismatchError(found, needed, "read rank 0's own error, or give a longer agree_timeout")
-        return get(self.store, label)
+        return get(self.store, label, kind)
 
-    def choose(self, label: str, choose: Callable[[], Any], what: str) -> Any:
-        """What `choose()` returns on rank 0, on every rank. Its PlanError is raised on every rank. After another error,
-        the other ranks get a PlanError.
+    def choose(self, label: str, choose: Callable[[], Any], what: str, kind: Any) -> Any:
+        """What `choose()` returns on rank 0, of the type `kind`, on every rank. Its PlanError is raised on every rank.
+        After another error, the other ranks get a PlanError.
         """
+        both = tuple[kind | None, _Refusal | None]
         if self.rank == 0:
             try:
-                return self.broadcast(label, choose(), what)
-            except PlanError as error:
-                self.broadcast(label, error, what)
+                chosen = choose()
+                self.broadcast(label, (chosen, None), what, both)
+            except Exception as error:  # also of sending what was chosen
+                told = error if isinstance(error, PlanError) else PlanError(f"rank 0 could not choose: {error}")
+                self.broadcast(label, (None, _Refusal.of(told)), what, both)
                 raise
-            except Exception as error:  # also of pickling what was chosen
-                self.broadcast(label, PlanError(f"rank 0 could not choose: {error}"), what)
-                raise
-        made = self.broadcast(label, None, what)
-        if isinstance(made, PlanError):
-            raise made
+            return chosen
+        made, refusal = self.broadcast(label, None, what, both)
+        if refusal is not None:
+            raise refusal.error()
         return made
 
-    def gather(self, label: str, value: Any, what: str, on_first: bool = False) -> list[Any]:
-        """Every rank's `value`, in rank order; with `on_first`, on rank 0 only, and none elsewhere. Raises
-        RankMismatchError, which calls this `what`: ranks are missing.
+    def gather(self, label: str, value: Any, what: str, kind: Any, on_first: bool = False) -> list[Any]:
+        """Every rank's `value`, of the type `kind`, in rank order; with `on_first`, on rank 0 only, and none elsewhere.
+        Raises RankMismatchError, which calls this `what`: ranks are missing.
         """
         if self.size == 1:
             return [value]
-        with ACTIVITY.waiting(what):
-            return self._gather(label, value, what, on_first)
+        with ACTIVITY.waiting(what, label):
+            return self._gather(label, value, what, tuple[kind, ...], on_first)
 
-    def _gather(self, label: str, value: Any, what: str, on_first: bool) -> list[Any]:
-        def conclude(values: list[Any]) -> _Outcome:
+    def _gather(self, label: str, value: Any, what: str, kinds: Any, on_first: bool) -> list[Any]:
+        def conclude(values: tuple[Any, ...]) -> _Outcome:
             if on_first:
                 put(self.store, f"{label}/all", values)
             return _Outcome(None if on_first else values)
 
-        found = self._combine(label, [value], lambda lists: [one for part in lists for one in part], conclude)
+        joined = partial(sum, start=())
+        found = self._combine(label, (value,), joined, conclude, (kinds, kinds))
         if found.late is not None:
             text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:,.9g} s"
             needed = "all ranks at the same call"
             raise RankMismatchError(text, needed, "call it on every rank, equally often and in the same order")
-        values: list[Any] = found.value or []
+        values: tuple[Any, ...] = found.value or ()
         if on_first and self.rank == 0:
-            values = get(self.store, f"{label}/all")
+            values = get(self.store, f"{label}/all", kinds)
             self.store.delete_key(f"{label}/all")
-        if self.store.add(f"{label}/read", 1) == self.size:  # nobody reads it any more
+        if add(self.store, f"{label}/read", 1) == self.size:  # nobody reads it any more
             for key in ("read", "outcome", "outcomes"):
                 self.store.delete_key(f"{label}/{key}")
-        return values
+        return list(values)
 
     def barrier(self, what: str) -> None:
         """Wait until every rank is at the barrier `what`. Two or three requests a rank, and nothing stays in the store.
@@ -194,8 +243,8 @@ class Rendezvous:
             self._barrier(what)
 
     def _barrier(self, what: str) -> None:
-        key = f"wholestep/barrier/{what}"
-        came = self.store.add(key, 1)
+        key = f"wholestep/barrier{_thread()}/{what}"
+        came = add(self.store, key, 1)
         number = (came - 1) // self.size
         full = (number + 1) * self.size
         if came == full:
@@ -206,20 +255,28 @@ class Rendezvous:
         if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
             return
         missing = self._wait_at_barrier(what, f"{key}/{number}")
-        if missing and self.store.add(key, -1) + 1 == full:
-            self.store.add(key, 1)  # the last rank came at this moment
+        if missing and add(self.store, key, -1) + 1 == full:
+            add(self.store, key, 1)  # the last rank came at this moment
         elif missing:
             needed = "all ranks, as this gathers what each of them holds a part of"
             next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
             raise RankMismatchError(f"{what}: rank {self.rank} is there, {missing}", needed, next_step, _user_line())
 
     def _combine(
-        self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome]
-    ) -> _Outcome:
-        """Merge the values of all ranks; the rank that comes last concludes for all."""
-        tree = StoreTree(self.store, label, self.rank, self.size)
-        for whole in tree.contribute(value, merge):
-            self._publish(label, lambda whole=whole: conclude(whole))
+        self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome],
+        kinds: tuple[Any, Any],
+    ) -> _Outcome:  # fmt: skip
+        """Merge the values of all ranks; the rank that comes last concludes for all. `kinds`: what ranks contribute,
+        and what is concluded.
+        """
+        tree = StoreTree(self.store, label, self.rank, self.size, kinds[0])
+        try:
+            for whole in tree.contribute(value, merge):
+                self._publish(label, lambda whole=whole: conclude(whole))
+        except StoreError as error:
+            spoiled = error.found, error.needed, error.next_step
+            self._publish(label, lambda: _Outcome(spoiled=spoiled))
+            raise
         key, start = f"{label}/outcome", time.monotonic()
         reported = start
         while not self.store.check([key]):
@@ -230,32 +287,32 @@ class Rendezvous:
                 break
             if self.on_wait and now - reported > _REPORT_S:
                 reported = now
-                missing = self._shared_look(f"{label}/missing", _REPORT_S, tree.missing)
+                missing = self._shared_look(f"{label}/missing", _REPORT_S, tree.missing, tuple[int, ...])
                 if missing:
-                    self.on_wait(missing)
+                    self.on_wait(list(missing))
             time.sleep(pause_s(now - start))
-        return self._await(key)
+        self._expect(key)
+        return _Outcome.get(self.store, key, kinds[1])
 
     def _publish(self, label: str, outcome: Callable[[], _Outcome]) -> None:
         """Publish the outcome, unless there is one."""
-        if self.store.add(f"{label}/outcomes", 1) == 1:
-            put(self.store, f"{label}/outcome", outcome())
+        if add(self.store, f"{label}/outcomes", 1) == 1:
+            put(self.store, f"{label}/outcome", tuple(outcome()))
 
-    def _shared_look(self, key: str, period_s: float, look: Callable[[], Any]) -> Any:
+    def _shared_look(self, key: str, period_s: float, look: Callable[[], Any], kind: Any) -> Any:
         """What `look` returned on one of the ranks that wait: one looks in each period, for all. None before that."""
-        if self.store.add(f"{key}/{int(time.time() / period_s)}", 1) == 1:
+        if add(self.store, f"{key}/{int(time.time() / period_s)}", 1) == 1:
             found = look()
             put(self.store, key, found)
             return found
-        return get(self.store, key) if self.store.check([key]) else None
+        return get(self.store, key, kind) if self.store.check([key]) else None
 
-    def _await(self, key: str) -> Any:
+    def _expect(self, key: str) -> None:
         timeout_s = max(_PUBLISHED_S, self.timeout_s)
         if not appears(self.store, key, timeout_s):
             found = f"a rank did not publish within {timeout_s:,.9g} s what the others compare with"
             needed = "ranks that live until all have compared their programs"
             raise RankMismatchError(found, needed, "read the errors of the other ranks")
-        return get(self.store, key)
 
     def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
         if self.rank in ranks or not ranks:
@@ -276,7 +333,7 @@ class Rendezvous:
         held = sections.get(section, Section(""))
         if own[1][0] == self.rank:
             put(self.store, f"{label}/lines/{own[0]}", list(held.lines))
-        lines, others = (self._await(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
+        lines, others = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
         if section in (LAYOUTS, GRAPH):
             inside = self.rank in own[1]
             rank, where = (self.rank, held.where) if inside else (own[1][0], None)
@@ -285,14 +342,18 @@ class Rendezvous:
             return other_value(section, own[1], lines, theirs[1], others)
         return other_value(section, theirs[1], others, own[1], lines)
 
+    def _lines(self, key: str) -> tuple[str, ...]:
+        self._expect(key)
+        return get(self.store, key, tuple[str, ...])
+
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
-        self.store.set(_at(self.rank), what)
+        put(self.store, _at(self.rank), what)
         warnings.warn(f"rank {self.rank} waits for other ranks at {what}\n  at: {_user_line()}", stacklevel=4)
         end = time.monotonic() + self.timeout_s
         try:
             while not appears(self.store, key, min(_LOOK_S, self.timeout_s / 2)):
-                at: dict[int, str] | None = self._shared_look(f"{key}/at", _LOOK_S, self._waiting_ranks)
+                at = cast(dict[int, str] | None, self._shared_look(f"{key}/at", _LOOK_S, self._waiting_ranks, _AT))
                 elsewhere = [
                     rank for rank, there in (at or {}).items() if there != what and self._waits_at(rank) == there
                 ]
@@ -305,13 +366,19 @@ class Rendezvous:
                     return f"ranks {absent} did not come within {self.timeout_s:,.9g} s"
             return ""
         finally:
-            self.store.set(_at(self.rank), "")
+            put(self.store, _at(self.rank), "")
 
     def _waiting_ranks(self) -> dict[int, str]:
         return {rank: what for rank in range(self.size) if (what := self._waits_at(rank))}
 
     def _waits_at(self, rank: int) -> str:
-        return self.store.get(_at(rank)).decode() if self.store.check([_at(rank)]) else ""
+        return get(self.store, _at(rank), str) if self.store.check([_at(rank)]) else ""
+
+
+def _thread() -> str:
+    """What names this thread on all ranks; "" for the main thread. Python's numbers of threads differ among ranks."""
+    thread = threading.current_thread()
+    return "" if thread is threading.main_thread() else "@" + re.sub(r"\d+", "", thread.name)
 
 
 def _at(rank: int) -> str:

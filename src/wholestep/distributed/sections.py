@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import RankMismatchError
@@ -17,7 +17,7 @@ _SHOWN = 8
 
 Entry = tuple[str, tuple[tuple[str, str], ...]]
 """What one rank contributes: the fingerprint of its call, and of each section by name."""
-Tally = dict[Entry, list[tuple[int, int]]]
+Tally = Mapping[Entry, Sequence[tuple[int, int]]]
 """Ranges of ranks (first, last) by the entry that they share: small where ranks agree."""
 
 
@@ -47,7 +47,7 @@ class SectionDifference:
 
 def merged(tallies: Iterable[Tally]) -> Tally:
     """One tally of neighbours in rank order; adjacent ranges are joined."""
-    out: Tally = {}
+    out: dict[Entry, list[tuple[int, int]]] = {}
     for tally in tallies:
         for entry, ranges in tally.items():
             into = out.setdefault(entry, [])

@@ -21,7 +21,8 @@ from ..errors import PlanError
 from .activity import ACTIVITY
 from .heartbeat import end_process
 from .peers import Peers, current_peers
-from .store_tree import StoreTree, pause_s
+from .store_tree import StoreTree, get, pause_s, put
+from .typed_messages import decode, encode
 
 
 class StopRequest:
@@ -81,18 +82,18 @@ class StopRequest:
             return
         asked = f"{self._label}/asked"
         if self._signals and not self._heard:
-            store.compare_set(asked, "", self._asked_by)
+            store.compare_set(asked, "", encode(asked, self._asked_by))
         if not self._heard and store.check([asked]):
-            self._hear(store.get(asked).decode())
+            self._hear(decode(asked, store.get(asked), str))
         if not self._heard:
             return
         if not self._contributed:
             self._contributed = True
-            tree = StoreTree(store, self._label, self._peers.rank, self._peers.size)
+            tree = StoreTree(store, self._label, self._peers.rank, self._peers.size, int)
             for largest in tree.contribute(self._number, max):
-                store.set(f"{self._label}/last", str(largest))
+                put(store, f"{self._label}/last", largest)
         if store.check([f"{self._label}/last"]):
-            self._last = int(store.get(f"{self._label}/last"))
+            self._last = get(store, f"{self._label}/last", int)
 
     # -- in this process
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

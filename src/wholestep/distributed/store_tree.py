@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import re
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import shown
 from .activity import ACTIVITY
+from .typed_messages import MOST_BYTES, decode, encode, malformed
 
 ARITY = 16
 """Ranks in a group. A group's last rank reads `ARITY` values; 1,024 ranks have three levels of groups."""
@@ -17,11 +19,12 @@ ARITY = 16
 _PIECE_BYTES = 4 << 20  # a TCPStore takes values of 8 MiB at most
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.1
 _INLINE, _PIECES = b"=", b"#"
+_DIGITS = 10  # of a number of pieces
 
 
 def put(store: Any, key: str, value: object) -> None:
-    """Pickle `value` into the store, in pieces where it is large. Ranks of one job trust each other, as in torch."""
-    data = zlib.compress(pickle.dumps(value), 1)
+    """Write a value as a message, in pieces where it is large. Raises PlanError: it has no form as text."""
+    data = encode(key, value)
     if len(data) < _PIECE_BYTES:
         store.set(key, _INLINE + data)
         return
@@ -31,21 +34,36 @@ def put(store: Any, key: str, value: object) -> None:
     store.set(key, _PIECES + str(len(pieces)).encode())
 
 
-def get(store: Any, key: str) -> Any:
-    """The value that `put` wrote."""
-    return _decoded(store, key, store.get(key))
+def get(store: Any, key: str, kind: Any) -> Any:
+    """The value that `put` wrote, as the type `kind`. Raises StoreError: it is none that a rank wrote."""
+    return _decoded(store, key, store.get(key), kind)
 
 
-def get_all(store: Any, keys: Sequence[str]) -> list[Any]:
+def get_all(store: Any, keys: Sequence[str], kind: Any) -> list[Any]:
     """The values of several keys, in one request where they are small."""
-    return [_decoded(store, key, head) for key, head in zip(keys, store.multi_get(list(keys)), strict=True)]
+    return [_decoded(store, key, head, kind) for key, head in zip(keys, store.multi_get(list(keys)), strict=True)]
 
 
-def _decoded(store: Any, key: str, head: bytes) -> Any:
+def _decoded(store: Any, key: str, head: bytes, kind: Any) -> Any:
     data = head[1:]
     if head[:1] == _PIECES:
-        data = b"".join(store.get(f"{key}/{number}") for number in range(int(data)))
-    return pickle.loads(zlib.decompress(data))
+        count = int(data) if data.isdigit() and len(data) < _DIGITS else 0
+        keys = [f"{key}/{number}" for number in range(min(count, MOST_BYTES // _PIECE_BYTES + 1))]
+        if not keys or not store.check(keys):
+            raise malformed(key, "pieces that are not there")
+        data = b"".join(map(store.get, keys))
+    return decode(key, data, kind)
+
+
+def add(store: Any, key: str, amount: int) -> int:
+    """Count in the store. Raises StoreError: what is there is no number."""
+    try:
+        return store.add(key, amount)
+    except (RuntimeError, ValueError, IndexError):
+        with contextlib.suppress(RuntimeError):  # the connection that asked is closed then
+            if not re.fullmatch(rb"-?\d{1,18}", text := store.clone().get(key)):
+                raise malformed(key, f"{shown(text)}, which is no number") from None
+        raise
 
 
 def appears(store: Any, key: str, timeout_s: float) -> bool:
@@ -67,7 +85,7 @@ def pause_s(waited_s: float) -> float:
 
 @dataclass(frozen=True)
 class StoreTree:
-    """One contribution of each rank under `label`, merged in groups of `ARITY` ranks, level by level.
+    """One contribution of each rank under `label`, merged in groups of `ARITY` ranks, level by level; all of a `kind`.
 
     The rank that completes a group merges its values and contributes the result to the next level, so nobody waits
     until the last rank has come. A rank sends 2 requests; one that completes a group 2 for the next level, one to
@@ -78,6 +96,7 @@ class StoreTree:
     label: str
     rank: int
     size: int
+    kind: Any
 
     def contribute(self, value: Any, merge: Callable[[list[Any]], Any]) -> list[Any]:
         """Add this rank's value. Returns `[merged value of all ranks]` on the rank that comes last, `[]` on others."""
@@ -88,9 +107,11 @@ class StoreTree:
             group = index // ARITY
             keys = [self._key(level, member) for member in _members(group, width)]
             count = f"{self.label}/{level}/count/{group}"
-            if self.store.add(count, 1) < len(keys):
+            if (came := add(self.store, count, 1)) < len(keys):
                 return []
-            value = merge(get_all(self.store, keys))
+            if came > len(keys):
+                raise malformed(count, f"{came}, where {len(keys)} ranks count")
+            value = merge(get_all(self.store, keys, self.kind))
             index, width, level, done = group, -(-width // ARITY), level + 1, [*keys, count]
         self._delete(done)
         return [value]

@@ -128,12 +128,12 @@ def note_orders(local: LocalGraph, known: list[StageParts]) -> None:
     known += [one for one in orders_in(local) if [part.actions for part in one.parts] not in actions]
 
 
-def said_of(local: LocalGraph) -> list[Said]:
+def said_of(local: LocalGraph) -> tuple[Said, ...]:
     """The orders of the loops of a program, for ranks whose batch may have another size."""
-    return [(one.order, one.tasks) for one in orders_in(local)]
+    return tuple((one.order, one.tasks) for one in orders_in(local))
 
 
-def as_said(local: LocalGraph, said: Sequence[Said], hardware: Hardware) -> LocalGraph:
+def as_said(local: LocalGraph, said: tuple[Said, ...], hardware: Hardware) -> LocalGraph:
     """The program of all stages in the orders of another rank; a copy where these differ."""
     if said_of(local) == said:
         return local

@@ -142,10 +142,31 @@ def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
     """One value for each strategy; None if one of them is user-defined, has a function as its style, or is solved for
     when a plan is made.
     """
-    parts = strategies.parts if strategies else ()
-    if not parts or any(type(part) not in _STRATEGIES.values() or _is_open(part) for part in parts):
-        return None
-    return [{"is": type(part).__name__, **_encoded(vars(_with_styles(part)), {})} for part in parts]
+    parts = encode_parts(strategies) if strategies else []
+    return None if not parts or None in parts else parts
+
+
+def encode_parts(strategies: Strategies) -> list[dict[str, Any] | None]:
+    """Each strategy as a JSON value; None for one that has no form as text (`encode_strategies`)."""
+    return [
+        None if type(part) not in _STRATEGIES.values() or _is_open(part)
+        else {"is": type(part).__name__, **_encoded(vars(_with_styles(part)), {})}
+        for part in strategies.parts
+    ]  # fmt: skip
+
+
+def decode_parts(values: Any, own: Strategies) -> Strategies:
+    """Inverse of `encode_parts`, with those of `own` in place of what has no form as text, and of what is the same.
+    Raises MalformedError.
+    """
+    said = as_list(values, "strategies")
+    here = [*zip(encode_parts(own), own.parts, strict=True)][: len(said)]
+    here += [(None, None)] * (len(said) - len(here))
+    parts = [
+        part if part is not None and value in (None, text) else _strategy(value, f"strategies[{i}]")
+        for i, (value, (text, part)) in enumerate(zip(said, here, strict=True))
+    ]
+    return Strategies(tuple(parts))
 
 
 def decode_strategies(values: Any, at: str = "strategies") -> Strategies | None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import zip_longest
 
 from ..backend.pipeline import pipeline
 from ..cache.choices import AutoChoice
 from ..capture.capture import Capture
 from ..distributed.launch import World
+from ..distributed.typed_messages import reading
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass
 from ..plan.data_parallel import DataParallel, PerParameterStorage
+from ..plan.decision import Objective
 from ..plan.micro_batches import MicroBatches
+from ..plan.plan_file import decode_parts, encode_parts
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
@@ -23,6 +28,7 @@ from ..planner.auto import Auto
 from ..planner.piece_search import PieceSearch
 from ..planner.search_result import explained
 from ..tuning import TUNING
+from ..typed_json import parse
 from .finalize import Finalizer
 from .placement import placed
 
@@ -60,7 +66,9 @@ def choose_strategy(
         passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
         rendezvous = replace(rendezvous, timeout_s=timeout_s)
-        chosen = rendezvous.choose(label, search, "which plan it chose")
+        base = auto.base(world.mesh)
+        said = rendezvous.choose(label, lambda: _said(search(), base), "which plan it chose", _Said)
+        chosen = _as_said(said, base, label)
     choices.note(auto=chosen)
     return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
 
@@ -75,6 +83,30 @@ def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> S
         found = f"the compile cache names candidate {number} of Auto"
         raise PlanError(found, f"one of {len(candidates)} that can be planned", _DELETE)
     return compose(parts)
+
+
+_Said = tuple[Objective, int | None, tuple[str, ...], str]
+
+
+def _said(chosen: AutoChoice, base: Strategies) -> _Said:
+    """A choice for other ranks, strategies as text. Raises PlanError: one has none, and is not one of `base`, which all
+    ranks have.
+    """
+    text = ""
+    if chosen.solved is not None:
+        parts = encode_parts(chosen.solved)
+        for part, value, own in zip_longest(chosen.solved.parts, parts, base.parts[: len(parts)]):
+            if value is None and part is not own:
+                found = f"strategy {type(part).__name__} of what was chosen has no form as text"
+                raise PlanError(found, "a strategy of wholestep, by which ranks tell it each other", "give parallel=")
+        text = json.dumps(parts)
+    return chosen.objective, chosen.template, chosen.notes, text
+
+
+def _as_said(said: _Said, base: Strategies, label: str) -> AutoChoice:
+    objective, template, notes, text = said
+    with reading(label):
+        return AutoChoice(objective, template, decode_parts(parse(text), base) if text else None, notes)
 
 
 def same_numbers(cached: Strategies, asked: Strategies) -> Strategies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -23,6 +24,7 @@ from ..capture.scheduled_numbers import note_changed
 from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
+from ..distributed.typed_messages import reading
 from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import instantiated
@@ -34,8 +36,10 @@ from ..passes.order_stages import lowered, note_orders
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
+from ..plan.plan_file import decode_parts, encode_parts
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
+from ..typed_json import parse
 from .choose_strategy import choose_strategy, open_parts, same_numbers, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
@@ -345,7 +349,12 @@ class Compiler:
     def _as_on_first_rank(self, planned: Plan, plan_by: Callable[..., Plan], rest: tuple[Any, ...]) -> Plan:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
         what = "which stages and layouts it chose"
-        first: Strategies = self.rendezvous.broadcast(f"{self._consistency.round_label}/plan", planned.strategies, what)
+        label, own = f"{self._consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
+        said = self.rendezvous.broadcast(label, own, what, str)
+        if said == own:
+            return planned
+        with reading(label):
+            first = decode_parts(parse(said), planned.strategies)
         if first == planned.strategies:
             return planned
         try:

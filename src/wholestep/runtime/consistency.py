@@ -8,10 +8,8 @@ more, for the first rank's call, so that ranks compare functions and not batches
 from __future__ import annotations
 
 import hashlib
-import pickle
 import platform
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +23,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..cache.key import digest, own_source
-from ..capture.call_structure import Structure, put_together
+from ..capture.call_structure import Structure
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState, in_order
 from ..distributed.launch import World
@@ -40,6 +38,7 @@ from ..plan.plan import Plan
 from ..tuning import TUNING
 from .compile_options import StepOptions
 from .progress import Stages
+from .said_call import SaidCall, as_said, said_of
 from .step_inputs import StepInputs
 from .symbolic_sizes import PlannedFor
 
@@ -166,62 +165,24 @@ class ConsistencyCheck:
         self, own: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
     ) -> None:
         """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
-        call = _written(inputs, reads) if self.world.rank == 0 else b""
+        call = said_of(inputs, reads) if self.world.rank == 0 else None
         if self.world.rank == 0 or own is None:
-            what = "for which call it compiled its step"
-            call = self.rendezvous.broadcast(f"{self.round_label}/call", call, what)
+            what, kind = "for which call it compiled its step", tuple[SaidCall | None]
+            (call,) = self.rendezvous.broadcast(f"{self.round_label}/call", (call,), what, kind)
         if own is None:
             with self.stages.stage("capture for the first rank's batch"):
                 own = _recaptured(call, inputs, self.world.device, recapture)
         self._compare(own)
 
 
-def _written(given: StepInputs, reads: bool) -> bytes:
-    """A call for other ranks: shapes, Python values, integers where the step `reads` some. Empty: not to be pickled."""
-    leaves: list[Any] = []
-    for name, leaf in zip(given.names, given.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            integers, parts = not leaf.is_floating_point(), name in given.whole
-            if leaf.layout != torch.strided or (reads and integers and parts):
-                return b""
-            shape = given.whole.get(name, tuple(leaf.shape))
-            stride = torch.empty(shape, device="meta").stride() if parts else leaf.stride()
-            values = leaf.detach().cpu() if reads and integers else None
-            leaves.append(("tensor", shape, stride, leaf.dtype, leaf.device.type, leaf.requires_grad, values))
-        elif isinstance(leaf, (nn.Module, Optimizer)):
-            leaves.append(("own", name))
-        elif isinstance(leaf, (*_PLAIN, torch.device, set)):
-            leaves.append(("plain", leaf))
-        else:
-            return b""
-    try:
-        data = pickle.dumps((given.structure, leaves))
-    except Exception:  # a container of a class that cannot be looked up by its name
-        return b""
-    return data if len(data) <= TUNING.guarded_call_bytes else b""
-
-
-def _recaptured(call: bytes, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
+def _recaptured(call: SaidCall | None, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
     """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own specs of trees
-            structure, said = pickle.loads(call)
-        own = dict(zip(given.names, given.leaves, strict=True))
-        args, kwargs = put_together(structure, [_leaf(one, own, device) for one in said])
+        args, kwargs = as_said(call, given, device)
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
     return graph_sections(capture, device)
-
-
-def _leaf(said: Any, own: Mapping[str, Any], device: str) -> Any:
-    if said[0] != "tensor":
-        return own[said[1]] if said[0] == "own" else said[1]
-    _, shape, stride, dtype, kind, requires_grad, values = said
-    where = device if torch.device(device).type == kind else kind
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    return made.copy_(torch.zeros(()) if values is None else values).requires_grad_(requires_grad)
 
 
 def versions() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting, fitted_with
 from ..passes.order_collectives import CallOrder, collectives_of, with_calls_in, with_order_from
-from ..passes.order_stages import as_said, in_order, note_orders, said_of
+from ..passes.order_stages import Said, as_said, in_order, note_orders, said_of
 from ..passes.other_schedules import TriedSchedule
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
@@ -114,7 +114,7 @@ class Finalizer:
             return in_order(local, blocks, hardware, known)
         local = in_order(local, blocks, hardware, []) if blocks else local
         label, what = f"{self.label}/blocks/{key}/{blocks}", "in which order stages run blocks"
-        local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what), hardware)
+        local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what, tuple[Said, ...]), hardware)
         note_orders(local, known)
         return local
 
@@ -144,7 +144,7 @@ class Finalizer:
                     own = choose()
                 except PlanError:  # reported below, with this rank's peak
                     own = Fitting(len(smaller_buckets(plain)) - 1, ())
-                asked = self.rendezvous.gather(f"{label}/buckets", own, "what it rematerializes")
+                asked = self.rendezvous.gather(f"{label}/buckets", own, "what it rematerializes", Fitting)
                 self.fits[key] = replace(asked[self._first_of(stage)], way=max(one.way for one in asked))
             return self.fits[key]
 
@@ -246,7 +246,7 @@ class Finalizer:
                 self.choices.look_up()
                 earlier = self.choices.fitting_for(local)
                 chosen = choose if earlier is None else lambda: earlier
-                self.fits[key] = rendezvous.choose(label, chosen, "what it rematerializes")
+                self.fits[key] = rendezvous.choose(label, chosen, "what it rematerializes", Fitting)
                 self.choices.note_fitting(local, self.fits[key])
             return self.fits[key]
 
@@ -285,7 +285,8 @@ class Finalizer:
                     fit = (n for n in one.parts if not one.exact or same_bits(one.site, n, self.world.device))
                     best[one.likeness] = next(fit, WHOLE)
             own = {one.name: best[one.likeness] for one in cuts if best[one.likeness] != WHOLE}
-            asked = self.rendezvous.gather(f"{self.label}/blocks", own, "into how many blocks products are cut")
+            what = "into how many blocks products are cut"
+            asked = self.rendezvous.gather(f"{self.label}/blocks", own, what, Mapping[str, int])
             self.blocks[key] = {n: parts for n, parts in own.items() if all(o.get(n) == parts for o in asked)}
         return self.blocks[key]
 
@@ -302,10 +303,10 @@ class Finalizer:
         if key not in self.orders:
             what = "in which order collectives run"
             if local.stage is None:
-                self.orders[key] = self.rendezvous.broadcast(f"{self.label}/order", own, what)
+                self.orders[key] = list(self.rendezvous.broadcast(f"{self.label}/order", own, what, tuple[str, ...]))
             else:
-                asked = self.rendezvous.gather(f"{self.label}/order", own, what)
-                self.orders[key] = asked[self._first_of(local.stage)]
+                asked = self.rendezvous.gather(f"{self.label}/order", own, what, tuple[str, ...])
+                self.orders[key] = list(asked[self._first_of(local.stage)])
         return self.orders[key]
 
 

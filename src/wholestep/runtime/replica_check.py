@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..distributed.sections import other_value, show_ranks
 from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
@@ -22,6 +23,7 @@ from .consistency import OPTIMIZERS, option_lines, state_lines
 from .program import Program
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TIMEOUT_S = 600.0
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit
 
 
@@ -72,9 +74,11 @@ class ReplicaCheck:
         if not flags.any():
             return
         flagged = [axis for axis, flag in zip(axes, cast("list[int]", flags.tolist()), strict=True) if flag]
-        own = [self._explain(axis, held[axis], sums[axis], said) for axis in flagged]  # all take part in each
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, next((text for text in own if text), ""))
+        ranks = Rendezvous.of_job(_TIMEOUT_S)
+        label, what = ranks.next_label("replicas"), "the search for what differs"
+        lines: list[tuple[str, ...]] = ranks.gather(label, said, what, tuple[str, ...])
+        own = [self._explain(axis, held[axis], sums[axis], lines) for axis in flagged]  # all take part in each
+        texts = ranks.gather(f"{label}/texts", next((text for text in own if text), ""), what, str)
         found = next((text for text in texts if text), "")
         if found:
             what = f"{found}; found after call {self.calls}, with check_every={self.every}"
@@ -99,12 +103,13 @@ class ReplicaCheck:
         assert self.world.devices is not None, "there are other ranks"
         return self.world.devices.get_group(axis)
 
-    def _explain(self, axis: str, held: Mapping[str, torch.Tensor], sums: torch.Tensor, said: list[str]) -> str:
-        """What differs first along `axis`; empty where nothing does but rounding."""
+    def _explain(
+        self, axis: str, held: Mapping[str, torch.Tensor], sums: torch.Tensor, said: Sequence[tuple[str, ...]]
+    ) -> str:
+        """What differs first along `axis`, of what each rank `said`; empty where nothing does but rounding."""
         group = self._group(axis)
         ranks = dist.get_process_group_ranks(group)
-        lines: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(lines, said, group=group)
+        lines = [said[rank] for rank in ranks]
         other = next((i for i, one in enumerate(lines) if one != lines[0]), 0)
         if other:
             theirs = [rank for rank, one in zip(ranks, lines, strict=True) if one == lines[other]]

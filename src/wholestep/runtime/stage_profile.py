@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from ..cost.timeline import Span, Timeline
 from ..distributed.launch import World
+from ..distributed.rendezvous import Rendezvous
 from ..hardware.hardware import Hardware
 from ..planner.prediction import timeline
 from ..profiling.profile import SpanClock, measured_stages, stage_spans
 from .program import Program
 
-_Run = tuple[float, list[Span]]  # seconds, and what was computed
+_Run = tuple[float, Sequence[Span]]  # seconds, and what was computed
+_TIMEOUT_S = 600.0
 
 
 @dataclass
@@ -39,8 +42,9 @@ class StageProfile:
         the last rank ends it.
         """
         mesh, axis = self.world.mesh, self.program.local.stage_axis
-        of_ranks: list[list[_Run]] = [[] for _ in range(mesh.size)]
-        dist.all_gather_object(of_ranks, self.runs[1:])
+        ranks = Rendezvous.of_job(_TIMEOUT_S)
+        label = ranks.next_label("profile")
+        of_ranks = ranks.gather(label, self.runs[1:], "the exchange of a profile", tuple[_Run, ...])
         lengths = [max(seconds for seconds, _ in call) for call in zip(*of_ranks, strict=True)]
         middle = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
         first = {mesh.coordinate(rank)[axis]: rank for rank in reversed(range(mesh.size))}

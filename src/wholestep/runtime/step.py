@@ -98,6 +98,8 @@ class CompiledStep:
             ACTIVITY.raise_failure()
         if self._nonfinite is not None:
             self._nonfinite.before_call()
+        if ACTIVITY.inside:  # the last call ended in what is no Exception
+            ACTIVITY.unfinished += 1
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         modes = modes_now()
         try:

@@ -178,7 +178,9 @@ class RunningTrial:
         tuner, self.label = self.tuner, self.tuner.next_label()
         label, what = f"{self.label}/choices", "which schedules take turns"
         with ACTIVITY.doing("choosing schedules to try", tuner.rendezvous.timeout_s):
-            self.tried, self.why_not = tuner.rendezvous.choose(label, lambda: self._choose(taker), what)
+            self.tried, self.why_not = tuner.rendezvous.choose(
+                label, lambda: self._choose(taker), what, tuple[tuple[TriedSchedule, ...], str]
+            )
         if not self.why_not:
             self._make_all()
         if self.why_not:
@@ -200,7 +202,7 @@ class RunningTrial:
                         taker.make(number)
             except Exception as error:
                 failed = first_line(error)
-            asked = rendezvous.gather(f"{self.label}/made", failed, "whether schedules can be made")
+            asked = rendezvous.gather(f"{self.label}/made", failed, "whether schedules can be made", str)
         if why_not := next((why for why in asked if why), ""):
             self.tried, self.why_not = (), f"another schedule cannot be made: {why_not}"
 
@@ -229,7 +231,7 @@ class RunningTrial:
         tuner, first = self.tuner, not self.trial.rounds
         what = "the exchange of times of schedules"
         calls: list[Sequence[Call]]
-        calls = tuner.rendezvous.gather(f"{self.label}/{len(self.trial.rounds)}", self.round, what)
+        calls = tuner.rendezvous.gather(f"{self.label}/{len(self.trial.rounds)}", self.round, what, tuple[Call, ...])
         if first:  # all ranks have read what to try
             tuner.rendezvous.forget(self.label)
         rows, self.usual_us = for_one_batch(calls, self.usual_us)

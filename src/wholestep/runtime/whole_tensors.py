@@ -198,14 +198,15 @@ def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> N
     """Raise RankMismatchError, on every rank, where another rank has a failure or ranks have different sums by name."""
     own = failure, digest([repr(dict(sums))])
     label = rendezvous.next_label("whole")
-    said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}")
+    said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}", tuple[str, str])
     failures = [(rank, failed) for rank, (failed, _) in enumerate(said) if failed]
     if failures and not failure:
         rank, failed = failures[0]
         raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
     other = next((rank for rank, one in enumerate(said) if one != said[0]), 0)
     if other and not failures:
-        by_rank: list[dict[str, int]] = rendezvous.gather(f"{label}/sums", dict(sums), f"the end of {_INSIDE}")
+        what = f"the end of {_INSIDE}"
+        by_rank: list[dict[str, int]] = rendezvous.gather(f"{label}/sums", dict(sums), what, Mapping[str, int])
         first, theirs = by_rank[0], by_rank[other]
         wrong = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if wrong:
