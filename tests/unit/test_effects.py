@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import functools
 import gc
+import importlib
 import logging
 import math
 import os
@@ -24,10 +25,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date as Date
 from enum import Enum
+from functools import partial
 from os import urandom as system_bytes
 from pathlib import Path
 from time import monotonic as seconds_since_start
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -2302,6 +2305,107 @@ def test_effects_of_code_that_was_typed_are_seen(file: str) -> None:
         else:
             with pytest.raises(ws.CaptureError, match=re.escape(f"{file}:4")):
                 step(batches()[0])
+
+
+INSTALLED = """
+import random, time
+STATE = {"n": 0}
+SCALE = 1.0
+class Config:
+    scale = 1.0
+config = Config()
+def counts(update, x):
+    STATE["n"] += 1
+    return update(x, 1.0 / STATE["n"])
+def scales(update, x):
+    return update(x, SCALE * config.scale)
+def prints(update, x):
+    print("a step")
+    return update(x)
+def draws(update, x):
+    return update(x, random.choice([1.0, 2.0]))
+def reads_the_clock(update, x):
+    return update(x, time.perf_counter())
+"""
+
+
+@pytest.mark.parametrize("folder", ["src", "venv/lib/python3/site-packages"])
+@pytest.mark.parametrize("name", ["counts", "scales", "prints", "draws", "reads_the_clock"])
+def test_installed_code_is_code(
+    folder: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "training_code.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    monkeypatch.delitem(sys.modules, "training_code", raising=False)
+    found: list[list[Any]] = []
+    for compiled in (False, True):
+        code = importlib.reload(importlib.import_module("training_code"))
+        world, results = World(), list[Any]()
+        step = partial(getattr(code, name), world.update)
+        if compiled:
+            step = ws.compile(step, model=world.model, optimizer=world.optimizer)
+        if compiled and name in ("draws", "reads_the_clock"):
+            with pytest.raises(ws.CaptureError, match="all later steps would reuse"):
+                step(batches()[0])
+            return
+        for call, x in enumerate(batches()):
+            code.SCALE, code.config.scale = 1.0 + call // 2, 2.0 - call // 3
+            results.append(copied(step(x)))
+        assert capsys.readouterr().out == ("a step\n" * CALLS if name == "prints" else "")
+        found.append(results)
+    compare(found[1], found[0], name)
+
+
+class _AnswersNone:
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class _AnswersFunctions:
+    scale = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class _Raises:
+    scale = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"unknown setting {name}")
+
+    @property
+    def optimizer(self) -> Any:
+        raise RuntimeError("not attached yet")
+
+    param_groups = state = cache_clear = gradient_state = optimizer
+
+
+STRANGERS = [_AnswersNone(scale=1.0), _AnswersFunctions(), _Raises(), mock.Mock(scale=1.0), mock.MagicMock(scale=1.0)]
+
+
+@pytest.mark.parametrize("place", ["closure", "argument", "attribute", "class"])
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda one: type(one).__name__)
+def test_objects_that_answer_every_name_or_raise_are_not_asked(stranger: Any, place: str) -> None:
+    world, eager = World(), World()
+
+    class Holder:
+        held = stranger if place == "class" else None
+
+    holder = Holder()
+    if place == "attribute":
+        holder.held = stranger
+    step = ws.compile(
+        lambda x, given: world.update(x, (given or holder.held or stranger).scale),
+        model=world.model,
+        optimizer=world.optimizer,
+    )
+    for x in batches()[:2]:
+        compare(step(x, stranger if place == "argument" else None), eager.update(x), place)
 
 
 def test_another_object_in_each_call_is_captured_again_and_said_once() -> None:

@@ -474,8 +474,8 @@ def test_a_loop_that_is_split_everywhere_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(3)))
     found = str(caught.value)
-    assert found.startswith("3 micro-batches keep ")
-    assert "waits for all of the batch" in found
+    assert found.startswith("3 micro-batches save too little memory: ")
+    assert "waits for the whole batch" in found
     assert "leave out MicroBatches" in found
 
 

@@ -112,7 +112,7 @@ def owned_by_callbacks(functions: Sequence[Callable[..., Any]]) -> set[int]:
     """Identities of objects that callbacks own: bound objects, partial arguments and closure variables."""
     out: set[int] = set()
     for fn in functions:
-        out.add(id(getattr(fn, "__self__", None)))
+        out.add(id(fn.__self__) if isinstance(fn, (types.MethodType, types.BuiltinMethodType)) else id(None))
         if isinstance(fn, functools.partial):
             out |= owned_by_callbacks([fn.func]) | {id(a) for a in fn.args} | {id(a) for a in fn.keywords.values()}
         if isinstance(fn, types.FunctionType):

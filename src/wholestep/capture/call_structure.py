@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 from ..errors import StateError, shown
-from .wrappers import unwrapped
+from .wrappers import attributes_of, unwrapped
 
 T = TypeVar("T")
 Trainable = nn.Module | Optimizer | GradScaler
@@ -205,10 +205,11 @@ def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
 
     Also searched: the attributes of these objects that the function reads, and lists and dicts in them.
     """
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    if code is None:
+    function = inspect.unwrap(fn) if isinstance(fn, (FunctionType, MethodType)) else fn
+    function = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(function, FunctionType):
         return {}
-    function: Any = inspect.unwrap(fn)
+    code = function.__code__
     names = dict.fromkeys(name for inner in codes_in(code) for name in inner.co_names)
     found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -218,10 +219,10 @@ def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
     out: dict[str, Trainable] = {}
     for name, value in found.items():
         out |= _trainables_in(name, value, names)
-    owner = getattr(fn, "__self__", None)
+    owner: Any = fn.__self__ if isinstance(fn, MethodType) else None
     if owner is not None:
         out |= {"self": owner} if isinstance(owner, nn.Module) else {}
-        for name, value in cast(dict[str, Any], getattr(owner, "__dict__", {})).items():
+        for name, value in (attributes_of(owner) or {}).items():
             out |= _trainables_in(name, value, names, 2 if name in names else 0)
     return out
 
@@ -245,7 +246,7 @@ def _trainables_in(name: str, value: Any, names: Container[str], depth: int = 2)
         items = cast(dict[Any, Any], value) if isinstance(value, dict) else dict(enumerate(cast(list[Any], value)))
         inner = [(f"{name}[{key!r}]", item) for key, item in items.items() if not isinstance(item, _NOT_SEARCHED)]
     else:
-        read = cast(dict[str, Any], getattr(value, "__dict__", {}))
+        read = attributes_of(value) or {}
         inner = [(f"{name}.{key}", item) for key, item in read.items() if key in names]
     out: dict[str, Trainable] = {}
     for path, item in inner:

@@ -6,6 +6,7 @@ trace, and the step is traced again.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from ..graph.meta import show_line
 from ..rules.registry import draws
 from .call_structure import take_apart
 from .locations import SIMPLE
+
+CACHE = type(functools.cache(int))
+"""The type of functions under `functools.cache` and `functools.lru_cache`."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 from ..errors import CaptureError
+from ..graph.origin import is_own_function
 from .effects import RefusedError
 from .locations import Words
-from .reachable import is_own_function, leads_to
+from .reachable import leads_to
 
 
 def is_foreign_iterator(value: object) -> bool:

@@ -21,11 +21,11 @@ import torch
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import show_line
+from ..graph.origin import is_of_python, is_own_code, is_own_function
 from .assumptions import Assumption, expect
 from .call_structure import take_apart
 from .locations import MISSING, Location
 from .random_numbers import drawn_once
-from .reachable import is_of_python, is_own_code, is_own_function
 
 _OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
 _OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller

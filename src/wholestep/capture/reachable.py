@@ -2,7 +2,8 @@
 
 Roots are the step's function, its arguments, modules and optimizers. From there the search follows closures, globals
 that the code names, attributes, containers, hooks, and functions in these. Code of torch, of the standard library and
-of installed packages is assumed to have no globals that a step changes; objects of their classes are searched.
+of proven libraries (`graph/origin.py`) is assumed to have no globals that a step changes; objects of their classes are
+searched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import gc
 import io
 import random
 import sys
-import sysconfig
 import types
 import weakref
 import zlib
@@ -35,13 +35,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _torch
-from ..graph.meta import is_user_file
+from ..graph.origin import is_own_code, is_own_function, is_own_module
 from .call_structure import codes_in
-from .function_caches import results_of
-from .locations import MISSING, SIMPLE, ArgumentItems, GroupEntry, Location, Lookup, Slots, StateEntry, is_record
+from .function_caches import CACHE, results_of
+from .locations import (
+    MISSING,
+    SIMPLE,
+    ArgumentItems,
+    GroupEntry,
+    Location,
+    Lookup,
+    Slots,
+    StateEntry,
+    is_record,
+)
 from .state import StepState
+from .wrappers import attributes_of
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OPENED = {  # of Python's own
     "_thread", "_weakrefset", "argparse", "types", "collections", "dataclasses", "functools", "queue", "weakref",
 }  # fmt: skip
@@ -188,7 +198,7 @@ class Reach:
 def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
     """Search from `fn`, its arguments `given`, and its state."""
     search = _Search(Reach(), state)
-    search.visit(fn, getattr(fn, "__name__", ""))
+    search.visit(fn, fn.__name__ if isinstance(fn, types.FunctionType) else "")
     wrappers = ((type(wrapper).__name__, wrapper) for wrapper in state.wrappers)
     for name, value in (*given.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
         search.visit(value, name or "model")
@@ -246,9 +256,9 @@ class _Search:
             self._waiting += [(item, f"{path}[{i}]") for i, item in enumerate(cast(tuple[Any, ...], value))]
         elif isinstance(value, (dict, list)):
             self._note(Container(path, value, "item"))
-            if hasattr(cast(Any, value), "__dict__"):  # of a class of the user's
+            if attributes_of(value) is not None:  # of a class of the user's
                 self._object(value, path)
-        elif _is_cache(value):
+        elif type(value) is CACHE:
             self.found.caches.append(value)
             self._waiting += [(v, path) for v in (value.__wrapped__, *results_of(value).values())]
         elif isinstance(value, LRScheduler):
@@ -286,7 +296,7 @@ class _Search:
         self._globals(function.__globals__, present)
         for name in present:
             value = function.__globals__[name]
-            if isinstance(value, types.ModuleType) and is_own_code(getattr(value, "__file__", None) or ""):
+            if is_own_module(value):
                 self._globals(vars(value), names & vars(value).keys(), f"{name}.")
 
     def _globals(self, table: dict[str, Any], names: Set[str], prefix: str = "") -> None:
@@ -308,8 +318,8 @@ class _Search:
         if closed or isinstance(value, GradScaler) or module.startswith(_CLOSED):  # a scaler is state of the step
             return
         self._note_class(kind)
-        if hasattr(value, "__dict__"):
-            held, split = cast(dict[str, Any], vars(value)), _MODULE_DICTS if isinstance(value, nn.Module) else ()
+        if (held := attributes_of(value)) is not None:
+            split = _MODULE_DICTS if isinstance(value, nn.Module) else ()
             self._note(Container(path, held, "attribute", excluded=split, owner=value))
             for name in split:
                 self._note(Container(path, held[name], "modules" if name == "_modules" else "attribute"))
@@ -340,10 +350,11 @@ class _Search:
         self._classes.append(kind)
         table: dict[str, Any] = {**vars(kind)}
         for name, value in table.items():
-            function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+            function: Any = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            function = function.fget if isinstance(function, property) else function
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))
-            elif _is_cache(function):
+            elif type(function) is CACHE:
                 self._waiting.append((function, f"{path}.{name}"))
         self._waiting += [(v, f"{path}.{k}") for k, v in table.items() if is_own_code(_file_of(type(cast(object, v))))]
         self._note(Container(path, Slots(kind), "class"))
@@ -371,37 +382,10 @@ def _names_of(code: types.CodeType) -> set[str]:
     return texts.union(*(inner.co_names for inner in codes_in(code)))
 
 
-@functools.cache
-def is_own_code(file: str) -> bool:
-    """Return whether a file is the user's: not of torch, wholestep, the standard library or an installed package."""
-    return bool(file) and is_user_file(file) and not file.startswith(_LIBRARIES) and "site-packages" not in file
-
-
-def own_modules() -> list[types.ModuleType]:
-    """The modules that hold the user's code."""
-    loaded: list[tuple[str, Any]] = list(sys.modules.items())  # a test may put anything there
-    found = [m for name, m in loaded if name == "__main__" or is_own_code(getattr(m, "__file__", None) or "")]
-    return [module for module in found if isinstance(module, types.ModuleType)]
-
-
-def is_of_python(file: str) -> bool:
-    """Return whether a file belongs to the standard library."""
-    return file.startswith(_LIBRARIES) and "site-packages" not in file
-
-
-def is_own_function(value: object) -> bool:
-    """Return whether a value is a function of Python that the user wrote."""
-    return isinstance(value, types.FunctionType) and is_own_code(value.__code__.co_filename)
-
-
-def _is_cache(value: Any) -> bool:
-    """Return whether a value is a function with a cache, of `functools`."""
-    return hasattr(value, "cache_clear") and hasattr(value, "cache_info") and not isinstance(value, type)
-
-
 def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
-    return getattr(module, "__file__", None) or ("__main__" if kind.__module__ == "__main__" else "")
+    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
+    return file or ("__main__" if kind.__module__ == "__main__" else "")
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
@@ -412,7 +396,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _is_descriptor(value: Any) -> bool:
-    return isinstance(value, type) or hasattr(cast(Any, type(value)), "__get__")
+    return isinstance(value, type) or any("__get__" in vars(base) for base in type(cast(object, value)).__mro__)
 
 
 def leads_to(value: Any) -> list[Any] | None:

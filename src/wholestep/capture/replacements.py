@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.meta import is_user_file
 from ..graph.ops import CTC_LOSS
+from ..graph.origin import is_user_file
 
 aten = torch.ops.aten
 Known = Callable[[Tensor], Tensor | None]

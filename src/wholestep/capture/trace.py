@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
-from ..graph.meta import is_user_file, last_user_frame, meta_of, show_line, source_line
+from ..graph.meta import last_user_frame, meta_of, show_line, source_line
 from ..graph.ops import GRAD_READY, LOSS
+from ..graph.origin import is_installed, is_own_code, is_user_file
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
@@ -32,7 +33,6 @@ from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of,
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
-from .reachable import is_own_code
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
 from .sized_forms import SIZED_OPS, sized_forms
@@ -402,8 +402,9 @@ class _TorchCalls(TorchFunctionMode):
             )
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
-            if func is torch.Tensor.__format__ and not is_own_code((_calling_line() or ("",))[0]):
-                return text_of_tensor(_calling_text())  # of a library: mostly of an error that is not raised
+            file = (_calling_line() or ("",))[0]
+            if func is torch.Tensor.__format__ and (is_installed(file) or not is_own_code(file)):
+                return text_of_tensor(_calling_text())  # mostly of an error that is not raised
             raise error_of_text(f"a tensor of shape {tuple(args[0].shape)}")
         args = [self._fake_of(a) for a in args]
         named: dict[str, Any] = {k: self._fake_of(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}

@@ -23,7 +23,8 @@ import torch
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.meta import is_user_file, meta_of, show_line
+from ..graph.meta import meta_of, show_line
+from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
 from .assumptions import Assumption, contents, expect, owned_by_callbacks
 from .call_structure import take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
@@ -38,13 +39,11 @@ from .reachable import (
     Reach,
     argument_containers,
     can_change,
-    is_of_python,
-    is_own_code,
-    own_modules,
     state_containers,
 )
 from .state import StepState
 from .text_of_tensors import refuse_text_of_tensors
+from .wrappers import attributes_of
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
     "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
@@ -277,7 +276,7 @@ class Watch:
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
         if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and id(value) not in self.reach.seen:
-            held: dict[str, Any] = getattr(value, "__dict__", {})
+            held = attributes_of(value) or {}
             if path or any(_torch.is_fake(v) for v in held.values()):
                 raise RefusedError(
                     path or "an argument of wholestep.callback", None, value,
@@ -398,8 +397,7 @@ class Watch:
 
 def _is_library_hook(hook: object) -> bool:
     """Return whether a hook is a function of an installed package, which its library installs at the first call."""
-    code = getattr(hook, "__code__", None)
-    return code is not None and not is_own_code(code.co_filename)
+    return isinstance(hook, FunctionType) and not is_own_code(hook.__code__.co_filename)
 
 
 @contextmanager

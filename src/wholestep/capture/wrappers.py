@@ -20,26 +20,51 @@ _SWITCHES = "_set_sync_gradients"  # Accelerate's setter for whether gradients a
 _NOT_USERS = ("accelerate", "contextlib", "lightning", "pytorch_lightning", "wholestep")
 
 
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object, without asking it: its class may answer every name; None if it has none."""
+    try:
+        held: Any = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return cast("dict[str, Any]", held) if isinstance(held, dict) else None
+
+
+def _looked_up(value: object, name: str) -> Any:
+    """Return an attribute that an object has, or a property that a library defines; None for any other."""
+    found: Any = inspect.getattr_static(value, name, None)
+    if isinstance(found, property):
+        module: str = getattr(found.fget, "__module__", None) or ""
+        found = getattr(value, name) if module.partition(".")[0] in _NOT_USERS else None
+    return found
+
+
 def unwrapped(value: Any) -> Any:
     """Return the optimizer inside wrappers such as Accelerate's and Lightning's; any other value unchanged.
 
     A wrapper delegates to its `.optimizer`; an optimizer with its own state or parameter groups (Lookahead) is none.
     """
     while not isinstance(value, nn.Module) and not isinstance(cast(object, value), dict):
-        inner = getattr(value, "optimizer", None)
+        inner = _looked_up(value, "optimizer")
         if not isinstance(inner, Optimizer) or inner is value:
             break
-        groups, state = getattr(value, "param_groups", None), getattr(value, "state", None)
-        if groups is not inner.param_groups or state is not inner.state:
+        if not _delegates(value, inner):
             break
         value = inner
     return value
 
 
+def _delegates(value: Any, inner: Optimizer) -> bool:
+    """Return whether an object that has an optimizer passes its groups and state on."""
+    try:
+        return value.param_groups is inner.param_groups and value.state is inner.state
+    except Exception:  # what a property or `__getattr__` of the user's raises
+        return False
+
+
 def switches(wrappers: Iterable[Any]) -> list[tuple[Any, str]]:
     """Return the attributes that decide whether `step()` updates: Accelerate updates if gradients are complete."""
-    states = [getattr(one, "gradient_state", None) for one in wrappers]
-    return [(state, "sync_gradients") for state in states if hasattr(state, "sync_gradients")]
+    states = [_looked_up(one, "gradient_state") for one in wrappers]
+    return [(state, "sync_gradients") for state in states if _looked_up(state, "sync_gradients") is not None]
 
 
 def effects_refused(wrappers: Sequence[Any]) -> AbstractContextManager[None]:

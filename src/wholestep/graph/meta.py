@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import linecache
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
@@ -18,19 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
+from .origin import is_user_file
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_INTERNAL = (
-    os.path.dirname(torch.__file__) + os.sep,
-    *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
-)
-_TYPED = (
-    "<stdin>",
-    "<console>",
-    "<python-input-",
-    "<ipython-input-",
-    "<doctest ",
-)  # what code that was typed is called
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
 
 
@@ -261,12 +249,6 @@ def source_line(node: Node) -> str:
 def show_line(file: str, number: int) -> str:
     """Format a source line as `file:line  code`."""
     return f"{file}:{number}  {linecache.getline(file, number).strip()}".rstrip()
-
-
-@cache  # a trace asks for each frame of each call
-def is_user_file(file: str) -> bool:
-    """Return whether a source file, or what was typed, belongs neither to torch nor to the stages of wholestep."""
-    return not any(part in file for part in _INTERNAL) and (not file.startswith("<") or file.startswith(_TYPED))
 
 
 def last_user_frame(stack: str) -> str:

@@ -300,11 +300,11 @@ def _check_memory(local: LocalGraph, pieces: int) -> None:
     largest = max(kept, key=kept.__getitem__)
     total, name, size = human(sum(kept.values())), node_at(largest, 1).name, human(kept[largest])
     raise PlanError(
-        f"{pieces} micro-batches keep {total} of values for all pieces, and hold {human(held)} piece by piece:"
-        f" what follows %{name} ({size}) waits for all of the batch",
-        "at least half of the activations to be needed for one piece at a time",
-        "compute statistics and views that mix samples outside the model, give pieces of equal size, or leave out"
-        " MicroBatches",
+        f"{pieces} micro-batches save too little memory: {total} of activations stay for all of them, and"
+        f" {human(held)} for one at a time; %{name} ({size}) waits for the whole batch",
+        "at least half of the activations to be needed for one micro-batch at a time",
+        "compute statistics and views that mix samples outside the model, give a number that divides the batch, or"
+        " leave out MicroBatches",
         meta.source_line(largest),
     )
 

@@ -164,8 +164,8 @@ def _peak_bytes(part: StagePart) -> int:
 def _refuse_exchanges(loop: Loop, axis: str) -> None:
     for node in loop.body.nodes:
         if node.target is share or (is_collective(node) and node.args[-1] == axis):
-            found = f"%{node.name}: all stages would exchange it for each micro-batch"
-            needed = "values of a piece that one stage at a time reads"
+            found = f"%{node.name} is exchanged among all stages for each micro-batch"
+            needed = "values of a micro-batch that one stage sends to one other"
             raise PlanError(found, needed, "leave out MicroBatches, or put its readers into one stage",
                             meta.source_line(node))  # fmt: skip
 

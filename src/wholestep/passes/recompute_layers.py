@@ -37,7 +37,7 @@ class RecomputeLayers:
         >>> step = wholestep.compile(train_step, passes=lambda passes: [full, *passes])
 
     Raises:
-        PlanError: an unknown kind; no module of the step has a number as its name.
+        PlanError: an unknown kind; no list of layers.
     """
 
     kind: Literal["full", "selective"] = "full"
@@ -58,7 +58,7 @@ class RecomputeLayers:
             raise PlanError(found, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
         if not any(any(of.values()) for of in layers.values()):
             raise PlanError(
-                f"recompute {self.kind}: no module of the step has a number as its name",
+                f"recompute {self.kind}: found no list of layers (no module is named by a number)",
                 "layers in a ModuleList or Sequential",
                 "let a budget of memory decide (recompute auto)",
             )

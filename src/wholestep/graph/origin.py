@@ -1,0 +1,82 @@
+"""Whose code a source file is: the user's, which is watched, or a library's, whose inside needs no watching."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STAGES = (
+    os.path.dirname(torch.__file__) + os.sep,
+    *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
+)
+_TYPED = (
+    "<stdin>",
+    "<console>",
+    "<python-input-",
+    "<ipython-input-",
+    "<doctest ",
+)  # what code that was typed is called
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
+_LIBRARIES = frozenset({
+    "torch", "torchgen", "torchvision", "torchaudio", "triton", "functorch", "sympy", "mpmath", "networkx", "numpy",
+    "scipy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate", "diffusers", "lightning",
+    "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics", "pytorch_optimizer", "schedulefree",
+    "lion_pytorch", "pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis",
+})  # fmt: skip
+"""Installed packages whose globals, classes and functions no step changes or reads differently: torch and what it is
+built on, and those whose models and optimizers the tests capture and compare with eager for several steps. All other
+installed code is watched as the user's is.
+"""
+
+
+@cache  # a trace asks for each frame of each call
+def is_user_file(file: str) -> bool:
+    """Return whether a source file, or what was typed, belongs neither to torch nor to the stages of wholestep."""
+    return not any(part in file for part in _STAGES) and (not file.startswith("<") or file.startswith(_TYPED))
+
+
+@cache
+def is_of_python(file: str) -> bool:
+    """Return whether a file belongs to the standard library."""
+    return file.startswith(_STANDARD) and _INSTALLED.search(file) is None
+
+
+@cache
+def is_own_code(file: str) -> bool:
+    """Return whether the code of a file is watched: it is not of torch, wholestep, the standard library or one of the
+    `_LIBRARIES`. Where it is installed does not matter.
+    """
+    if not file or not is_user_file(file) or is_of_python(file):
+        return False
+    package = _INSTALLED.search(file)
+    return package is None or package[1] not in _LIBRARIES
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file belongs to an installed package, of the user's or not."""
+    return _INSTALLED.search(file) is not None
+
+
+def is_own_function(value: object) -> bool:
+    """Return whether a value is a function of Python whose code is watched."""
+    return isinstance(value, FunctionType) and is_own_code(value.__code__.co_filename)
+
+
+def is_own_module(value: object) -> bool:
+    """Return whether a value is a module whose code is watched."""
+    return isinstance(value, ModuleType) and is_own_code(vars(value).get("__file__") or "")
+
+
+def own_modules() -> list[ModuleType]:
+    """The modules that hold code that is watched."""
+    loaded: list[tuple[str, Any]] = list(sys.modules.items())  # a test may put anything there
+    return [m for name, m in loaded if is_own_module(m) or (name == "__main__" and isinstance(m, ModuleType))]
