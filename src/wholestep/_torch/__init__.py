@@ -94,4 +94,5 @@ from .replaced import *
 from .symbols import *
 from .symmetric_memory import *
 from .tracing import *
+from .types_shown import *
 from .undo import *

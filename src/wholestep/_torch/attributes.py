@@ -8,6 +8,7 @@ noted before it is made (`undo`), so that an interruption at any point leaves a 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -80,8 +81,15 @@ def forms_set(forms: Iterable[tuple[Any, str, Form]]) -> AbstractContextManager[
 
 
 def _bound(form: Form, owner: Any, name: str) -> Any:
+    declared = vars(owner).get(name)
+    if isinstance(declared, classmethod):
+
+        def of_class(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+            return form(functools.partial(original, kind), *args, **kwargs)
+
+        return classmethod(here_only(of_class, cast(Any, declared).__func__))
     run = here_only(form, getattr(owner, name))
-    return staticmethod(run) if isinstance(vars(owner).get(name), staticmethod) else run
+    return staticmethod(run) if isinstance(declared, staticmethod) else run
 
 
 def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callable[..., Any]:

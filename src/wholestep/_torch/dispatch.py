@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
 from .attributes import Form, forms_set
 from .op_schemas import is_op, set_operands
 from .symbols import SYMBOLIC, is_size
+from .types_shown import FAKE_TYPES
 
 _DEVICE = torch.ops.prim.device.default
 _SPECIAL = {
@@ -45,21 +46,32 @@ class _SlowPathError(Exception):
     """The op needs torch's dispatch."""
 
 
-def quick_dispatch(forms: Mapping[Any, Any]) -> AbstractContextManager[None]:
+def quick_dispatch(
+    forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]
+) -> AbstractContextManager[None]:
     """Use the fast path of make_fx inside this context, and compute fake tensors without dynamo's guard.
 
-    Replaces `__torch_dispatch__` of both modes. `forms` are the decomposed ops. No effect in a torch without the names
-    that it needs.
+    Replaces `__torch_dispatch__` of both modes. `forms` are the decomposed ops; `at_op` exchanges real tensors in the
+    arguments of an op. No fast path in a torch without the names that it needs.
     """
+    if not all(hasattr(_proxies, needed) for needed in _NEEDED):
+        return forms_set([(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _without_real_tensors(at_op))])
     unguarded: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
     quick: list[tuple[Any, str, Form]] = [
-        (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms)),
+        (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms, at_op)),
         (FakeTensorMode, "__torch_dispatch__", lambda _, *args, **kwargs: unguarded(*args, **kwargs)),
         *_with_sizes(),
     ]
     if hasattr(fake_tensor, _TAKES_NUMBERS):
         quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
-    return forms_set(quick if all(hasattr(_proxies, needed) for needed in _NEEDED) else ())
+    return forms_set(quick)
+
+
+def _without_real_tensors(at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
+    def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return slow(mode, op, types, *at_op(op, args, kwargs or {}))
+
+    return dispatch
 
 
 def _takes_numbers(original: Callable[[Any], bool], op: Any) -> bool:
@@ -91,14 +103,14 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
     ]
 
 
-def _fast_dispatch(forms: Mapping[Any, Any]) -> Form:
+def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
     """Return the dispatch function of one trace; its `slow` is torch's, also for nested traces."""
     outermost: Any = None
     plain: dict[Any, bool] = {}
 
     def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         nonlocal outermost
-        if op is _DEVICE and type(args[0]) is FakeTensor:
+        if op is _DEVICE and _kind(args[0]) in FAKE_TYPES:
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         outermost = outermost or mode
         if op not in plain:
@@ -109,7 +121,8 @@ def _fast_dispatch(forms: Mapping[Any, Any]) -> Form:
                 raise _SlowPathError
             nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
         except _SlowPathError:
-            return slow(mode, op, types, args, kwargs)
+            args, named = at_op(op, args, named)
+            return slow(mode, op, types, args, named)
         return _record(mode, op, (args, named), nodes)
 
     return dispatch
@@ -125,7 +138,7 @@ def _is_plain(op: Any, forms: Mapping[Any, Any]) -> bool:
 def _nodes(mode: Any, value: Any) -> Any:
     """Replace traced tensors in `value` by their nodes."""
     kind = _kind(value)
-    if kind is FakeTensor:
+    if kind in FAKE_TYPES:
         slot = mode.tracer.tensor_tracker.get(value)
         if slot is None or slot.constant is not None:
             raise _SlowPathError
@@ -140,9 +153,9 @@ def _nodes(mode: Any, value: Any) -> Any:
 def _record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
     tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
     out: Any = op(*called[0], **called[1])
-    if _kind(out) is FakeTensor:
+    if _kind(out) in FAKE_TYPES:
         _track(tracer, node, out)
-    elif _kind(out) in _SEQUENCES and all(_kind(v) is FakeTensor for v in out):
+    elif _kind(out) in _SEQUENCES and all(_kind(v) in FAKE_TYPES for v in out):
         for index, value in enumerate(out):
             _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
         node.meta["val"] = _proxies.extract_val(out)

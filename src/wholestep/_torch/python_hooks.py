@@ -157,7 +157,7 @@ def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
     for hook in of_tensor.values():
         fake.register_hook(hook)
     for hook in of_sum.values():
-        fake.register_post_accumulate_grad_hook(hook)
+        fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))
 
 
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 import torch.optim._adafactor
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .attributes import Form, attributes_set, flags_set, forms_set
 from .tracing import note_on_nodes, noted
+from .types_shown import FAKE_TYPES
 
 ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
 
@@ -99,9 +101,26 @@ def patched_for_tracing(
     if not device.startswith("cpu"):
         modules: tuple[Any, ...] = sys.modules[torch.optim.Optimizer.__module__], _foreach_utils
         lists = [(module, module._foreach_supported_types) for module in modules]
-        changes += [(module, "_foreach_supported_types", [*types, FakeTensor]) for module, types in lists]
+        changes += [(module, "_foreach_supported_types", [*types, *FAKE_TYPES]) for module, types in lists]
     with attributes_set(changes), unchecked, forms_set(forms):
         yield
+
+
+def entrances_replaced(enter: Form) -> AbstractContextManager[None]:
+    """Run `enter` in place of the functions by which tensors get into torch past its function modes."""
+    transforms: Any = torch._functorch.eager_transforms
+    return forms_set([
+        (torch.autograd.Function, "apply", enter),
+        (torch.nn.Parameter, "__new__", enter),
+        (torch.nn.Buffer, "__new__", enter),
+        (torch.Tensor, "_make_subclass", enter),
+        (torch.Tensor, "as_subclass", enter),
+        (torch._functorch.vmap, "_add_batch_dim", enter),
+        (transforms, "_wrap_for_grad", enter),
+        (transforms, "_wrap_functional_tensor", enter),
+        (torch.autograd, "_engine_run_backward", enter),
+        (torch.autograd.graph, "_engine_run_backward", enter),
+    ])  # fmt: skip
 
 
 def _never(*_: object) -> bool:

@@ -153,17 +153,21 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def trace(
-    fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]]
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    forms: Mapping[Any, Callable[..., Any]],
+    at_op: Callable[[Any, Any, Any], tuple[Any, Any]],
 ) -> torch.fx.GraphModule:
     """Trace `fn(*inputs)` into one ATen graph with in-place ops; nodes have the annotations of `note_on_nodes`.
 
-    `forms` are decompositions; one that returns NotImplemented keeps the op.
+    `forms` are decompositions; one that returns NotImplemented keeps the op. `at_op(op, args, kwargs)` exchanges real
+    tensors in the arguments of an op.
     """
     _shapes_for_fused_optimizers()
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        with _use_lazy_graph_module(True), quick_dispatch(table), fake_results_bounded():
+        with _use_lazy_graph_module(True), quick_dispatch(table, at_op), fake_results_bounded():
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 

@@ -18,6 +18,7 @@ import torch
 from ..graph.meta import meta_of
 from .locations import MISSING, SIMPLE, Location, shown
 from .reachable import checksum, leads_to
+from .state import is_users
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Assumption:
 
     `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "type" (a number of this
     type), "tensor" (same shape, dtype and device: `value` is a TensorMeta), "size" (number of items of the container
-    `place.holder`), "content" (its items: `value` has them).
+    `place.holder`), "content" (its items: `value` has them), "attributes" (the names of those of a tensor).
     """
 
     place: Location
@@ -40,6 +41,8 @@ class Assumption:
             return _same_content(self.value, self.place.holder)
         if self.kind == "size":
             return len(self.place.holder) == self.value
+        if self.kind == "attributes":
+            return {key for key in self.place.holder.now() if is_users(key)} == self.value
         now = self.place.get()
         if self.kind == "type":
             return type(now) is self.value
@@ -52,6 +55,8 @@ class Assumption:
         """The mismatch, for a log."""
         if self.kind in ("content", "size"):
             return f"{self.place.path} holds other items"
+        if self.kind == "attributes":
+            return f"{self.place.path} has other attributes"
         was = self.value.__name__ if self.kind == "type" else shown(self.value)
         if self.kind == "tensor":
             was = f"a tensor {tuple(self.value.shape)} {self.value.dtype}"

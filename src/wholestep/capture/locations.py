@@ -103,6 +103,22 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @dataclass
+class TensorAttributes(Lookup):
+    """The attributes of a parameter or a buffer, by name: placement replaces it."""
+
+    state: StepState
+    owner: str
+
+    def now(self) -> dict[str, Any]:
+        """Return the dict of attributes as it is now."""
+        held = self.state.params.get(self.owner) or self.state.buffers[self.owner]
+        return vars(held.tensor)
+
+    def _now(self) -> Any:
+        return self.now()
+
+
+@dataclass
 class ArgumentItems(Lookup):
     """The container to which the keys `route` lead among the arguments of the current call, by position or keyword."""
 

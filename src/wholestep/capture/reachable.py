@@ -47,9 +47,10 @@ from .locations import (
     Lookup,
     Slots,
     StateEntry,
+    TensorAttributes,
     is_record,
 )
-from .state import StepState
+from .state import StepState, is_users
 from .wrappers import attributes_of
 
 _OPENED = {  # of Python's own
@@ -73,7 +74,7 @@ class Container:
 
     path: str
     holder: Any
-    style: str  # "attribute" | "item" | "variable" | "class" | "modules"
+    style: str  # "attribute" | "item" | "variable" | "class" | "modules" | "tensor"
     keys: frozenset[str] | None = None
     excluded: tuple[str, ...] = ()
     opaque: Callable[[], Any] | None = None
@@ -97,6 +98,8 @@ class Container:
             table = cast(Mapping[str, Any], vars(self.holder.owner))
             return {k: v for k, v in table.items() if not (k[:2] == k[-2:] == "__" or _is_descriptor(v))}
         held = dict(cast(Mapping[Any, Any], self.holder))
+        if self.style == "tensor":
+            return {key: value for key, value in held.items() if is_users(key)}
         for key in self.excluded:
             held.pop(key, None)
         return held
@@ -105,7 +108,7 @@ class Container:
         """Return the user's expression for an entry."""
         if self.style == "variable" or self.opaque is not None:
             return self.path or str(key)
-        if self.style in ("attribute", "class", "modules"):
+        if self.style in ("attribute", "class", "modules", "tensor"):
             return f"{self.path}.{key}" if self.path else str(key)
         return f"{self.path}[{key!r}]"
 
@@ -206,6 +209,8 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) ->
     for holder in (*tensors, *(v for v in given.values() if isinstance(v, torch.Tensor)), *_torch.FOR_ALL):
         for hook in (hook for table in _torch.hook_tables(holder) for hook in table.values()):
             search.visit(hook, getattr(hook, "__name__", "a hook"))
+    for name, held in (*state.params.items(), *state.buffers.items()):
+        search.attributes(held.tensor, name)
     search.finish()
     return search.found
 
@@ -229,6 +234,12 @@ class _Search:
     def visit(self, value: Any, path: str) -> None:
         """Search a value and everything below it."""
         self._waiting.append((value, path))
+        while self._waiting:
+            self._open(*self._waiting.pop())
+
+    def attributes(self, tensor: torch.Tensor, name: str) -> None:
+        """Search the attributes of a parameter or a buffer."""
+        self._note(Container(name, vars(tensor), "tensor", lookup=TensorAttributes(self.state, name)))
         while self._waiting:
             self._open(*self._waiting.pop())
 

@@ -30,7 +30,19 @@ UNSUPPORTED = {
 }
 MOVED = "_wholestep_moved"  # attribute of a replaced parameter: its replacement
 WHOLE = "_wholestep_whole"  # attribute of an unsharded copy of a parameter: its purpose
+_NOT_THE_USERS = ("_wholestep", "_is_param", "_is_hf_initialized", "_dynamo")
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def is_users(attribute: str) -> bool:
+    """Return whether an attribute of a tensor is one that the user, or a library of theirs, has set to be read."""
+    return not attribute.startswith(_NOT_THE_USERS)
+
+
+def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what the user has set as attributes of a tensor."""
+    held = vars(tensor)
+    return {key: value for key, value in held.items() if is_users(key)} if held else held
 
 
 @dataclass
@@ -302,10 +314,8 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], d
 
 
 @contextlib.contextmanager
-def put_in_place(
-    state: StepState, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-) -> Generator[None]:
-    """Replace parameters and buffers inside this context; restore them, groups, state and modes at its end."""
+def restored(state: StepState) -> Generator[None]:
+    """Restore parameters, buffers, groups, state and modes at the end of this context, in which state is empty."""
     optimizers = list(state.optimizers.values())
     before = [(held, held.tensor) for held in (*state.params.values(), *state.buffers.values())]
     lists = [(o.param_groups, list(o.param_groups)) for o in optimizers]
@@ -321,8 +331,6 @@ def put_in_place(
             _torch.undo(held_groups.__setitem__, slice(None), before_groups)
         for group, items in groups:
             _torch.undo(_set_items, group, items)
-        for name, tensor in [*params.items(), *buffers.items()]:
-            put(state.params.get(name) or state.buffers[name], tensor)
         yield
 
 

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -32,6 +31,7 @@ from .host_numbers import Numbers
 from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
+from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
@@ -113,7 +113,10 @@ class Traced:
         self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
-        self.watch = Watch(request.state, request.reach, request.promoted, self.numbers, _calling_text, request.find)
+        self.own = OwnTensors(_calling_text)
+        self.watch = Watch(
+            request.state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find
+        )
         self.given = dict[str, torch.Tensor]()
         self.rounded = RoundedUpdates({})
 
@@ -152,9 +155,10 @@ class Traced:
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
                 forms,
+                self.own.entrances(),
             ):
                 ops = {**fixed_sizes(self.known), **SIZED_OPS}
-                self.module = _torch.trace(self._run, self.stand_ins.fakes, ops)
+                self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
             if linears:
@@ -176,11 +180,11 @@ class Traced:
     def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
-        self._real = {n: h.tensor for n, h in state.params.items()}
-        self.rounded.names = {id(given[n]): n for n in state.params}
-        swap = {id(h.tensor): given[n] for n, h in [*state.params.items(), *state.buffers.items()]}
-        plain = _plain_state(state, swap)
-        with held_state.put_in_place(state, {n: given[n] for n in state.params}, {n: given[n] for n in state.buffers}):
+        for name, held in [*state.params.items(), *state.buffers.items()]:
+            self.own.put(name, held.tensor, given[name])
+        self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
+        plain = _plain_state(state)
+        with held_state.restored(state):
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
@@ -188,13 +192,13 @@ class Traced:
             self._fill_state(given, plain)
             self._mark_gradients(given)
             pairs = zip(request.names, request.leaves, strict=True)
-            leaves = [given[n] if isinstance(v, torch.Tensor) else v for n, v in pairs]
+            leaves = [self._argument(n, v) if isinstance(v, torch.Tensor) else v for n, v in pairs]
             args, kwargs = put_together(request.structure, leaves)
             kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             groups = _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)
-            calls = self.calls = _TorchCalls(self, swap, zeros)
+            calls = self.calls = _TorchCalls(self, zeros)
             with modules, self.watch.watching(given, called), calls, self.rounded:
                 call = take_apart(request.fn(*args, **kwargs))
                 if calls.refused is not None:
@@ -203,7 +207,7 @@ class Traced:
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
-            leaves = [self.numbers.argument(v) for v in call.leaves]
+            leaves = [self.own.fake_of(self.numbers.argument(v)) for v in call.leaves]
             self.watch.refuse_made(leaves)
             finals = self._new_values(given)
             self.results = call.structure
@@ -214,6 +218,15 @@ class Traced:
                 *finals,
                 *self._new_state(given),
             ]
+
+    def _argument(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the step sees of an argument: the tensor itself, and a fake where it is passed twice: another
+        call may pass two.
+        """
+        if self.own.name_of(tensor) is not None:
+            return self.given[name]
+        self.own.put(name, tensor, self.given[name], of_batch=True)
+        return tensor
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
@@ -228,14 +241,15 @@ class Traced:
             optimizer.state[param].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                self.counts.put(optimizers[i.optimizer], i, given[i.owner], given[i.name])
+                owner = self.request.state.params[i.owner].tensor
+                self.counts.put(optimizers[i.optimizer], i, owner, given[i.name])
 
     def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
             param = given[name]
             param.grad = given.get(f"{name}/grad")
             if param.requires_grad:
-                _torch.copy_hooks(self._real[name], param)
+                _torch.copy_hooks(self.request.state.params[name].tensor, param)
 
                 def ready(grad: torch.Tensor | None, name: str = name) -> torch.Tensor | None:
                     if grad is None:  # returned by a user's backward: the parameter gets no gradient
@@ -263,14 +277,13 @@ class Traced:
 
     def saw_zero_grad(self, params: Sequence[Any]) -> None:
         """Record that gradients are set to None."""
-        held = {id(h.tensor): name for name, h in self.request.state.params.items()}
-        names = {held[id(p)] for p in params if id(p) in held}
-        self.reset |= names - self.contributed
+        names = {self.own.name_of(param) for param in params}
+        self.reset |= names & self.request.state.params.keys() - self.contributed
 
     def saw_no_grad(self, param: Any) -> None:
         """Record that the step reads a gradient that is not there yet; one that is there has users in the graph."""
-        name = self.rounded.names.get(id(param))
-        if name is not None and name not in self.reset | self.contributed:
+        name = self.own.name_of(param)
+        if name in self.request.state.params.keys() - self.reset - self.contributed:
             self.read.add(name)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -290,14 +303,14 @@ class Traced:
         state, finals = self.request.state, list[torch.Tensor]()
         for i in self.stand_ins.inputs:
             was = now = given[i.name]
-            if i.role is Role.PARAM and state.params[i.name].tensor is not was:
+            if i.role is Role.PARAM and self.own.fake_of(state.params[i.name].tensor) is not was:
                 raise CaptureError(
                     f"the step replaces the parameter {i.name!r}",
                     "parameters that stay the same objects: the optimizer would keep the old one",
                     "change it in place (`with torch.no_grad(): p.copy_(...)`), or replace it between steps",
                 )
             if i.role is Role.GRAD:
-                grad = state.params[i.owner].tensor.grad
+                grad = given[i.owner].grad
                 if grad is None:
                     self.cleared.append(i.owner)
                 now = was if grad is None else grad.detach().to(i.meta.dtype)
@@ -309,7 +322,7 @@ class Traced:
     def _kept_value(self, given: Input, was: torch.Tensor) -> torch.Tensor:
         """Return what the graph leaves in a buffer, or in optimizer state."""
         places = places_of(self.request.state, given)
-        found = [place.get() for place in places]
+        found = [self.own.fake_of(place.get()) for place in places]
         now = found[0]
         if now is was or (now is MISSING and given.role is Role.STATE):  # else others look at what the step deletes
             return was
@@ -334,7 +347,7 @@ class Traced:
     def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         state = self.request.state
         held = [(h.input, h.tensor) for h in held_state.optimizer_state(state) if h.tensor not in self.numbers]
-        grads = [(name, param.tensor.grad) for name, param in state.params.items()]
+        grads = [(name, given[name].grad) for name in state.params]
         held += [(Input(f"{n}/grad", Role.GRAD, meta_of(g), n), g) for n, g in grads if g is not None]
         new = [(made, tensor) for made, tensor in held if made.name not in given]
         self.created += [made for made, _ in new]
@@ -345,33 +358,27 @@ _ASKS_FOR_ZERO = ("eq", "ne", "bool")
 
 
 class _TorchCalls(TorchFunctionMode):
-    """Intercepts the torch calls of the step: answers or refuses reads of values, maps parameters to their fakes.
+    """Intercepts the torch calls of the step: answers or refuses reads of values, computes with fakes of the user's
+    tensors.
 
     `zeros` maps hypers to whether they are zero, which optimizers test; guards check it in each call.
     """
 
-    def __init__(self, run: Traced, fakes: dict[int, torch.Tensor], zeros: dict[int, bool]) -> None:
-        self._step, self._fakes, self._zeros = run, fakes, zeros
+    def __init__(self, run: Traced, zeros: dict[int, bool]) -> None:
+        self._step, self._zeros, self._own = run, zeros, run.own
         self._numbers, self._known = run.numbers, run.known
         self.positions = host_positions(run.request.reach.seen)
         self.refused: Exception | None = None
 
-    def _fake_of(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._fakes.get(id(held_state.newest(value)), value)
-        if type(value) in (list, tuple):
-            found = [self._fake_of(v) for v in cast("Sequence[Any]", value)]
-            return type(value)(found) if any(map(is_not, found, value)) else value
-        return value
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._run(func, args, kwargs)
+            made = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
+            return _torch.shown_to_user(self._own.of(made))
         except (WholestepError, *_torch.DATA_DEPENDENT) as error:
             self.refused = self.refused or error
             raise
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
         if func in _FROM_PYTHON:
@@ -381,7 +388,7 @@ class _TorchCalls(TorchFunctionMode):
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
         if self._numbers.among(args):
-            made = self._numbers.operation(func, args, kwargs or {}, _calling_text(), not _is_called_by_user())
+            made = self._numbers.operation(func, args, named, _calling_text(), not _is_called_by_user())
             if made is not NotImplemented:
                 return made
             if read:
@@ -390,10 +397,10 @@ class _TorchCalls(TorchFunctionMode):
                 func = _IN_PLACE.get(func, func)
             args = self._numbers.operands(func, args)
         if read and not _torch.known_constant(args[0]):
-            value = self._known(self._fake_of(args[0]))
+            value = self._known(args[0])
             if value is not None:
                 with _torch.outside_of_trace():
-                    return func(value, *args[1:], **(kwargs or {}))
+                    return func(value, *args[1:], **named)
             raise _reads_value(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",
@@ -406,8 +413,6 @@ class _TorchCalls(TorchFunctionMode):
             if func is torch.Tensor.__format__ and (is_installed(file) or not is_own_code(file)):
                 return text_of_tensor(_calling_text())  # mostly of an error that is not raised
             raise error_of_text(f"a tensor of shape {tuple(args[0].shape)}")
-        args = [self._fake_of(a) for a in args]
-        named: dict[str, Any] = {k: self._fake_of(v) for k, v in cast(dict[str, Any], kwargs or {}).items()}
         refuse_generators(named)
         if func is cuda_attention.SDPA and self._step.kernels:  # a name that the step imported
             return cuda_attention.attention(func, *args, **named)
@@ -440,13 +445,14 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _torch.set_data(tensor, value)
 
 
-def _plain_state(state: StepState, swap: dict[int, torch.Tensor]) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
-    """Return the entries of optimizer state that are not tensors, as (optimizer, fake parameter, entries)."""
+def _plain_state(state: StepState) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
+    """Return the entries of optimizer state that are not tensors, as (optimizer, parameter, entries)."""
+    params = {id(held.tensor) for held in state.params.values()}
     return [
-        (optimizer, swap[id(param)], {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
+        (optimizer, param, {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
         for optimizer in state.optimizers.values()
         for param, entry in optimizer.state.items()
-        if id(param) in swap
+        if id(param) in params
     ]
 
 

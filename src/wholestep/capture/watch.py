@@ -34,6 +34,7 @@ from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number, same_kind
 from .lr_schedulers import Schedulers
 from .outside import Outside
+from .own_tensors import OwnTensors
 from .reachable import (
     Container,
     Reach,
@@ -53,7 +54,7 @@ _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
 _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
-_ALWAYS_READ = ("variable", "class", "modules")
+_ALWAYS_READ = ("variable", "class", "modules", "tensor")
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Watch:
     reach: Reach
     promoted: Promoted
     numbers: Numbers
+    own: OwnTensors
     line: Callable[[], str]
     find: str = ""
     options: Sequence[tuple[torch.Tensor, Location, float]] = ()
@@ -103,13 +105,17 @@ class Watch:
         self._kept, self._originals = KeptResults(self.reach.caches), [c.before for c in containers]
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.patched_host(own_modules(), self._on_math, self._schedulers.step, self._outside)
+        types = _torch.types_shown(own_modules(), self.numbers.plain)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         with _torch.undone():
             _torch.undo(self._end)
             self._begin(containers)
             _torch.undo(sys.settrace, before)
-            with _settings_kept(given), recorded(self.call), patched, reads as self._unobserved, self._outside.heard():
+            with (
+                self.own.attributes_kept(), _settings_kept(), recorded(self.call), patched, types,
+                reads as self._unobserved, self._outside.heard(),
+            ):  # fmt: skip
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
@@ -272,12 +278,13 @@ class Watch:
         if argument is not value:
             return argument
         refuse_text_of_tensors(value)
+        value = self.own.fake_of(value) if isinstance(value, torch.Tensor) else value
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
         if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and id(value) not in self.reach.seen:
             held = attributes_of(value) or {}
-            if path or any(_torch.is_fake(v) for v in held.values()):
+            if path or any(self._is_traced(v) for v in held.values()):
                 raise RefusedError(
                     path or "an argument of wholestep.callback", None, value,
                     "the step creates an object that all later calls would share", WAYS_OUT,
@@ -295,11 +302,14 @@ class Watch:
                     "return its parts, and make the object after the call; or make its class a dataclass",
                 )
 
+    def _is_traced(self, value: object) -> bool:
+        return _torch.is_fake(value) or self.own.name_of(value) is not None
+
     def _holds_fake(self, value: Any) -> bool:
         seen, waiting = set(self.reach.seen), list[Any]([value])
         while waiting:
             one: Any = waiting.pop()
-            if _torch.is_fake(one):
+            if self._is_traced(one):
                 return True
             if id(one) not in seen and not isinstance(one, (type, ModuleType)):
                 is_function = isinstance(one, FunctionType)  # whose globals lead anywhere
@@ -383,6 +393,9 @@ class Watch:
             if container.style == "modules" and container.before:
                 place = Location(container.path, container.holder, None)
                 out.append(Assumption(place, "size", len(container.holder)))
+            elif container.style == "tensor":
+                names = frozenset(cast(dict[str, Any], container.before))
+                out.append(Assumption(Location(container.path, container.lookup, None), "attributes", names))
             if container.opaque is not None or (container.owner is None and container.style not in _ALWAYS_READ):
                 continue
             out += self._read_while_absent(container, reads.get(id(container.owner), set()), changed)
@@ -401,9 +414,9 @@ def _is_library_hook(hook: object) -> bool:
 
 
 @contextmanager
-def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Refuse changes of torch's settings and of attributes of the fakes inside this context; restore the settings."""
-    attributes, before = {name: set(vars(tensor)) for name, tensor in given.items()}, _settings()
+def _settings_kept() -> Generator[None]:
+    """Refuse changes of torch's settings inside this context; restore them."""
+    before = _settings()
     with _torch.undone():
         _torch.undo(torch.set_grad_enabled, before["torch's grad mode"])
         _torch.undo(torch.set_default_dtype, before["torch's default dtype"])
@@ -412,12 +425,6 @@ def _settings_kept(given: Mapping[str, torch.Tensor]) -> Generator[None]:
             if now != before[name]:
                 way_out = "set it in a `with` block of the step"
                 raise RefusedError(name, before[name], now, "later calls would not change it", way_out)
-        for name, had in attributes.items():
-            now = vars(given[name])
-            for key in (k for k in now.keys() - had if not k.startswith("_")):
-                why = "attributes of a tensor are not carried from call to call"
-                way_out = "store it in optimizer.state or in a module"
-                raise RefusedError(f"{name}.{key}", MISSING, now[key], why, way_out)
 
 
 def _settings() -> dict[str, Any]:

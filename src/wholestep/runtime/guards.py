@@ -15,8 +15,8 @@ from .. import _torch
 from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture, shared_memory, written_leaves
-from ..capture.locations import MISSING, Slots, is_number
-from ..capture.state import baked_numbers, is_zero
+from ..capture.locations import MISSING, Slots, TensorAttributes, is_number
+from ..capture.state import baked_numbers, is_zero, tensor_attributes
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
 from .step_inputs import BatchSizes, StepInputs, batch_shapes
@@ -39,7 +39,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class TensorGuard:
-    """Shape, stride, dtype, device and requires_grad of a tensor argument. `dims` may have other
+    """Shape, stride, dtype, device, requires_grad and attributes of a tensor argument. `dims` may have other
     sizes, in any strides: `SizeCheck` compares shapes.
     """
 
@@ -48,12 +48,14 @@ class TensorGuard:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    dims: tuple[int, ...] = ()
+    dims: tuple[int, ...]
+    attributes: dict[str, Any]
 
     @staticmethod
     def of(tensor: torch.Tensor, dims: tuple[int, ...] = ()) -> TensorGuard:
         """The guard of a tensor as it is."""
-        return TensorGuard(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, dims)
+        about = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        return TensorGuard(*about, dims, tensor_attributes(tensor))
 
     def fits(self, value: Any) -> bool:
         """True when `value` is such a tensor."""
@@ -67,14 +69,19 @@ class TensorGuard:
             and value.dtype is self.dtype
             and value.device == self.device
             and value.requires_grad == self.requires_grad
+            and (self._is_tagged_alike(value) if vars(value) or self.attributes else True)
         )
+
+    def _is_tagged_alike(self, value: torch.Tensor) -> bool:
+        now = tensor_attributes(value)
+        return now.keys() == self.attributes.keys() and all(_same_value(now[k], v) for k, v in self.attributes.items())
 
     def fits_but_sizes(self, value: Any) -> bool:
         """True when `value` is such a tensor, of any sizes."""
         if not isinstance(value, torch.Tensor) or value.dim() != len(self.shape):
             return False
         other = value.dtype, value.device, value.requires_grad
-        return other == (self.dtype, self.device, self.requires_grad)
+        return other == (self.dtype, self.device, self.requires_grad) and self._is_tagged_alike(value)
 
 
 class Condition:
@@ -105,8 +112,11 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     condition = Condition()
     for one in expected:
         holder, key, value = one.place.holder, one.place.key, one.value
+        holder = holder.now() if isinstance(holder, TensorAttributes) else holder
         if one.kind in ("content", "tensor") or holder is os.environ:  # a variable is a new string in each read
             condition.add("{}.holds", one)
+        elif one.kind == "attributes":
+            condition.add("len({}) == {}", holder, len(holder))
         elif one.kind == "size":
             condition.add("len({}) == {}", holder, value)
         elif one.kind == "type":
@@ -208,7 +218,7 @@ class Guards:
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
                     found, was = _about(leaf), f"{tuple(guard.shape)} {guard.dtype}"
-                    more = " in other strides, on another device or with another requires_grad"
+                    more = " in other strides, on another device, with another requires_grad or other attributes"
                     return Miss(f"argument {name} is {found}, it was {was}{more * found.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")

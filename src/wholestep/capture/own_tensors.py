@@ -1,0 +1,135 @@
+"""The user's own tensors while a step is traced: Python sees them, and torch computes with fake tensors in their place.
+
+Modules, optimizers and arguments keep the tensors that the user made, so that identity, type, attributes and whatever
+else Python asks of them are what they are in an uncompiled step, and other threads meet no fake tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+
+from .. import _torch
+from ..errors import CaptureError
+from .effects import RefusedError
+from .locations import MISSING
+from .state import tensor_attributes
+
+
+class OwnTensors:
+    """The tensors of one trace by identity, each with the fake tensor that torch gets in its place.
+
+    A real tensor is never computed with: what reaches torch past its function modes is exchanged where it enters
+    (`entrances`), or at the latest where an op is recorded (`at_op`).
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self._line = line  # of the user's, that runs
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._own: dict[int, torch.Tensor] = {}  # by the identity of the fake
+        self._names: dict[int, str] = {}
+        self._batch: list[torch.Tensor] = []
+
+    def put(self, name: str, own: torch.Tensor, fake: torch.Tensor, of_batch: bool = False) -> None:
+        """Let `fake` stand for the tensor `own`, which has the input `name`."""
+        _torch.shown_to_user(fake)
+        self._batch += [own] * of_batch
+        self._fakes[id(own)], self._own[id(fake)] = fake, own
+        vars(fake).update({key: v for key, v in tensor_attributes(own).items() if not hasattr(fake, key)})
+        self._names[id(own)] = self._names[id(fake)] = name
+
+    def name_of(self, tensor: object) -> str | None:
+        """Return the input that a tensor of the user's, or its fake, is; None for any other value."""
+        return self._names.get(id(tensor))
+
+    def of(self, made: Any) -> Any:
+        """Return the user's tensor where `made` is its fake; any other value unchanged."""
+        return self._own.get(id(made), made)
+
+    def fake_of(self, value: Any) -> Any:
+        """Exchange the user's tensors in a value, and inside lists, tuples, dicts and slices, for their fakes."""
+        fake = self._fakes.get(id(value))
+        if fake is not None:
+            return fake
+        kind = cast(type[Any], type(value))
+        if kind in _SEQUENCES or isinstance(value, (tuple, list)):
+            items = cast(Sequence[Any], value)
+            found = [self.fake_of(item) for item in items]
+            if all(new is old for new, old in zip(found, items, strict=True)):
+                return value
+            return kind(*found) if hasattr(kind, "_fields") else kind(found)
+        if kind is dict:
+            return self.named(cast(dict[str, Any], value))
+        if kind is slice:
+            return slice(*(self.fake_of(part) for part in (value.start, value.stop, value.step)))
+        return value
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Exchange the user's tensors in a dict for their fakes."""
+        return {key: self.fake_of(value) for key, value in values.items()}
+
+    @contextmanager
+    def attributes_kept(self) -> Generator[None]:
+        """Refuse changes inside this context of attributes that no call repeats: those of batch tensors, and of the
+        fakes that an autograd.Function has. Restore them.
+        """
+        batch = [(own, tensor_attributes(own)) for own in self._batch]
+        fakes = [(fake, set(vars(fake))) for fake in self._fakes.values()]
+        with _torch.undone():
+            for tensor, had in batch:
+                _torch.undo(_restore, tensor, had)
+            yield
+            changed = [(t, k, had.get(k, MISSING)) for t, had in batch for k in _changes(had, tensor_attributes(t))]
+            changed += [(t, k, MISSING) for t, had in fakes for k in vars(t).keys() - had if not k.startswith("_")]
+            for tensor, key, had in changed:
+                raise RefusedError(
+                    f"{self._names[id(tensor)]}.{key}", had, vars(tensor).get(key, MISSING),
+                    "attributes of this tensor are not carried from call to call",
+                    "store it in optimizer.state, in a module or as an attribute of a parameter",
+                )  # fmt: skip
+
+    def entrances(self) -> AbstractContextManager[None]:
+        """Exchange tensors inside this context where torch takes them without asking its function modes."""
+
+        def enter(original: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(*_torch.shown_to_user(self.fake_of(args)), **self.named(kwargs))
+
+        return _torch.entrances_replaced(enter)
+
+    def at_op(self, op: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Exchange tensors in the arguments of an op that is recorded; CaptureError if a gradient would be lost."""
+        if torch.is_grad_enabled():
+            for value in _parts((args, kwargs)):
+                if id(value) in self._fakes and value.requires_grad:
+                    raise CaptureError(
+                        f"{op} takes {self._names[id(value)]!r} past torch's Python functions, so that its gradient "
+                        "would be lost",
+                        "operations that torch's function modes see (torch.*, tensors' methods, torch.ops)",
+                        "register the operation with torch.library.custom_op, or call it outside the step",
+                        self._line(),
+                    )
+        return self.fake_of(args), self.named(kwargs)
+
+
+def _changes(had: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**had, **now} if had.get(key, MISSING) is not now.get(key, MISSING)]
+
+
+def _restore(tensor: torch.Tensor, had: Mapping[str, Any]) -> None:
+    for key in tensor_attributes(tensor).keys() - had:
+        del vars(tensor)[key]
+    vars(tensor).update(had)
+
+
+_SEQUENCES = frozenset({tuple, list})
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(cast(dict[Any, Any], value).values())
+    if isinstance(value, (tuple, list)):
+        return [part for item in cast(Sequence[Any], value) for part in _parts(item)]
+    return [value]
