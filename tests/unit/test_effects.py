@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import types
 import uuid
 import warnings
@@ -35,8 +36,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import manual_seed, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.cuda import manual_seed_all
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -2098,6 +2100,119 @@ class HookOfAllModules(Hooked):
 
     def change(self, module, given, made):
         return self.scaled(made) if module is self.model[0] else made
+
+
+class ByAnotherName(World):
+    """A function or a method that a trace replaces, taken before: `self.taken`, also in containers."""
+
+    def __init__(self, optimizer=None):
+        super().__init__(optimizer)
+        self.taken = self.take()
+        self.callbacks = {"last": [self.taken], "partial": functools.partial(self.taken)}
+
+
+@case
+class SchedulerByItsMethod(ByAnotherName):
+    def take(self):
+        self.scheduler = StepLR(self.optimizer, 1, 0.5)
+        return self.scheduler.step
+
+    def step(self, x):
+        loss = self.update(x)
+        self.taken()
+        self.callbacks["partial"]()
+        for f in self.callbacks["last"]:
+            f()
+        return loss
+
+
+@case
+class SchedulerByItsClass(ByAnotherName):
+    def take(self):
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+        return ExponentialLR.step
+
+    def step(self, x):
+        loss = self.update(x)
+        self.taken(self.scheduler)
+        return loss
+
+
+@case
+class ResetByItsMethod(ByAnotherName):
+    def take(self):
+        return self.optimizer.zero_grad
+
+    def step(self, x):
+        self.taken()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@case
+class AverageByItsMethod(ByAnotherName):
+    def take(self):
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        return self.average.update_parameters
+
+    def step(self, x):
+        loss = self.update(x)
+        self.taken(self.model)
+        return loss, self.average(x).detach()
+
+
+@case
+class RootByAnotherName(ByAnotherName):
+    def take(self):
+        return math.sqrt
+
+    def step(self, x, roots=(math.sqrt,)):
+        self.n += 1
+        return self.update(x, self.taken(self.n) + self.callbacks["last"][0](2.0 * self.n) + roots[0](self.n))
+
+
+@refused("the step reads the clock with time.perf_counter()")
+class ClockByAnotherName(ByAnotherName):
+    def take(self):
+        return time.perf_counter
+
+    def step(self, x):
+        return self.update(x, self.callbacks["partial"]())  # here
+
+
+@refused("the step reads the clock")
+class DateByAnotherName(ByAnotherName):
+    def take(self):
+        return datetime.datetime
+
+    def step(self, x):
+        return self.update(x, self.taken.now().second)  # here
+
+
+@refused("the step seeds torch's random numbers")
+class SeedByName(World):
+    def step(self, x):
+        manual_seed(5)  # here
+        return self.update(x)
+
+
+@refused("the step seeds torch's random numbers")
+class SeedOfEveryDevice(World):
+    def step(self, x):
+        manual_seed_all(5)  # here
+        return self.update(x)
+
+
+@refused("torch.save")
+class SavedByName(ByAnotherName):
+    def take(self):
+        return torch.save
+
+    def step(self, x):
+        self.taken(self.n, "a file")  # here
+        return self.update(x)
 
 
 LIBRARY: dict[str, Any] = {"torch": torch}

@@ -1,5 +1,6 @@
 """Library code that reads values: the form that a trace runs in its place, against the original run eagerly."""
 
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import SGD, Adafactor, Optimizer, swa_utils
 
 import wholestep as ws
 from tests.eager import batches, same_as_eager
+from wholestep._torch import attributes
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -422,3 +424,41 @@ def test_anomaly_detection_is_refused() -> None:
         with torch.autograd.set_detect_anomaly(True), pytest.raises(ws.CaptureError, match="anomaly detection is on"):
             step(model, optimizer, torch.ones(5, 4))
     assert not torch.is_anomaly_enabled()
+
+
+def places_that_a_trace_replaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
+    """Owner and name of each function that the capture of a step replaces."""
+    found: list[tuple[Any, str]] = []
+    original = attributes._replacement  # pyright: ignore[reportPrivateUsage]
+
+    def noted(owner: Any, name: str, form: Any) -> Any:
+        if name not in ("__getattribute__", "__setattr__"):  # they are observed
+            found.append((owner, name))
+        return original(owner, name, form)
+
+    monkeypatch.setattr(attributes, "_replacement", noted)
+    model = linear()
+    optimizer = sgd(model)
+    ws.capture(lambda x: _step(model, optimizer, squares(model, x)), torch.ones(2, 4))
+    monkeypatch.undo()
+    return found
+
+
+def test_what_a_trace_replaces_is_replaced_by_each_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = places_that_a_trace_replaces(monkeypatch)
+    assert len(places) > 100
+    only_here: list[str] = []
+    for owner, name in places:
+        taken = getattr(owner, name)
+        beside = types.ModuleType("beside")
+        beside.__dict__["by_name"] = taken
+        changes = attributes.forms_of([(owner, name, lambda original, *args, **kwargs: "the form")])
+        with attributes.attributes_set([*changes, *attributes.aliases(changes, [beside])]):
+            assert getattr(owner, name)() == "the form", name
+            in_place = isinstance(taken, types.FunctionType) and taken() == "the form"
+            by_name = in_place or beside.__dict__["by_name"] is getattr(owner, name)
+        assert getattr(owner, name) is taken or getattr(owner, name) == taken
+        if not by_name:
+            only_here.append(f"{getattr(owner, '__name__', owner)}.{name}")
+    methods_in_c = {f"Tensor.{name}" for name in ("take_along_dim", "cumprod", "kron")}  # they fix sizes, no more
+    assert {one for one in only_here if not one.endswith(".write")} <= methods_in_c, only_here  # write: of stdout

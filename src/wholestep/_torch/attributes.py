@@ -2,6 +2,9 @@
 
 A function or a flag that all threads share is replaced for this thread alone: others call the original. Each change is
 noted before it is made (`undo`), so that an interruption at any point leaves a note of what is to be restored.
+
+A function of Python is replaced by its code, so that it does not matter by which name or bound method it is called: one
+that was taken before the replacement calls it too. A function in C is replaced at its place, and at its `aliases`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -12,6 +15,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -23,6 +27,8 @@ Form = Callable[..., Any]
 
 _INHERITED = object()
 _SERVED = "wholestep.thread"
+_CALLED = "what is called"
+_REPLACES = "_wholestep_replaces"  # attribute of a function: the one that it stands for
 
 
 def _served() -> int | None:
@@ -50,19 +56,24 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
     """Set attributes, given as (owner, name, value), and restore them on exit; what was inherited is deleted again."""
     with undone():
         for owner, name, value in changes:
-            undo(_restore, owner, name, cast(Mapping[str, Any], vars(owner)).get(name, _INHERITED))
+            undo(_restore, owner, name, _own(owner, name))
             setattr(owner, name, value)
         yield
 
 
 def _restore(owner: Any, name: str, before: Any) -> None:
-    now = cast(Mapping[str, Any], vars(owner)).get(name, _INHERITED)
-    if now is before:  # the class cannot be changed, or a trace has restored an object's attributes
+    if _own(owner, name) is before:  # the class cannot be changed, or a trace has restored an object's attributes
         return
     if before is _INHERITED:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
+
+
+def _own(owner: Any, name: str) -> Any:
+    if isinstance(owner, FunctionType):
+        return getattr(owner, name)
+    return cast(Mapping[str, Any], vars(owner)).get(name, _INHERITED)
 
 
 def flags_set(flags: Iterable[tuple[Any, str, bool]]) -> AbstractContextManager[None]:
@@ -71,25 +82,83 @@ def flags_set(flags: Iterable[tuple[Any, str, bool]]) -> AbstractContextManager[
 
 
 def forms_of(forms: Iterable[tuple[Any, str, Form]]) -> list[tuple[Any, str, Any]]:
-    """Functions, given as (owner, name, form), with what replaces each: a function that runs `form(original, ...)`."""
-    return [(owner, name, _bound(form, owner, name)) for owner, name, form in forms]
+    """Attributes to set, so that functions, given as (owner, name, form), run `form(original, ...)`."""
+    return [_replacement(owner, name, form) for owner, name, form in forms]
 
 
-def forms_set(forms: Iterable[tuple[Any, str, Form]]) -> AbstractContextManager[None]:
-    """Replace functions, given as (owner, name, form), by `form(original, ...)`, and restore them on exit."""
-    return attributes_set(forms_of(forms))
+def forms_set(
+    forms: Iterable[tuple[Any, str, Form]], modules: Iterable[ModuleType] = ()
+) -> AbstractContextManager[None]:
+    """Replace functions, given as (owner, name, form), by `form(original, ...)`, also where globals of `modules` are
+    the same function in C; restore them on exit.
+    """
+    changes = forms_of(forms)
+    return attributes_set([*changes, *aliases(changes, modules)])
 
 
-def _bound(form: Form, owner: Any, name: str) -> Any:
-    declared = vars(owner).get(name)
-    if isinstance(declared, classmethod):
+def aliases(changes: Iterable[tuple[Any, str, Any]], modules: Iterable[ModuleType]) -> list[tuple[Any, str, Any]]:
+    """The same changes where globals of `modules` are what a module has before them."""
+    new_of = replaced_by(changes)
+    return [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
 
-        def of_class(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
-            return form(functools.partial(original, kind), *args, **kwargs)
 
-        return classmethod(here_only(of_class, cast(Any, declared).__func__))
-    run = here_only(form, getattr(owner, name))
-    return staticmethod(run) if isinstance(declared, staticmethod) else run
+def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
+    """What `changes` put into modules, by the identity of what is there before them, and before earlier changes."""
+    found = dict[int, Any]()
+    for owner, name, new in changes:
+        held = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
+        while held is not None:
+            found[id(held)], held = new, getattr(held, _REPLACES, None)
+    return found
+
+
+def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:
+    declared = cast(dict[str, Any], vars(owner)).get(name)
+    of_class = isinstance(declared, classmethod)
+    function = cast(Any, declared).__func__ if of_class or isinstance(declared, staticmethod) else declared
+
+    def run_of_class(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+        return form(functools.partial(original, kind), *args, **kwargs)
+
+    if isinstance(function, FunctionType) and not hasattr(function, _REPLACES):
+        run = here_only(run_of_class if of_class else form, _with_its_code(function))
+        return function, "__code__", _code_that_calls(run, function)
+    if of_class:
+        return owner, name, classmethod(here_only(run_of_class, function))
+    return owner, name, here_only(form, getattr(owner, name))
+
+
+def _with_its_code(function: FunctionType) -> FunctionType:
+    """A copy that keeps the code that `function` has now."""
+    code, closure = function.__code__, function.__closure__
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = cast(Any, function.__kwdefaults__)
+    copied.__dict__.update(function.__dict__)
+    copied.__qualname__, copied.__module__ = function.__qualname__, function.__module__
+    return copied
+
+
+def _code_that_calls(run: Callable[..., Any], function: FunctionType) -> CodeType:
+    """Code for `function` that calls `run` with all arguments."""
+    code = _calling_code(len(function.__code__.co_freevars))
+    return code.replace(co_consts=tuple(run if value == _CALLED else value for value in code.co_consts))
+
+
+@functools.cache
+def _calling_code(count: int) -> CodeType:
+    """Code with this number of closure variables, which Python asks of code for a function that has them."""
+    names = ", ".join(f"closed_{i}" for i in range(count))
+    source = f"""def make({names}):
+        def run(*args, **kwargs):
+            if 0:
+                {names or "pass"}
+            called = {_CALLED!r}
+            return called(*args, **kwargs)
+        return run"""
+    scope: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), scope)
+    made: CodeType = scope["make"](*range(count)).__code__
+    return made.replace(co_firstlineno=_code_that_calls.__code__.co_firstlineno)
 
 
 def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -105,4 +174,5 @@ def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callabl
     def hook(*args: Any, **kwargs: Any) -> Any:
         return form(*args, **kwargs) if get_ident() == thread or _served() == thread else None
 
+    setattr(run, _REPLACES, original)
     return hook if original is None else run

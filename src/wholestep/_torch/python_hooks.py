@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import Form, attributes_set, forms_of, forms_set, here_only
+from .attributes import Form, forms_of, forms_set, here_only
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 GENERATORS: dict[str, Any] = {m.__name__: cast(Any, m.random).__self__ for m in (random, np.random)}
@@ -54,11 +53,9 @@ def new_input(
     return fake, node
 
 
-def patched_host(
-    modules: Iterable[ModuleType], on_math: Form, on_scheduler: Form, outward: Any
-) -> AbstractContextManager[None]:
-    """Replace functions of `math`, steps of schedulers, and what reads or changes something outside of Python's
-    objects, by the given forms, also where the globals of `modules` have another name for them. The latter are methods
+def host_forms(on_math: Form, on_scheduler: Form, outward: Any) -> list[tuple[Any, str, Any]]:
+    """Attributes to set, so that functions of `math`, steps of schedulers, and what reads or changes something outside
+    of Python's objects run the given forms. The latter are methods
     `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_file` (of torch),
     `on_thread`, `on_clock`, `on_entropy`, `on_draw` (of a module's generator) and `on_variable` (of the system) of
     `outward`.
@@ -91,10 +88,7 @@ def patched_host(
     streams = [(getattr(sys, name), "write", functools.partial(outward.on_text, name)) for name in ("stdout", "stderr")]
     changes += forms_of([form for form in streams if hasattr(form[0], "__dict__")])
     dates: list[type] = [datetime.datetime, datetime.date]
-    changes += [(datetime, kind.__name__, _with_clock(kind, outward.on_clock)) for kind in dates]
-    new_of = {id(getattr(owner, name)): new for owner, name, new in changes if isinstance(owner, ModuleType)}
-    named = [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
-    return attributes_set([*changes, *named])
+    return changes + [(datetime, kind.__name__, _with_clock(kind, outward.on_clock)) for kind in dates]
 
 
 def _draws() -> list[tuple[ModuleType, str]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _Ba
 
 
 @contextlib.contextmanager
-def replaced(forms: Iterable[tuple[Any, str, Form]]) -> Generator[None]:
+def replaced(forms: Iterable[tuple[Any, str, Form]], modules: Iterable[ModuleType]) -> Generator[None]:
     """Replace functions by `forms`, as `forms_set` does; run compiled modules uncompiled."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(forms_set(forms))
+        stack.enter_context(forms_set(forms, modules))
         if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
             from torch._dynamo import eval_frame
 
@@ -92,7 +93,6 @@ def patched_for_tracing(
     forms: list[tuple[Any, str, Form]] = [
         (torch.autograd.graph.saved_tensors_hooks, "__init__", save_by),
         (torch.nn.Module, "_apply", _apply_unless_idle),
-        (torch.autograd, "_engine_run_backward", backward),
         (torch.autograd.graph, "_engine_run_backward", backward),
         (torch.utils.checkpoint, "_is_compiling", _never),
     ]

@@ -20,6 +20,8 @@ from ..errors import CaptureError
 from ..graph import meta
 from .random_numbers import refuse_seeds
 
+_SEEDED: tuple[Any, ...] = (torch.random, torch.cuda, torch.mps, torch.xpu, torch.mtia)
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all")
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
@@ -295,7 +297,7 @@ def methods() -> list[tuple[Any, str, Callable[..., Any]]]:
     packed = [(masks, "find_packed_sequence_indices", _packed_sequences)] if masks else []
     return [
         (_torch.LOADER_ITERATOR, "__next__", _refuse_batches_inside),
-        *((place, name, refuse_seeds) for place in (torch, torch.random) for name in ("manual_seed", "seed")),
+        *((place, name, refuse_seeds) for place in _SEEDED for name in _SEEDS if hasattr(place, name)),
         *((dist, name, _refuse_collective) for name in _FUNCTIONS_OF_GROUPS if hasattr(dist, name)),
         (nn.SyncBatchNorm, "forward", _sync_batch_norm),
         (torch, "set_anomaly_enabled", _refuse_anomaly),

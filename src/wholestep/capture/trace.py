@@ -18,7 +18,7 @@ from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import last_user_frame, meta_of, show_line, source_line
 from ..graph.ops import GRAD_READY, LOSS
-from ..graph.origin import is_installed, is_own_code, is_user_file
+from ..graph.origin import is_installed, is_own_code, is_user_file, own_modules
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
@@ -149,12 +149,12 @@ class Traced:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
             sized = sized_forms(self.stand_ins.symbols is not None)
-            forms = _torch.replaced([*methods(), *sized, *zero_grads, *rng, *float8, *attention])
+            forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention]
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
-                forms,
+                _torch.replaced(forms, own_modules()),
                 self.own.entrances(),
             ):
                 ops = {**fixed_sizes(self.known), **SIZED_OPS}

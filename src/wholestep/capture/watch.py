@@ -8,6 +8,7 @@ is refused. Then all containers are restored: no fake tensor remains in the user
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import is_not
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn, cast
 
@@ -100,17 +102,18 @@ class Watch:
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
+        changes = _torch.host_forms(self._on_math, self._schedulers.step, self._outside)
         given_items = argument_containers(called, self._arguments)
         containers = [*self.reach.containers, *self._state_entries(), *given_items]
         self._kept, self._originals = KeptResults(self.reach.caches), [c.before for c in containers]
         trainable = {name: given[name].requires_grad for name in self.state.params}
-        patched = _torch.patched_host(own_modules(), self._on_math, self._schedulers.step, self._outside)
+        patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         with _torch.undone():
             _torch.undo(self._end)
-            self._begin(containers)
+            self._begin(containers, _torch.replaced_by(changes))
             _torch.undo(sys.settrace, before)
             with (
                 self.own.attributes_kept(), _settings_kept(), recorded(self.call), patched, types,
@@ -130,7 +133,8 @@ class Watch:
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
 
-    def _begin(self, containers: Sequence[Container]) -> None:
+    def _begin(self, containers: Sequence[Container], replaced: Mapping[int, Any]) -> None:
+        """Put numbers, and what is `replaced` (by identity), into the places that the step can reach."""
         numbers = self.promoted.numbers
         for container in containers:
             container.before = container.now()
@@ -138,6 +142,8 @@ class Watch:
                 for key, value in container.before.items():
                     if numbers and is_number(value) and container.path_of(key) in numbers:
                         container.put(key, self.numbers.read(container.place_of(key), value))
+                    elif (new := _with_replaced(value, replaced)) is not value and container.style != "class":
+                        container.put(key, new)
                     elif is_foreign_iterator(value):
                         container.put(key, RefusedIterator(container.path_of(key), value, self.line, self._refuse))
         for option in self.options:
@@ -406,6 +412,18 @@ class Watch:
                 out.append(expect(container.place_of(key), value))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in of_callbacks]
         return out
+
+
+def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
+    """Return what is in the place of a value, of items of a tuple, or of the function of a partial."""
+    if type(value) is tuple:
+        items = [_with_replaced(v, replaced) for v in cast(tuple[Any, ...], value)]
+        return tuple(items) if any(map(is_not, items, cast(tuple[Any, ...], value))) else value
+    if type(value) is functools.partial:
+        whole = cast("functools.partial[Any]", value)
+        new = _with_replaced(whole.func, replaced)
+        return value if new is whole.func else functools.partial(new, *whole.args, **whole.keywords)
+    return replaced.get(id(value), value)
 
 
 def _is_library_hook(hook: object) -> bool:
