@@ -2573,3 +2573,50 @@ def test_a_call_that_fails_leaves_what_it_would_replace() -> None:
     assert torch.equal(world.scale, before)
     loss = step(batches()[3])
     compare(world.scale, 0.9 * before + 0.1 * loss, "the average goes on from what is there")
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["required before", "required in the step", "reset in the step", "in a dataclass"])
+def test_gradients_of_the_batch_are_left_at_its_tensors(kind: str) -> None:
+    inside, found = kind == "in a dataclass", list[Any]()
+    for compiled in (False, True):
+        world = World()
+
+        def train_step(batch: Any, *, w: torch.Tensor) -> Any:
+            x = batch.x if inside else batch  # noqa: B023
+            if kind == "required in the step":
+                x.requires_grad_()
+            if kind == "reset in the step":
+                x.grad = None
+            loss = world.model(x).square().mean() * w  # noqa: B023
+            loss.backward()
+            moved = x + 0.1 * x.grad.sign()
+            return world.update(moved.detach())  # noqa: B023
+
+        step = ws.compile(train_step, model=world.model, optimizer=world.optimizer) if compiled else train_step
+        left: list[Any] = []
+        same = batches()[0].requires_grad_()
+        for x in batches()[:3]:
+            x = same if kind == "reset in the step" else x.requires_grad_(kind != "required in the step")
+            left.append((step(Pair(x) if inside else x, w=torch.ones(())), x.requires_grad, x.grad.clone()))
+        found.append(left)
+    compare(found[1], found[0], kind)
+
+
+def test_a_gradient_of_the_batch_that_is_there_already_is_refused() -> None:
+    world, x = World(), batches()[0].requires_grad_()
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        world.model(x).sum().backward()
+        return world.update(x)
+
+    step = ws.compile(train_step, model=world.model, optimizer=world.optimizer)
+    step(x)
+    with pytest.raises(ws.StateError, match=r"x\.grad is set before a step that adds to it"):
+        step(x)
+    x.grad = None
+    step(x)

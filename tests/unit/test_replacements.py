@@ -329,6 +329,7 @@ def test_adafactor_of_transformers(options: dict[str, Any]) -> None:
 
 AVERAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
+    "plain-buffers": lambda: {"use_buffers": True},
     "ema": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
     "ema-buffers": lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
     "swa": lambda: {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},

@@ -58,10 +58,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Write:
-    """An assignment at the end of a call; without `made`, the entry is deleted."""
+    """An assignment at the end of a call; without `made`, the entry is deleted.
+
+    `adds`: eager would add to a gradient that is there before the call.
+    """
 
     place: Location
     made: Made | None
+    adds: bool = False
 
 
 @dataclass(frozen=True)

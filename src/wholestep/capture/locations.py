@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -129,8 +130,21 @@ class ArgumentItems(Lookup):
         found: Any = self.arguments
         for key in self.route:
             found = found[key]
-            found = Slots(found) if is_record(found) else found
+            found = Slots(found) if is_record(found) or isinstance(found, torch.Tensor) else found
         return found
+
+
+def routes_of(value: Any, route: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield the identity of each tensor in nested containers and dataclasses, with the keys that lead to it."""
+    if isinstance(value, torch.Tensor):
+        yield id(value), route
+    elif is_record(value):
+        for field in dataclasses.fields(value):
+            yield from routes_of(getattr(value, field.name, None), (*route, field.name))
+    elif isinstance(value, (list, tuple, Mapping)):
+        whole = cast("Mapping[Any, Any] | Sequence[Any]", value)
+        for key, item in whole.items() if isinstance(whole, Mapping) else enumerate(whole):
+            yield from routes_of(item, (*route, key))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_avg_fn
 
 from .. import _torch
 from ..errors import CaptureError
@@ -108,7 +108,11 @@ def _update_average(original: Any, self: Any, model: nn.Module) -> None:
         average = self.multi_avg_fn or get_swa_multi_avg_fn()
         for kind in dict.fromkeys((a.device, a.dtype) for a in averaged):
             chosen = [i for i, a in enumerate(averaged) if (a.device, a.dtype) == kind]
-            average([new[i] for i in chosen], [current[i] for i in chosen], count.to(kind[0]))
+            if self.multi_avg_fn is None and not (kind[1].is_floating_point or kind[1].is_complex):
+                for i in chosen:  # as on a CPU: torch divides no list of integers
+                    new[i] = get_swa_avg_fn()(averaged[i], current[i], count.to(kind[0]))
+            else:
+                average([new[i] for i in chosen], [current[i] for i in chosen], count.to(kind[0]))
     else:
         new = [self.avg_fn(a, c, count.to(a.device)) for a, c in zip(averaged, current, strict=True)]
     for a, c, n in zip(averaged, current, new, strict=True):

@@ -209,6 +209,8 @@ class Traced:
             refuse_open_scalers(state.scalers.values())
             leaves = [self.own.fake_of(self.numbers.argument(v)) for v in call.leaves]
             self.watch.refuse_made(leaves)
+            batch = [n for n, v in zip(request.names, request.leaves, strict=True) if isinstance(v, torch.Tensor)]
+            self.watch.assign_to_batch({n: (given[n], n in self.reset) for n in batch}, called)
             finals = self._new_values(given)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -277,8 +279,8 @@ class Traced:
 
     def saw_zero_grad(self, params: Sequence[Any]) -> None:
         """Record that gradients are set to None."""
-        names = {self.own.name_of(param) for param in params}
-        self.reset |= names & self.request.state.params.keys() - self.contributed
+        names = {name for name in map(self.own.name_of, params) if name is not None}
+        self.reset |= names - self.contributed
 
     def saw_no_grad(self, param: Any) -> None:
         """Record that the step reads a gradient that is not there yet; one that is there has users in the graph."""

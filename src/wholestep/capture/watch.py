@@ -33,7 +33,18 @@ from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedEr
 from .function_caches import CachedCall, KeptResults, is_data, is_drawn, results_of
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
-from .locations import MISSING, SIMPLE, ArgumentItems, Location, StateEntry, Words, holds_items, is_number, same_kind
+from .locations import (
+    MISSING,
+    SIMPLE,
+    ArgumentItems,
+    Location,
+    StateEntry,
+    Words,
+    holds_items,
+    is_number,
+    routes_of,
+    same_kind,
+)
 from .lr_schedulers import Schedulers
 from .outside import Outside
 from .own_tensors import OwnTensors
@@ -175,6 +186,26 @@ class Watch:
     def assign(self, place: Location, value: Any) -> None:
         """Record an assignment at the end of a call; MISSING deletes the entry."""
         self._writes.append(Write(place, None if value is MISSING else self._made(value, place.path)))
+
+    def assign_to_batch(self, batch: Mapping[str, tuple[torch.Tensor, bool]], called: Mapping[Any, Any]) -> None:
+        """Record the gradients that the step leaves at tensors of the batch, and that these require one.
+
+        `batch` has each fake, and whether the step resets its gradient before it computes one.
+        """
+        routes = dict(routes_of(called))
+        for name, (tensor, reset) in batch.items():
+            if tensor.grad is None:
+                continue
+            if id(tensor) not in routes:
+                raise CaptureError(
+                    f"the step leaves a gradient in {name}, a tensor inside of an object",
+                    "gradients of tensors that are arguments, or in containers and dataclasses among them",
+                    f"return the gradient from the step, and compute it for `{name}.detach().requires_grad_()`",
+                )
+            holder = ArgumentItems(self._arguments, routes[id(tensor)])
+            self.assign(Location(f"{name}.requires_grad", holder, "requires_grad"), True)
+            place = Location(f"{name}.grad", holder, "grad")
+            self._writes.append(Write(place, self._made(tensor.grad, place.path), adds=not reset))
 
     def _refuse(self, error: CaptureError) -> NoReturn:
         self._refused = self._refused or error

@@ -61,6 +61,7 @@ class Program:
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
         effects = self.capture.effects
         self.acts = bool(effects.acts)  # a call does more than compute tensors
+        self._gradients = [write.place for write in effects.writes if write.adds]
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
         results = [o.target for o in self.local.outputs if o.kind == "result"]
@@ -241,6 +242,11 @@ class Program:
 
     def _prepare(self) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
+        for place in self._gradients:
+            if place.get() is not None:
+                found = f"{place.path} is set before a step that adds to it"
+                needed = "a tensor of the batch without a gradient"
+                raise StateError(found, needed, f"set `{place.path} = None` before the call, or at the step's begin")
         self._host = self.capture.effects.program.run()
         for i, at in self._computed:
             self._numbers[i].fill_(self._host[at])
