@@ -91,6 +91,60 @@ class StateEntry(Lookup):
         return states[self.state.params[self.owner].tensor]
 
 
+@dataclass
+class TupleItems(Lookup):
+    """The items of the tuple at `holder[key]`, looked up at each use; to set one makes another tuple."""
+
+    holder: Any
+    key: Any
+
+    def _now(self) -> Any:
+        found = self.holder[self.key]
+        if not isinstance(found, tuple):
+            raise KeyError(self.key)
+        return cast(tuple[Any, ...], found)
+
+    def __len__(self) -> int:
+        """Number of items; 0 without a tuple."""
+        found = Location("", self.holder, self.key).get()
+        return len(cast(tuple[Any, ...], found)) if isinstance(found, tuple) else 0
+
+    def get(self, key: Any) -> Any:
+        """Return an item, or MISSING."""
+        return Location("", self, key).get()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        items = self._now()
+        if items[key] is not value:
+            self.holder[self.key] = remade(items, [value if i == key else item for i, item in enumerate(items)])
+
+
+def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the class of another one."""
+    make: Any = getattr(type(like), "_make", type(like))
+    return make(items)
+
+
+def tensors_of(value: Any, place: Location) -> dict[str, tuple[torch.Tensor, Location]]:
+    """Return the tensors of a tuple, and of tuples inside it, by path, each with its place."""
+    found: dict[str, tuple[torch.Tensor, Location]] = {}
+    if isinstance(value, tuple):
+        holder = TupleItems(place.holder, place.key)
+        for i, item in enumerate(cast(tuple[Any, ...], value)):
+            found |= tensors_of(item, Location(f"{place.path}[{i}]", holder, i))
+    elif isinstance(value, torch.Tensor):
+        found[place.path] = value, place
+    return found
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Return whether both are tensors, or tuples of one class with tensors, and such tuples, at the same places."""
+    if isinstance(a, tuple):
+        one, other = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
+        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+
+
 def places_of(state: StepState, given: Input) -> list[Location]:
     """Return the places of a buffer, or of a tensor of optimizer state."""
     if given.role is Role.STATE:

@@ -49,6 +49,7 @@ from .locations import (
     StateEntry,
     TensorAttributes,
     is_record,
+    tensors_of,
 )
 from .state import StepState, is_users
 from .wrappers import attributes_of
@@ -284,9 +285,9 @@ class _Search:
     def _note(self, container: Container) -> None:
         self.found.containers.append(container)
         for key, value in container.before.items():
-            if isinstance(value, torch.Tensor):
-                self.found.tensors[container.path_of(key)] = value, container.place_of(key)
-            elif not isinstance(value, _LEAVES):
+            if isinstance(value, (torch.Tensor, tuple)):
+                self.found.tensors |= tensors_of(value, container.place_of(key))
+            if not isinstance(value, _LEAVES):
                 self._waiting.append((value, container.path_of(key)))
 
     def _function(self, function: types.FunctionType) -> None:

@@ -28,7 +28,7 @@ from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
 from .host_numbers import Numbers
-from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
+from .locations import MISSING, GroupEntry, Location, NumberLocation, TupleItems, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_scalars import Counts
 from .own_tensors import OwnTensors
@@ -326,7 +326,9 @@ class Traced:
         places = places_of(self.request.state, given)
         found = [self.own.fake_of(place.get()) for place in places]
         now = found[0]
-        if now is was or (now is MISSING and given.role is Role.STATE):  # else others look at what the step deletes
+        if now is was or (now is MISSING and given.role is Role.STATE):  # others look at what the step deletes
+            return was
+        if isinstance(places[0].holder, TupleItems) and not _torch.is_fake(now):  # the step replaces all of the tuple
             return was
         if any(value is not now for value in found):
             raise CaptureError(

@@ -40,10 +40,12 @@ from .locations import (
     Location,
     StateEntry,
     Words,
+    alike,
     holds_items,
     is_number,
     routes_of,
     same_kind,
+    tensors_of,
 )
 from .lr_schedulers import Schedulers
 from .outside import Outside
@@ -104,11 +106,25 @@ class Watch:
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
         self._held = {(id(container), key) for held in tensors for container, key in held.places}
+        self._carried_tuples, self._tuple_sizes = self._tuples_of_carried()
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
         self._refused: CaptureError | None = None
         self._outside = Outside(
             self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.reach.caches
         )
+
+    def _tuples_of_carried(self) -> tuple[set[str], list[Assumption]]:
+        """Return the paths of tuples whose tensors are carried, and guards on their sizes."""
+        paths, sizes = set[str](), dict[int, Assumption]()
+        for container in self.reach.containers if self.promoted.tensors else ():
+            for key, value in container.before.items():
+                found = tensors_of(value, container.place_of(key)) if isinstance(value, tuple) else {}
+                if found and found.keys() <= self.promoted.tensors:
+                    paths.add(container.path_of(key))
+                    for path, (_, place) in found.items():
+                        size = Location(path.rpartition("[")[0], place.holder, None)
+                        sizes[id(place.holder)] = Assumption(size, "size", len(place.holder))
+        return paths, [*sizes.values()]
 
     @contextmanager
     def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
@@ -164,8 +180,12 @@ class Watch:
 
     def _end(self) -> None:
         for container, original in zip(self.reach.containers, self._originals, strict=False):
-            container.before = original
-            container.restore({key for holder, key in self._held if holder == id(container.holder)})
+            kept = {key for holder, key in self._held if holder == id(container.holder)}
+            before, container.before = container.before, original
+            for key in original if self._carried_tuples else ():
+                same = alike(before.get(key), container.now().get(key))
+                kept |= {key} if same and container.path_of(key) in self._carried_tuples else set()
+            container.restore(kept)
         self._schedulers.end()
         once = [cached for cached, _ in self._outside.once]
         new = self._kept.new()  # it may hold fake tensors, or objects that the step has changed
@@ -235,10 +255,9 @@ class Watch:
         known = {id(c.holder) for c in containers}
         for container, original in zip(containers, self._originals, strict=True):
             for key, _, after in container.changes():
-                if (id(container.holder), key) in self._held:
-                    carried = container.path_of(key) in self.promoted.tensors and isinstance(after, torch.Tensor)
-                    if carried and same_kind(container.before[key], after):
-                        self._rebound.append(container.path_of(key))
+                replaced = container.path_of(key) in self._carried_tuples and alike(container.before.get(key), after)
+                if (id(container.holder), key) in self._held or replaced:
+                    self._note_rebound(container.before[key], after, container.place_of(key))
                 elif not self._is_state(container, after):
                     self._record_change(container, key, original.get(key, MISSING), after)
         for container in self._state_entries():
@@ -246,6 +265,14 @@ class Watch:
                 if not self._is_state(container, value):
                     self._record_change(container, key, MISSING, value)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
+
+    def _note_rebound(self, before: Any, after: Any, place: Location) -> None:
+        """Note the carried tensors, of a place or of a tuple there, that the step replaces by others of their kind."""
+        now = tensors_of(after, place)
+        for path, (tensor, _) in tensors_of(before, place).items():
+            new = now[path][0] if path in now and path in self.promoted.tensors else tensor
+            if new is not tensor and same_kind(tensor, new):
+                self._rebound.append(path)
 
     def _is_state(self, container: Container, after: Any) -> bool:
         """Return whether a value is a tensor of optimizer state, which the graph updates."""
@@ -278,8 +305,10 @@ class Watch:
         if is_number(before):
             if place.path not in self.promoted.numbers:
                 self.needed |= Promoted(frozenset([place.path]))
-        elif isinstance(before, torch.Tensor):
-            self.needed |= Promoted(frozenset(), frozenset([place.path]))
+        elif isinstance(before, torch.Tensor) or (before and alike(before, after)):
+            self.needed |= Promoted(frozenset(), frozenset(tensors_of(before, place)))
+        elif place.path in self._carried_tuples:
+            return
         elif holds_items(before) and before is not after:
             raise RefusedError(
                 place.path, before, after, "the step may have read the old container, which each call replaces",
@@ -407,16 +436,21 @@ class Watch:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
         tensors = self.reach.tensors
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
-        return [Assumption(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried] + [
-            Assumption(container.place_of(key), "type", type(value))
-            for container in (self.reach.containers if self.promoted.numbers else ())
-            for key, value in container.before.items()
-            if is_number(value) and container.path_of(key) in self.promoted.numbers
-        ]
+        return (
+            [Assumption(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried]
+            + self._tuple_sizes
+            + [
+                Assumption(container.place_of(key), "type", type(value))
+                for container in (self.reach.containers if self.promoted.numbers else ())
+                for key, value in container.before.items()
+                if is_number(value) and container.path_of(key) in self.promoted.numbers
+            ]
+        )
 
     def _read_places(self) -> list[Assumption]:
         """Guard every value that the trace read on the host and that may change between calls."""
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
+        changed |= {*self._carried_tuples}
         carried: dict[int, set[Any]] = {}
         for container in self.reach.containers:
             keys = [*container.before, *(w.place.key for w in self._writes if w.place.holder is container.assigned)]

@@ -15,7 +15,7 @@ from ..backend.protocol import Run
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture
 from ..capture.host_numbers import At
-from ..capture.locations import MISSING, same_kind, shown
+from ..capture.locations import MISSING, Location, TupleItems, same_kind, shown
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
@@ -171,8 +171,7 @@ class Program:
                 if given.key not in entry:
                     return f"optimizer state {given.key!r} of {given.owner!r} is gone"
             if given.role is not Role.PARAM:
-                container, key = find_input(given, state)
-                now = container.get(key)
+                now = Location("", *find_input(given, state)).get()
                 if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
                     return f"{given.name!r} is {shown(now)}, it was {shown(tensor)}"
         for number, owner, key in self._makes:
@@ -291,4 +290,5 @@ class Program:
 
 def _getter(container: Any) -> Callable[[Any], Any]:
     """Looks up a key that may be gone; containers are dicts, and lists that do not shrink."""
-    return cast(dict[Any, Any], container).get if isinstance(container, dict) else container.__getitem__
+    whole = cast(Any, container)
+    return whole.get if isinstance(container, (dict, TupleItems)) else whole.__getitem__
