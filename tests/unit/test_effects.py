@@ -20,7 +20,7 @@ import types
 import uuid
 import warnings
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -2213,6 +2213,44 @@ class SavedByName(ByAnotherName):
     def step(self, x):
         self.taken(self.n, "a file")  # here
         return self.update(x)
+
+
+@case
+class HiddenStateOfAnLSTM(World):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.optimizer.add_param_group({"params": [*self.lstm.parameters()]})
+        self.model.add_module("lstm", self.lstm)
+        self.hidden = None
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        made, (h, c) = self.lstm(x, self.hidden)
+        self.n += 1
+        self.hidden = (h.detach(), c.detach()) if self.n != 4 else None
+        loss = self.model[2](self.model[1](self.model[0](made))).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+Averages = namedtuple("Averages", "mean square")
+
+
+@case
+class TuplesInTuples(World):
+    def __init__(self):
+        super().__init__()
+        self.kept = Averages(torch.zeros(2), torch.ones(2)), (torch.zeros(()),)
+
+    def step(self, x):
+        kept, (total,) = self.kept
+        loss = self.update(x, 1.0 + kept.mean.square().sum() + kept.square.sum() + total)
+        h = self.model(x).detach()
+        self.kept = Averages(0.9 * kept.mean + h.mean(0), kept.square * h.square().mean(0)), (total + loss,)
+        self.n = int(type(self.kept[0]) is Averages)
+        return loss
 
 
 LIBRARY: dict[str, Any] = {"torch": torch}

@@ -22,7 +22,9 @@ HARDWARE = [*ws.Hardware.presets(), *(f"dgx-h100+{link}" for link in LINKS)]
 
 def groups(hardware: Hardware) -> list[tuple[int, int | None]]:
     """Numbers of ranks, and how many of them are on a node: contiguous, and one of each node."""
-    return [(ranks, per_node) for ranks in RANKS for per_node in (None, 1) if per_node is None or hardware.ranks_per_node]
+    return [
+        (ranks, per_node) for ranks in RANKS for per_node in (None, 1) if per_node is None or hardware.ranks_per_node
+    ]
 
 
 @pytest.mark.parametrize("name", HARDWARE)
