@@ -270,6 +270,7 @@ def shared_by_all_threads() -> dict[str, Any]:
     ]  # fmt: skip
     changing = ("_lazy", "last_", "_warned", "__warningregistry__", "cache_")
     places = {(str(o), n): v for o in owners for n, v in vars(o).items() if not n.startswith(changing)}
+    places |= {(*place, "code"): v.__code__ for place, v in places.items() if hasattr(v, "__code__")}
     optim: Any = sys.modules["torch.optim.optimizer"]
     dicts = optim._global_optimizer_pre_hooks, fx_traceback.current_meta
     flags = (
