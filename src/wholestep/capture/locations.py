@@ -188,10 +188,10 @@ class ArgumentItems(Lookup):
         return found
 
 
-def routes_of(value: Any, route: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield the identity of each tensor in nested containers and dataclasses, with the keys that lead to it."""
+def routes_of(value: Any, route: tuple[Any, ...] = ()) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
+    """Yield each tensor in nested containers and dataclasses, with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
-        yield id(value), route
+        yield value, route
     elif is_record(value):
         for field in dataclasses.fields(value):
             yield from routes_of(getattr(value, field.name, None), (*route, field.name))

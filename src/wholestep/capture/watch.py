@@ -212,7 +212,7 @@ class Watch:
 
         `batch` has each fake, and whether the step resets its gradient before it computes one.
         """
-        routes = dict(routes_of(called))
+        routes = {id(self.own.fake_of(tensor)): route for tensor, route in routes_of(called)}
         for name, (tensor, reset) in batch.items():
             if tensor.grad is None:
                 continue
