@@ -456,10 +456,11 @@ def test_what_a_trace_replaces_is_replaced_by_each_of_its_names(monkeypatch: pyt
         changes = attributes.forms_of([(owner, name, lambda original, *args, **kwargs: "the form")])
         with attributes.attributes_set([*changes, *attributes.aliases(changes, [beside])]):
             assert getattr(owner, name)() == "the form", name
-            in_place = isinstance(taken, types.FunctionType) and taken() == "the form"
-            by_name = in_place or beside.__dict__["by_name"] is getattr(owner, name)
+            in_c = not isinstance(taken, types.FunctionType) and owner is not torch.autograd.Function
+            by_name = (not in_c and taken() == "the form") or beside.__dict__["by_name"] is getattr(owner, name)
         assert getattr(owner, name) is taken or getattr(owner, name) == taken
         if not by_name:
             only_here.append(f"{getattr(owner, '__name__', owner)}.{name}")
     methods_in_c = {f"Tensor.{name}" for name in ("take_along_dim", "cumprod", "kron")}  # they fix sizes, no more
+    methods_in_c |= {"Tensor.as_subclass", "Tensor._make_subclass"}  # an op that is recorded exchanges its tensors too
     assert {one for one in only_here if not one.endswith(".write")} <= methods_in_c, only_here  # write: of stdout
