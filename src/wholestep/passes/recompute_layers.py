@@ -15,9 +15,10 @@ from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import arithmetic
 from ..graph.stage_part import part_of
+from ..graph.storage import Storage
 from ..hardware.hardware import Hardware
 from ..typed_values import check_fields
-from .saved_tensors import SavedTensor, SavedTensors
+from .saved_tensors import SavedTensors
 from .saved_values import SavedValues
 
 _LAYER = re.compile(r"(?:^|.*?[./])\d+(?=[./]|$)")
@@ -29,8 +30,9 @@ class RecomputeLayers:
     """Recomputes in the backward what the layers of a model save from the forward. A layer is a module whose name is a
     number, as `layers.3`. Bitwise the same.
 
-    `full` keeps what a layer hands to others. `selective` recomputes only what needs no matrix product, convolution or
-    attention to run twice. Results of collectives and random numbers are always kept.
+    `full` keeps what a layer hands to others, and gathers again what sequence parallelism gathered in it. `selective`
+    recomputes only what needs no matrix product, convolution or attention to run twice. Sums over ranks and random
+    numbers are always kept.
 
     Example:
         >>> full = wholestep.passes.recompute_layers.RecomputeLayers("full")
@@ -51,7 +53,7 @@ class RecomputeLayers:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A copy in which layers recompute."""
-        saved = SavedValues(local, gathers=False)
+        saved = SavedValues(local, gathers=False, activations=self.kind == "full")
         layers = {place: _layers(one.local) for place, one in saved.places.items()}
         if any(map(part_of, local.graph.nodes)):
             found, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
@@ -68,20 +70,25 @@ class RecomputeLayers:
 
     def _dropped(self, saved: SavedTensors, layers: dict[Node, str]) -> list[str]:
         dropped: dict[int, str] = {}
+        saved.kept |= {
+            id(one) for one in saved.storages
+            if one.node in saved.batch_dependent and not meta.is_backward(one.node)
+            and not _stays_inside(one, saved, layers)
+        }  # fmt: skip
         for value in saved.candidates:
-            if _stays_inside(value, saved, layers):
+            if _stays_inside(value.storage, saved, layers):
                 segment = min(value.reads)
                 if self.kind == "full" or not _repeats_products(value.storage.node, segment, saved, dropped):
                     dropped[id(value.storage)] = value.name
         return list(dropped.values())
 
 
-def _stays_inside(value: SavedTensor, saved: SavedTensors, layers: dict[Node, str]) -> bool:
+def _stays_inside(storage: Storage, saved: SavedTensors, layers: dict[Node, str]) -> bool:
     """True for what a layer computes from the batch, and no other layer reads in the forward."""
-    made = value.storage.node
+    made = storage.node
     if not layers[made] or made not in saved.batch_dependent:
         return False
-    readers = {user for member in value.storage.members for user in member.users}
+    readers = {user for member in storage.members for user in member.users}
     return all(layers[user] == layers[made] for user in readers if saved.segment.get(user) == saved.segment[made])
 
 

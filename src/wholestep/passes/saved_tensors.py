@@ -48,7 +48,7 @@ class SavedTensors:
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
     parameters to be re-gathered, `activations` what is gathered of values that depend on the batch: all ranks have to
-    choose the same of these.
+    choose the same of these. `kept`: ids of storages that may be read in later segments, whoever reads them now.
     """
 
     local: LocalGraph
@@ -60,6 +60,7 @@ class SavedTensors:
     of: dict[Node, list[Storage]] = field(default_factory=dict[Node, list[Storage]])
     batch_dependent: set[Node] = field(default_factory=set[Node])
     gradients: set[Node] = field(default_factory=set[Node])
+    kept: set[int] = field(default_factory=set[int])
     _repeatable: dict[Node, bool] = field(default_factory=dict[Node, bool])
     _twins: dict[tuple[int, int], Node] = field(default_factory=dict[tuple[int, int], Node])
     _number: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -159,7 +160,9 @@ class SavedTensors:
         if not self.repeatable(node):
             return True
         held = self.of.get(node, ())
-        return len(held) == 1 and id(held[0]) not in dropped and self.last_segment[id(held[0])] >= segment
+        if len(held) != 1 or id(held[0]) in dropped:
+            return False
+        return id(held[0]) in self.kept or self.last_segment[id(held[0])] >= segment
 
     def _can_repeat(self, node: Node) -> bool:
         if _torch.is_getitem(node.target) or is_wait(node):
