@@ -178,3 +178,15 @@ def test_a_number_of_another_library_is_one_of_its_type(value: Any) -> None:
     assert is_a(value, float) == is_a(plain, float) == (not isinstance(value, bool))
     assert is_a(value, int) == is_a(plain, int) == (type(plain) is int)
     assert as_plain((value, "x"), tuple[float | str, ...]) == (plain, "x") or value != value
+
+
+@pytest.mark.parametrize("wrong", [3, None, ("0",), b"0", 1.5])
+def test_what_is_no_text_names_no_module(wrong: Any) -> None:
+    makers: list[Callable[[], Any]] = [
+        lambda: ws.TensorParallel({wrong: "colwise"}),
+        lambda: ws.Pipeline(stages=[[wrong], ["1"]]),
+        lambda: ws.Pipeline(stages=[["0"], wrong] if wrong != ("0",) else object()),  # pyright: ignore
+    ]
+    for make in makers:
+        with pytest.raises(ws.PlanError):
+            make()

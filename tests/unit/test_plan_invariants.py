@@ -4,6 +4,9 @@ other, what a style may hold whole, and what a plan says that a device has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from wholestep.graph import meta
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import collective_kind
 from wholestep.hardware.hardware import Hardware
+from wholestep.passes.recompute_layers import RecomputeLayers
 
 SIZES = [1 << n for n in range(0, 37, 2)]
 RANKS = [2**n for n in range(1, 13)]
@@ -22,9 +26,8 @@ HARDWARE = [*ws.Hardware.presets(), *(f"dgx-h100+{link}" for link in LINKS)]
 
 def groups(hardware: Hardware) -> list[tuple[int, int | None]]:
     """Numbers of ranks, and how many of them are on a node: contiguous, and one of each node."""
-    return [
-        (ranks, per_node) for ranks in RANKS for per_node in (None, 1) if per_node is None or hardware.ranks_per_node
-    ]
+    on_a_node = (None, 1) if hardware.ranks_per_node else (None,)
+    return [(ranks, per_node) for ranks in RANKS for per_node in on_a_node]
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -57,11 +60,11 @@ def test_more_ranks_take_at_least_as_long(name: str) -> None:
         ranks = [n for n in RANKS if n >= least] or RANKS
         for size in SIZES:
             times = [hardware.group_us(kind, size, n) for n in ranks]
-            grows = all(a <= b * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
+            grows = all(a <= b * (1 + 1e-9) for a, b in pairwise(times))
             assert grows, (kind, size, dict(zip(ranks, times, strict=True)))
 
 
-def linears(layers: int, width: int) -> ws.TrainGraph:
+def captured(make: Callable[[], nn.Module], width: int) -> ws.TrainGraph:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
@@ -70,8 +73,7 @@ def linears(layers: int, width: int) -> ws.TrainGraph:
         return loss.detach()
 
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
-        x = torch.empty(4096, width)
+        model, x = make(), torch.empty(4096, width)
     precision = ws.MixedPrecision(torch.bfloat16, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return ws.capture(step, model, optimizer, x, options=ws.CaptureOptions(mixed_precision=precision))
@@ -79,7 +81,7 @@ def linears(layers: int, width: int) -> ws.TrainGraph:
 
 @pytest.fixture(scope="module")
 def small() -> ws.TrainGraph:
-    return linears(3, 512)
+    return captured(lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)]), 512)
 
 
 @pytest.mark.parametrize("style", ["fully_shard", "zero1", "hybrid"])
@@ -95,3 +97,32 @@ def test_what_rests_in_shards_is_never_summed_whole(small: ws.TrainGraph, name: 
         ]  # fmt: skip
         most = 512 * 512 * 4 / 8 if style == "hybrid" else 4  # pieces of a group, or the loss
         assert max(summed, default=0) <= most, (ranks, summed)
+
+
+class Gated(nn.Module):
+    """A layer whose norm saves a cast of what the layer before handed on, and not that itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def test_more_recomputation_holds_less_and_at_most_two_layers_are_gathered() -> None:
+    layers, width = 6, 1024
+    graph = captured(lambda: nn.Sequential(*[Gated(width) for _ in range(layers)]), width)
+    hardware = ws.Hardware.preset("dgx-h100")
+    plan = ws.plan(graph, "dp=64", ws.DataParallel("fully_shard", reshard_after_forward=True), hardware=hardware)
+    local, peaks = ws.partition(graph, plan), list[int]()
+    for kind in ("none", "selective", "full"):
+        made = local if kind == "none" else RecomputeLayers(kind)(local)
+        gathered = ws.peak_memory(made).by_kind().get("gathered", 0)
+        assert gathered <= 2 * 3 * width * width * 2, (kind, gathered)
+        peaks.append(ws.peak_memory(ws.run_passes(made, ws.pipeline(hardware))).size_bytes)
+    assert peaks == sorted(peaks, reverse=True), peaks
+    again = sum(node.name.startswith("mm") and node.name.endswith("_again") for node in made.graph.nodes)
+    assert again <= 3 * layers, "a layer runs once more, from what it was handed"

@@ -327,10 +327,8 @@ class Hardware:
         if kind in ("all_gather", "reduce_scatter"):
             us = min(us, self._algorithm_us("all_reduce", whole_bytes, outermost, units))
         elif kind == "all_reduce":
-            parts = (
-                self._algorithm_us(part, whole_bytes, outermost, units) for part in ("reduce_scatter", "all_gather")
-            )
-            us = min(us, sum(parts))
+            both = "reduce_scatter", "all_gather"
+            us = min(us, sum(self._algorithm_us(part, whole_bytes, outermost, units) for part in both))
         inside = tuple(ceil(n / units[outermost]) for n in units[: outermost + 1])
         return max(us, self._units_us(kind, whole_bytes, _outermost(inside), inside)) if outermost > 0 else us
 

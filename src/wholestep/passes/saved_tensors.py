@@ -113,8 +113,12 @@ class SavedTensors:
         return self._twins.get((self._number[node], segment))
 
     def _readers(self, storage: Storage) -> list[tuple[Node, Node]]:
+        """What reads the storage; of its views those of a later segment, which are made anew with it."""
         inside = set(storage.members)
-        return [(user, m) for m in storage.members for user in m.users if user not in inside]
+        return [
+            (user, m) for m in storage.members for user in m.users
+            if user not in inside or self.segment[user] > self.segment.get(m, -1)
+        ]  # fmt: skip
 
     def _last_segment(self, storage: Storage) -> int:
         if storage.first < 0:

@@ -63,9 +63,9 @@ class Pipeline:
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
-        if self.stages is not None and not isinstance(self.stages, (str, bytes)):
-            object.__setattr__(self, "stages", tuple(tuple(one) for one in self.stages))
         check_fields(self)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
         for name in ("micro_batches", "chunks"):
             given = getattr(self, name)
             if given is not None and given < 1:
