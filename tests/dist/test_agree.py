@@ -216,3 +216,39 @@ def option_alone(rank: int, world: int) -> str:
 
 def test_an_option_that_one_rank_changes_later_is_an_error() -> None:
     assert run_ranks(option_alone, 2)[1] == "ranks [0] compiled no program while rank 1 did, within 3 s"
+
+
+def mode_later(rank: int, world: int, modes: tuple[str, str], rows: tuple[int, int]) -> str:
+    """What the step reads is another text on the ranks from the third call on; the collectives are the same."""
+    torch.manual_seed(0)
+    mode = {"name": "mean"}
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = model(x).square().mean()
+        return found * {"mean": 1.0, "twice": 2.0, "half": 0.5}[mode["name"]]
+
+    model, optimizer, step = job(rank, loss_of)
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=3.0, timeout=6.0)
+    try:
+        for call in range(4):
+            mode["name"] = modes[rank] if call >= 2 else "mean"
+            compiled(model, optimizer, torch.randn(4 if call < 3 else rows[rank], 3))
+    except ws.WholestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (5, 6)])
+def test_what_the_step_reads_later_is_compared_as_at_first(rows: tuple[int, int]) -> None:
+    for found in run_ranks(mode_later, 2, ("twice", "half"), rows):
+        assert found.startswith("RankMismatchError: rank ")
+        assert "compiled different programs" in found
+        assert ", 2.0) : f" in found
+        assert ", 0.5) : f" in found
+    assert run_ranks(mode_later, 2, ("twice", "twice"), rows) == ["", ""]
+
+
+def test_what_one_rank_alone_reads_later_is_an_error() -> None:
+    first, second = run_ranks(mode_later, 2, ("mean", "half"), (4, 4))
+    assert second.startswith("RankMismatchError: ranks [0] compiled no program while rank 1 did, within 3 s")
+    assert first.startswith("RankFailedError: rank 1")

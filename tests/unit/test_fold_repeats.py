@@ -288,3 +288,24 @@ def test_the_plan_says_that_a_budget_keeps_pieces_apart() -> None:
     (note,) = step.plan.notes
     assert note.startswith("the loop of the step is not folded: %")
     assert "test_fold_repeats.py:" in note
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_gradients_that_stay_are_added_to(pieces: int) -> None:
+    """The first term of each sum is no call, but the gradient of an earlier step."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        for part in x.chunk(pieces):
+            (model(part).square().mean() / pieces).backward()
+        optimizer.step()
+
+    found: list[list[Tensor]] = []
+    for wrap in (lambda one: one, ws.compile):
+        torch.manual_seed(0)
+        model, run = nn.Linear(4, 3), wrap(step)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for call in range(4):
+            run(model, optimizer, torch.randn(8, 4, generator=torch.Generator().manual_seed(call)))
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

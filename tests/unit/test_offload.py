@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
 from tests.catalogue import SimpleMlp
@@ -179,3 +181,47 @@ def _runs_apart(local: ws.LocalGraph, plan: ws.Plan) -> None:
     ends = {o.target: str(v.device) for o, v in zip(local.outputs, made, strict=True) if o.kind == "update"}
     assert set(ends.values()) == {"cpu"}, ends
     assert len(ends) >= 3 * 4 or local.stage is not None
+
+
+class TwoLoops(nn.Module):
+    """Some of its backward is a loop of its own: it reads what the first loop has kept of each piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.attention = (
+            nn.Linear(5, 12),
+            nn.LayerNorm(12),
+            nn.MultiheadAttention(12, 2, batch_first=True),
+        )
+        self.inner, self.up, self.down, self.last = (
+            nn.LayerNorm(12),
+            nn.Linear(12, 24),
+            nn.Linear(24, 12),
+            nn.Linear(12, 19),
+        )
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.inner(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, t, 5) -> (b, 19)."""
+        h = self.first(x)
+        h = checkpoint(self.block, h, use_reentrant=False)
+        n = self.norm(h)
+        return self.last((h + self.attention(n, n, n, need_weights=False)[0]).mean(1))
+
+
+def test_loops_over_pieces_run_on_the_device() -> None:
+    found: list[list[Tensor]] = []
+    for options in ({}, {"parallel": ws.MicroBatches(3)}, {"parallel": ws.MicroBatches(3), "offload": "cpu"}):
+        torch.manual_seed(0)
+        model = TwoLoops()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
+        step = ws.compile(train, **options)
+        for call in range(3):
+            drawn = torch.Generator().manual_seed(call)
+            step(model, optimizer, torch.randn(9, 7, 5, generator=drawn), torch.randn(9, 19, generator=drawn))
+        found.append([p.detach() for p in model.parameters()])
+    for one in found[1:]:
+        for a, b in zip(found[0], one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

@@ -25,6 +25,7 @@ from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
+from .reached import LANDMARKS, Landmarks
 
 _PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
@@ -151,8 +152,11 @@ class _Eager:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._waits: dict[int, str] = {}
+        self._numbered: list[tuple[int, Node]] = []
         self.source = self._write(self._check if first else self._mend)
         scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
+        if not self._is_body:
+            scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph)
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 
@@ -191,6 +195,7 @@ class _Eager:
             if node.op == "call_function":
                 if is_wait(node):
                     self._waits[len(lines) + 1] = node_at(node, 0).name
+                self._numbered.append((len(lines) + 1, node))
                 lines.append(f"    {self._line(node, mend(node) if node.users else None)}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")

@@ -65,6 +65,10 @@ def _copied(old: Tensor, new: Tensor) -> Tensor:
     return old if new is old else old.copy_(new)
 
 
+CHOICES = frozenset({unless, updated})
+"""Functions that write into their second operand."""
+
+
 class _Uses:
     """Where the nodes of a graph stand, and when the memory that each one makes is read."""
 

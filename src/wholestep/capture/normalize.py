@@ -12,7 +12,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input, Output, Role, TrainGraph
-from ..graph.nodes import is_mutating, name_in_order, node_at, redirect
+from ..graph.nodes import is_mutating, name_in_order, node_at, redirect, written
 from ..graph.op_kinds import CHEAP
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import with_plain_sizes
@@ -68,18 +68,9 @@ def changed_constants(module: GraphModule) -> list[torch.Tensor]:
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
     """Yield each node that changes a constant in place, or a view of it, and the constant's node."""
     for node in filter(is_mutating, module.graph.nodes):
-        for given in map(_viewed, _written(node)):
+        for given in map(_viewed, written(node)):
             if given.op == "get_attr":
                 yield node, given
-
-
-def _written(node: Node) -> list[Node]:
-    """Return what a node writes into."""
-    arguments = _torch.schema_of(node.target).arguments
-    given: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
-    values = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    lists = [cast("list[Any]", value) if isinstance(value, list) else [value] for value in values]
-    return [value for items in lists for value in items if isinstance(value, Node)]
 
 
 def _viewed(node: Node) -> Node:

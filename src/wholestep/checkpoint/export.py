@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed.full_tensors import gather
 from ..errors import CheckpointError, shown
 from ..runtime.between_steps import flush_pending
+from ..runtime.failed_call import refuse_torn
 from ..typed_values import check_arguments
 from ..units import parse_bytes
 from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
@@ -67,6 +68,7 @@ def export(
     target, ranks = durable.folder_at(directory), Ranks.of_job("export", directory, what, format, dtype)
     flush_pending()
     if isinstance(model, nn.Module):
+        ranks.on_every_rank(lambda: refuse_torn(model.parameters()))
         found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
     else:
         found = _of_checkpoint(durable.folder_at(model), dtype, ranks)

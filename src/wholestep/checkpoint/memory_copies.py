@@ -24,6 +24,7 @@ from ..distributed.launch import World, ensure_group
 from ..errors import CheckpointError, shown
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
+from ..runtime.failed_call import params_of, refuse_torn
 from ..runtime.step import CompiledStep
 from ..typed_values import as_plain, check_arguments
 from . import snapshot, stateful, tensor_files
@@ -95,6 +96,7 @@ class MemoryCopies:
         if step.calls % self.every:
             return
         flush_pending()
+        refuse_torn(params_of(step.state))
         now, ranks, world = snapshot.take(step.state), self._ranks or Ranks.of_job("MemoryCopies.save"), step.world
         self._ranks = ranks
         if not self._start:

@@ -19,6 +19,7 @@ from ..distributed.full_tensors import copy
 from ..distributed.launch import job
 from ..errors import CheckpointError
 from ..runtime import random_state
+from ..runtime.failed_call import restored
 from .manifest import VALUES, CheckpointTensor, Manifest, SavedOptimizer
 from .stateful import extra_states, is_extra_state, read_file
 
@@ -233,6 +234,8 @@ class Restore:
                 copy(_torch.local_tensor(live), _torch.local_tensor(self.staged[name]))
             else:
                 optimizer.state[param][saved.key] = self.staged[name]
+        if self.state.optimizers:
+            restored(self.state)
 
     def _drop(self, optimizer: Optimizer, theirs: str, values: Mapping[str, Any], keep_primed: bool) -> None:
         kept: dict[str, set[str]] = {owner: set(entry) for owner, entry in values.items()}

@@ -17,6 +17,7 @@ from typing import Any
 from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState
 from ..errors import CheckpointError
+from ..runtime.failed_call import params_of, refuse_torn
 from . import dcp_metadata, durable, lease, manifest, snapshot, stateful, tensor_files
 from .lease import Lease
 from .manifest import VALUES, CheckpointTensor, Chunk, Manifest
@@ -135,6 +136,7 @@ def to_write(
     """What this rank writes: its part of the state, which is referred to and not copied (collective)."""
     now, objects = snapshot.take(state), {**objects, **stateful.extra_states(state.modules)}
     ranks = Ranks.of_job("save", root, snapshot.fingerprint(now))
+    ranks.on_every_rank(lambda: refuse_torn(params_of(state)))
 
     def prepare() -> tuple[dict[str, bytes], dict[str, bytes], dict[str, int]]:
         scheduled = to_save(state.optimizers)

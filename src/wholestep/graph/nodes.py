@@ -23,6 +23,15 @@ def is_mutating(node: Node) -> bool:
     return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
 
 
+def written(node: Node) -> list[Node]:
+    """Return what an op writes into."""
+    arguments = _torch.schema_of(node.target).arguments
+    given: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    values = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    lists = [cast("list[Any]", value) if isinstance(value, list) else [value] for value in values]
+    return [value for items in lists for value in items if isinstance(value, Node)]
+
+
 def communicates(node: Node) -> bool:
     """Return whether ranks exchange data in a node: a collective, or what does the work of one."""
     return collective_kind(node.target) is not None

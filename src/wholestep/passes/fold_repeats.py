@@ -209,7 +209,11 @@ class _Repeats:
         return found
 
     def check(self) -> None:
-        """Raise unless pieces depend on nothing of each other, send nothing, and draw one after the other."""
+        """Raise unless pieces are calls that depend on nothing of each other, send nothing, and draw one after the
+        other.
+        """
+        if not self.rows:  # the first terms of the sums are no calls: gradients of an earlier step
+            raise _DifferError("gradients are added to what was there")
         late = self.late()
         for row in (*self.given, *((node,) for node in self.shared)):
             if any(node in late or node in self.rows for node in row):

@@ -10,6 +10,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.loop import loop_of
 from ..graph.nodes import add_call, is_collective, is_wait
 from ..graph.storage import always_shares, shared_operand
 from ..partition.batch_dependent import batch_dependent
@@ -69,8 +70,10 @@ class _Work:
         return next((i.role for i in self.local.inputs if i.name == target), Role.STATE) in _HOST
 
     def _is_host(self, node: Node, varies: bool) -> bool:
-        """Updates run on the host, functions of parameters alone where their operands are, all else on the device."""
-        if is_collective(node) or is_wait(node) or meets_stages(self.local, node):
+        """Updates run on the host, functions of parameters alone where their operands are, all else on the device: a
+        loop goes through pieces of the batch, also where it reads what another one has kept of them.
+        """
+        if is_collective(node) or is_wait(node) or meets_stages(self.local, node) or loop_of(node):
             return False
         if _torch.is_getitem(node.target):
             return self.host[node.all_input_nodes[0]]

@@ -19,27 +19,35 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..backend.protocol import Run
+from ..backend.reached import reached
 from ..capture.call_structure import walk
 from ..capture.state import WHOLE
 from ..distributed.full_tensors import gather
 from ..distributed.rendezvous import Rendezvous
-from ..errors import StateError
+from ..errors import StateError, first_line
 
 
 class CrossStepRunner:
     """Runs the first call, each later call, and the completion of the last call as three programs. `count` values are
     carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters, state and constants.
+    `torn` marks these, with what has left them in the middle of a change.
     """
 
-    def __init__(self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]]) -> None:
+    def __init__(
+        self, first: Run, steady: Run, finish: Run, count: int, lasting: Callable[[], Sequence[Any]],
+        torn: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._first, self._steady, self._finish = first, steady, finish
-        self._count, self._lasting = count, lasting
+        self._count, self._lasting, self._torn = count, lasting, torn
         self._carried: list[Any] = []
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Complete the last call, and run this one up to the part that is left to the next."""
-        carried, self._carried = self._carried, []
-        out = self._steady([*inputs, *carried]) if carried else self._first(inputs)
+        try:
+            out = self._steady([*inputs, *self._carried]) if self._carried else self._first(inputs)
+        except BaseException as error:
+            self._forget_if_changed(error)
+            raise
         self._carried = out[len(out) - self._count :]
         _pending.add(self)
         return out[: len(out) - self._count]
@@ -53,9 +61,20 @@ class CrossStepRunner:
         """Complete the last call."""
         if self._carried:
             lasting = self._lasting()
-            carried, self._carried = self._carried, []
-            self._finish([*lasting, *carried])
+            try:
+                self._finish([*lasting, *self._carried])
+            except BaseException as error:
+                self._forget_if_changed(error)
+                raise
+            self._carried = []
         _pending.discard(self)
+
+    def _forget_if_changed(self, error: BaseException) -> None:
+        """A program that has begun to complete the last call cannot do it once more."""
+        if reached(error).changed:
+            self._carried = []
+            _pending.discard(self)
+            self._torn(f"the end of the last call raised {type(error).__name__}: {first_line(error)}")
 
 
 # The steps of this process with a call to complete. Any other use of their model has to find them, and no reference

@@ -126,6 +126,11 @@ class Compiler:
         """Where tensors rest: as given, or as chosen at the first compile."""
         return self._strategies or self.options.strategies
 
+    @property
+    def label(self) -> str:
+        """Of the step, the same on all ranks."""
+        return self._consistency.label
+
     def has_compared(self, compared: str) -> bool:
         """True while ranks remember to have compared a program."""
         return self._consistency.knows(compared)
@@ -147,7 +152,7 @@ class Compiler:
             if made is None:
                 captured = self._capture_call(inputs, held or (), dump)
                 made = self._plan_and_partition(captured, dump, first=held is None)
-        except Exception as error:
+        except BaseException as error:
             known = isinstance(error, WholestepError)
             if several:
                 self._consistency.fail(str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}")

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..cache.key import digest, own_source
+from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState, in_order
@@ -84,6 +85,7 @@ class ConsistencyCheck:
     round: int = 0
     _agreed: dict[str, None] = field(default_factory=dict[str, None])
     _options: set[str] = field(default_factory=set[str])
+    _read: list[list[Assumption]] = field(default_factory=list[list[Assumption]])
 
     @property
     def is_new(self) -> bool:
@@ -117,8 +119,9 @@ class ConsistencyCheck:
             self._remember(section.fingerprint)
 
     def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> RankProgram:
-        """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before:
-        the other ranks do not compile when one rank gets a batch of another size, or one that it has forgotten.
+        """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before,
+        and so was what Python says now where the step reads it: the other ranks do not compile when one rank gets a
+        batch of another size, or one that it has forgotten.
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
@@ -129,7 +132,8 @@ class ConsistencyCheck:
             MEMBERS: Section.of(member_lines(state)),
         }
         key = digest([section.fingerprint for section in lasting.values()])
-        if key in self._agreed and self._options.issuperset(baked):
+        is_known = any(all(one.holds for one in read) for read in self._read)
+        if key in self._agreed and self._options.issuperset(baked) and is_known:
             return replace(made, compared=key)
         graphs = graph_sections(made.capture, self.world.device)
         sections = {
@@ -145,6 +149,7 @@ class ConsistencyCheck:
             self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
         self._remember(key)
         self._options.update(baked)
+        self._read = [*self._read[1 - TUNING.kept_comparisons :], _read_outside(made.capture, inputs)]
         return replace(made, compared=key)
 
     def _remember(self, compared: str) -> None:
@@ -173,6 +178,13 @@ class ConsistencyCheck:
             with self.stages.stage("capture for the first rank's batch"):
                 own = _recaptured(call, inputs, self.world.device, recapture)
         self._compare(own)
+
+
+def _read_outside(capture: Capture, inputs: StepInputs) -> list[Assumption]:
+    """What the step has read on the host that is no part of an argument, which ranks may have of their own."""
+    shared = nn.Module, Optimizer
+    own = [n for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if not isinstance(leaf, shared)]
+    return [one for one in capture.effects.expected if not any(one.place.path.startswith(name) for name in own)]
 
 
 def _recaptured(call: SaidCall | None, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:

@@ -28,6 +28,7 @@ from ..plan.strategies import Strategies
 from .between_steps import CrossStepRunner, flush_before_use, gather_before_eager_call
 from .compile_options import STAGES_RUN_OP_BY_OP, StepOptions, not_recorded
 from .consistency import RankProgram
+from .failed_call import mark_torn, params_of, refuse_torn
 from .finalize import bound_to_rank
 from .guards import Guards
 from .placement import gather_before_eager_step, place
@@ -58,6 +59,7 @@ class Installer:
             self._options.capture.offload,
             self._options.given.agree_timeout_s,
         )
+        refuse_torn(params_of(state))
         with self._stages.stage("place"):
             place(state, made.plan, world, strategies.options.sync_state and self.state is None)
             if world.devices is not None or offload is not None:
@@ -117,6 +119,7 @@ class Installer:
             self.compiled(flush, world, [*program.gather_lasting(), *carried], self.clock),
             count,
             program.gather_lasting,
+            partial(mark_torn, state),
         )
 
     def compiled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import is_
 from typing import Any, cast
 
@@ -25,7 +26,15 @@ from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
 from .placement import find_input, is_apart, pack_buckets, place_entry
-from .random_state import SharedRng
+from .random_state import SharedRng, draws_random, kept_if_it_raises
+
+
+class Phase(Enum):
+    """What a call of a program does. It computes while it `RUNS`; then it puts what it has computed where it belongs
+    (`KEEPS`), and calls what Python does in each call (`ACTS`). Then ranks may compare what they hold (`AFTER`).
+    """
+
+    BEFORE, RUNS, KEEPS, ACTS, AFTER, DONE = range(6)
 
 
 @dataclass
@@ -51,6 +60,7 @@ class Program:
     run: Run = field(init=False)
     check: Callable[[Program], None] | None = None
     nonfinite: Sequence[torch.Tensor] = ()
+    phase: Phase = Phase.BEFORE
 
     def __post_init__(self) -> None:
         at = {name: i for i, name in enumerate(self.names)}
@@ -76,6 +86,8 @@ class Program:
             and not self.capture.results.opened
             and self.capture.results.spec.num_nodes == 1
         )
+        own = kept_if_it_raises if draws_random(self.local) else None
+        self._drawing = own if self.stream is None else self.stream.drawing
         self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
         params = self.capture.state.params
         self._params = [
@@ -212,15 +224,18 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run one step."""
+        self.phase = Phase.BEFORE
         self._read_numbers()
         if self.acts:
             self._prepare()
         inputs = self.gather_inputs(leaves)
-        if self.stream is None:
+        self.phase = Phase.RUNS
+        if self._drawing is None:
             out = self.run(inputs)
         else:
-            with self.stream.drawing():
+            with self._drawing():
                 out = self.run(inputs)
+        self.phase = Phase.KEEPS
         for param in self._params:
             if param.grad is not None:
                 param.grad = None
@@ -230,6 +245,7 @@ class Program:
             self._act(out[self._count : self._all_results])
         if self.capture.checked:
             self.nonfinite = out[self._all_results : self._first_created]
+        self.phase = Phase.AFTER
         if self._single:
             return out[0]
         results = iter(out)
@@ -264,6 +280,7 @@ class Program:
             write.place.set(MISSING if write.made is None else write.made.value(self._host, extra))
         for name, flag in effects.flags:
             self.capture.state.params[name].tensor.requires_grad_(flag)
+        self.phase = Phase.ACTS
         for called in effects.calls:
             args, kwargs = called.made.value(self._host, extra)
             called.fn(*args, **kwargs)

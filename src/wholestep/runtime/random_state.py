@@ -117,18 +117,30 @@ class SharedRng:
 
     @contextmanager
     def drawing(self) -> Generator[None]:
-        """Random numbers inside come from these generators."""
+        """Random numbers inside come from these generators, which do not advance if it raises."""
         devices = [torch.cuda.current_device()] if "cuda" in self.states else []
         with torch.random.fork_rng(devices):
             torch.set_rng_state(self.states["cpu"])
             if devices:
                 torch.cuda.set_rng_state(self.states["cuda"])
-            try:
-                yield
-            finally:
-                self.states["cpu"] = torch.get_rng_state()
-                if devices:
-                    self.states["cuda"] = torch.cuda.get_rng_state()
+            yield  # ranks may raise at different points: then the states stay
+            self.states["cpu"] = torch.get_rng_state()
+            if devices:
+                self.states["cuda"] = torch.cuda.get_rng_state()
+
+
+@contextmanager
+def kept_if_it_raises() -> Generator[None]:
+    """Torch's generators are afterwards as before, if what is inside raises."""
+    before, on_gpu = torch.get_rng_state(), torch.cuda.is_available() and torch.cuda.is_initialized()
+    gpu = torch.cuda.get_rng_state() if on_gpu else None
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(before)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+        raise
 
 
 def draws_random(local: LocalGraph) -> bool:

@@ -38,13 +38,14 @@ from . import random_state
 from .between_steps import CrossStepRunner, flush_pending
 from .compile_options import StepOptions, not_tuned
 from .compiler import Compiler
+from .failed_call import FailedCall
 from .guards import Miss, ambient
 from .installer import Installer
 from .interrupts import uninterrupted
 from .nonfinite import NonfiniteWatch
 from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
 from .piece_check import PieceCheck, piece_check
-from .program import Program
+from .program import Phase, Program
 from .progress import Stages
 from .size_check import other_dims
 from .stage_profile import StageProfile
@@ -85,6 +86,8 @@ class CompiledStep:
         self._cuts_batches = options.auto is not None or options.strategies.micro_batches is not None
         self._pieces: PieceCheck | None = None
         self._missed = Counter[str]()
+        self._failed: FailedCall | None = None
+        self._failures = 0
         self._weak = weakref.ref(self)
         self._evicted = False
         action = options.given.on_nonfinite
@@ -102,7 +105,10 @@ class CompiledStep:
             ACTIVITY.unfinished += 1
         ACTIVITY.step, ACTIVITY.inside = self._weak, True
         modes = modes_now()
+        program: Program | None = None
         try:
+            if self._failed is not None:
+                self._after_failed(self._failed)
             call = take_apart((args, kwargs))
             if self._cuts_batches:
                 self._check_pieces(call, args, kwargs)
@@ -111,12 +117,14 @@ class CompiledStep:
                 call, args, kwargs = with_lengths(self.options.given.paddings, call, leaf_names(self.fn, args, kwargs))
                 padding = self._padding(call, args, kwargs)
             if padding is not None:
-                made, program = padding
+                made, fits = padding
                 call, args, kwargs = made.call, made.args, made.kwargs
             else:
                 given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
-                program = self._program(call, args, kwargs, given)
-            flush_pending(but=program.run)
+                fits = self._program(call, args, kwargs, given)
+            flush_pending(but=fits.run)
+            program = fits
+            program.phase = Phase.BEFORE
             if self._clock is not None:
                 self._clock.reset(program.world.device)
             if program.acts:
@@ -124,18 +132,36 @@ class CompiledStep:
             with uninterrupted():
                 result = program(call.leaves)
                 self.calls += 1
-            if self._nonfinite is not None and program.nonfinite:
-                self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
-            if program.check is not None:
-                program.check(program)
-        except Exception as error:
-            ACTIVITY.note_error(error)
-            raise
-        except BaseException:  # an interruption, which may have left the end of a context out
-            drop_modes(modes)
+                if self._nonfinite is not None and program.nonfinite:
+                    self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
+                if program.check is not None:
+                    program.check(program)
+                program.phase = Phase.DONE
+        except BaseException as error:
+            self._note_failed(error, program)
+            if isinstance(error, Exception):
+                ACTIVITY.note_error(error)
+            else:  # an interruption, which may have left the end of a context out
+                drop_modes(modes)
             raise
         ACTIVITY.inside = False
         return result
+
+    def _note_failed(self, error: BaseException, program: Program | None) -> None:
+        """A call raises: the next one begins with the question of what this one has left."""
+        if program is not None:
+            program.capture.effects.arguments.clear()
+        if (self._failed is not None and program is None) or (program is not None and program.phase is Phase.DONE):
+            return  # the question stays, as long as it is not answered; a Ctrl-C that has waited asks none
+        self._failed = FailedCall.of(self.__name__, self.calls + 1, error, program)
+
+    def _after_failed(self, failed: FailedCall) -> None:
+        """Raises StateError or RankMismatchError: the step cannot go on after a call that raised."""
+        self._failures += 1
+        if self._compiler is not None and self.programs:
+            ranks, label = self._compiler.rendezvous, f"{self._compiler.label}/failed/{self._failures}"
+            failed.agree(self.programs, ranks, label)
+        self._failed = None
 
     def __repr__(self) -> str:
         options, plan = self.options, self.plan

@@ -1,0 +1,110 @@
+"""How far a generated function had come when it raised: whether it had changed an input, and what it had exchanged.
+
+A function knows the line of its first change and those of its collectives, so that a call that succeeds notes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..graph.loop import loop_of
+from ..graph.nodes import communicates, is_mutating, operands, written
+from ..graph.stage_part import part_of
+from ..passes.reinplace import aliased
+from .host_choices import CHOICES
+
+LANDMARKS = "wholestep_landmarks"  # a global of a generated function
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """Lines of a function: the first one that may change an input, and those that communicate."""
+
+    change: int
+    exchanges: tuple[int, ...]
+
+    @staticmethod
+    def of(lines: Iterable[tuple[int, Node]], graph: Graph) -> Landmarks:
+        """Those of the calls of a graph, which are in these lines."""
+        writers, exchanges = _writers(graph), [line for line, node in lines if _exchanges(node)]
+        return Landmarks(min((line for line, node in lines if node in writers), default=_NEVER), tuple(exchanges))
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a call had come: whether state may have `changed`, and how many collectives were `begun`, of which none
+    is known where one was at work.
+    """
+
+    changed: bool = False
+    begun: int | None = 0
+
+
+def reached(error: BaseException) -> Reached:
+    """How far the outermost generated function had come that `error` left. Without one, all may have been done."""
+    for frame, line in walk_tb(error.__traceback__):
+        found: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        if found is not None:
+            before = sum(exchange < line for exchange in found.exchanges)
+            return Reached(line >= found.change, None if line in found.exchanges else before)
+    return Reached(True, None)
+
+
+def _exchanges(node: Node) -> bool:
+    loop = loop_of(node)
+    return (
+        communicates(node) or part_of(node) is not None or (loop is not None and any(map(_exchanges, loop.body.nodes)))
+    )
+
+
+def _writers(graph: Graph) -> dict[Node, list[Node]]:
+    """The calls that may write into inputs of a graph, and these inputs."""
+    root: dict[Node, Node] = {}
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        source = aliased(node)
+        root[node] = root.get(source, source) if source is not None else node
+        given = [root.get(one, one) for one in _written(node)]
+        if inputs := [one for one in given if one.op == "placeholder"]:
+            found[node] = inputs
+    return found
+
+
+def _written(node: Node) -> Sequence[Node]:
+    """The operands that a call may write into."""
+    if is_mutating(node):
+        return written(node)
+    if node.target in CHOICES:
+        return operands(node)[1:2]
+    if node.op == "call_function" and not _is_known(node.target):
+        return operands(node)
+    if loop := loop_of(node):
+        return _in_bodies([(loop.body, operands(node))])
+    if part := part_of(node):
+        given = operands(node)
+        named = dict(zip(part.operands, given if part.begins else given[1:], strict=False))
+        return _in_bodies([(block.body, [named.get(name) for name in block.takes]) for block in part.running])
+    return ()
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a function is an op, or one of wholestep; not so what another compiler has made."""
+    named = getattr(target, "__module__", type(target).__module__)
+    return _torch.is_op(target) or _torch.is_getitem(target) or str(named).startswith(__package__.partition(".")[0])
+
+
+def _in_bodies(bodies: Iterable[tuple[Graph, Sequence[Node | None]]]) -> list[Node]:
+    """Which of the values that bodies are given they may write into."""
+    found: list[Node] = []
+    for body, given in bodies:
+        at = {one: i for i, one in enumerate(body.find_nodes(op="placeholder"))}
+        numbers = {at[one] for inputs in _writers(body).values() for one in inputs}
+        found += [one for i, one in enumerate(given) if i in numbers and one is not None]
+    return found

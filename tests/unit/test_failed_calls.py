@@ -1,0 +1,143 @@
+"""A call that raises leaves state as it was before it, or says that it has not."""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.steps import mean_square as train_step
+from wholestep.backend.reached import Reached
+from wholestep.runtime.failed_call import FailedCall
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with statistics and random numbers, and an optimizer with state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def rows(call: int, wrong: bool = False) -> Tensor:
+    drawn = torch.randint(10, (6,), generator=torch.Generator().manual_seed(call))
+    return torch.where(torch.arange(6) == 5, 100, drawn) if wrong else drawn
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    entries = [entry[key] for entry in optimizer.state.values() for key in sorted(entry)]
+    return [t.detach().clone() for t in (*model.state_dict().values(), *entries, torch.get_rng_state())]
+
+
+def test_a_call_with_a_wrong_index_has_not_happened() -> None:
+    found: list[list[Tensor]] = []
+    for wrong in ((), (2, 3)):
+        model, optimizer = made()
+        step = ws.compile(train_step)
+        for call in range(5):
+            if call in wrong:
+                with pytest.raises(IndexError):
+                    step(model, optimizer, rows(call, wrong=True))
+            step(model, optimizer, rows(call))
+        found.append(state_of(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def interrupted(call: Callable[[], Any], line: int) -> bool:
+    """Make a call, with Ctrl-C at its `line`-th line of wholestep, counted from the generated function on."""
+    left = line
+
+    def trace_lines(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left <= 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace_lines
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        ours = frame.f_code.co_filename == "<wholestep eager>" or frame.f_code.co_name == "_act"
+        return trace_lines if ours else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("begun", [(0, 1), (None, None), (2, 2)])
+def test_ranks_go_on_that_have_begun_as_many_collectives(begun: tuple[int | None, int | None]) -> None:
+    model, optimizer = made()
+    graph = ws.capture(train_step, model, optimizer, rows(0))
+    local = ws.partition(graph, ws.plan(graph, "dp=2"))
+    program: Any = SimpleNamespace(local=local, capture=SimpleNamespace(state=SimpleNamespace(params={})))
+    answers = [(3, n, f"KeyboardInterrupt {rank}") for rank, n in enumerate(begun)]
+    ranks: Any = SimpleNamespace(size=2, gather=lambda label, own, what, kind: answers)
+    failed = FailedCall("train_step", 3, "KeyboardInterrupt", Reached(begun=begun[0]))
+    if begun == (2, 2):
+        failed.agree([program], ranks, "label")
+        return
+    with pytest.raises(ws.RankMismatchError) as raised:
+        failed.agree([program], ranks, "label")
+    points = "rank 0 in call 3 (KeyboardInterrupt 0), rank 1 in call 3 (KeyboardInterrupt 1)"
+    assert str(raised.value).startswith(f"ranks left a call of train_step at different points: {points}\n")
+
+
+class Counted(nn.Module):
+    """Counts its calls on the host, after the tensors have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.calls = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inside(x)
+
+
+def test_a_call_that_is_interrupted_has_not_happened_or_says_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Counted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = ws.compile(train_step)
+    x = torch.randn(6, 4)
+    step(model, optimizer, x)
+    ws.save(tmp_path, step)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()]), model.calls
+    step(model, optimizer, x)
+    expected, counted = state_of(model, optimizer), model.calls
+
+    def again() -> None:
+        ws.load(tmp_path, step)
+        model.calls = before[1]
+
+    torn = 0
+    for line in range(1, 400, 3):
+        again()
+        if not interrupted(lambda: step(model, optimizer, x), line):
+            break
+        try:
+            step(model, optimizer, x)
+        except ws.StateError:
+            torn += 1
+            with pytest.raises(ws.CheckpointError, match=r"raised KeyboardInterrupt.*, after it had begun to change"):
+                ws.save(tmp_path / "torn", step)
+            continue
+        now = state_of(model, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(now, expected, strict=True)), line
+        assert model.calls == counted
+    assert line > 60
+    assert torn
+    again()
+    step(model, optimizer, x)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(model, optimizer), expected, strict=True))
