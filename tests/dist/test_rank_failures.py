@@ -144,3 +144,41 @@ def test_a_first_rank_that_is_stopped_early_is_named(place: str, tmp_path: Path)
             )
             assert re.search(r"(is stopped|does not answer): no answer for \d+ s", first)
             assert more[0].startswith("  last: ")
+
+
+APART = """
+import os, sys
+import torch
+from torch import nn
+import wholestep as ws
+from tests.steps import mean_square
+
+how, folder = sys.argv[1:]
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = ws.compile(mean_square, timeout="8s", parallel=ws.DataParallel("fully_shard"))
+step(model, optimizer, torch.randn(8, 16))
+if os.environ["RANK"] == "0":
+    if how == "save":
+        ws.save(folder + "/checkpoints", step)
+    elif how == "load":
+        ws.load(folder + "/checkpoints", step)
+    else:
+        ws.export(folder + "/exported", model)
+for _ in range(3):
+    step(model, optimizer, torch.randn(8, 16))
+"""
+
+
+@pytest.mark.parametrize("how", ["save", pytest.param("load", marks=FULL), pytest.param("export", marks=FULL)])
+def test_ranks_that_wait_at_different_points_are_named(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "apart.py"
+    script.write_text(APART)
+    with start(script, [how, str(tmp_path)], 3, tmp_path) as ranks:
+        assert ranks.wait([0, 1, 2], LIMIT_S) == dict.fromkeys(range(3), 1), [ranks.output(rank) for rank in range(3)]
+        for rank in range(3):
+            text = "\n".join(error_of(ranks.output(rank)))
+            assert "RankFailedError: ranks wait for each other at different points\n" in text
+            assert re.search(rf"\n  rank 0: between steps, after call 1 of mean_square, waiting at {how}\(", text)
+            assert re.search(r"\n  ranks 1, 2: (in call 2 of mean_square|between steps).*, waiting at ", text)
+            assert len(re.findall(r"\n  there: \S+apart.py:\d+  ", text)) == 2

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..capture.call_structure import by_name
 from ..capture.state import StepState, collect
 from ..distributed.launch import ensure_group
+from ..distributed.peers import watch_peers
 from ..distributed.stop_request import StopRequest
 from ..errors import CheckpointError, shown
 from ..graph.graph import Role
@@ -239,6 +240,8 @@ def load(
     state, objects = _state_of(step, model, optimizer), dict(stateful or {})
     if state is not None or step is not None or objects:
         ensure_group(_device_of(state) if state is not None else None)
+    if step is not None:
+        watch_peers(step.options.given.timeout_s)  # others may be in its first call
     into = "nothing" if state is None and step is None else "a state" if state is not None else "a step to be called"
     ranks = Ranks.of_job("load", directory, into, *sorted(objects))
     root = durable.folder_at(directory)

@@ -156,6 +156,7 @@ class MemoryCopies:
     def _alone(self, step: CompiledStep) -> bytes | None:
         """What this rank alone has: random state, and what modules keep. None where its last copy, or this, failed."""
         assert step.state is not None
+        modules: dict[str, bytes] = {}
         try:
             modules = stateful.take(stateful.extra_states(step.state.modules))
         except CheckpointError as error:

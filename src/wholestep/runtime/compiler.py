@@ -353,6 +353,7 @@ class Compiler:
 
     def _as_on_first_rank(self, planned: Plan, plan_by: Callable[..., Plan], rest: tuple[Any, ...]) -> Plan:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
+        assert planned.strategies is not None, "it was planned by some"
         what = "which stages and layouts it chose"
         label, own = f"{self._consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
         said = self.rendezvous.broadcast(label, own, what, str)
