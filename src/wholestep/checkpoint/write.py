@@ -81,8 +81,8 @@ class Save:
                 folder = root / name
                 if (folder / manifest.NAME).exists():
                     continue
-                durable.make_folder(folder)
                 try:
+                    durable.make_folder(folder)
                     if durable.create(folder / CLAIM, held.owner.to_json()):
                         return held.owner.token, name
                 except OSError:
