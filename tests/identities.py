@@ -331,6 +331,18 @@ def leaf_of_batch(self: Any, x: torch.Tensor, call: int) -> torch.Tensor:
     return x.clone().requires_grad_()
 
 
+def leaf_with_its_gradient(self: Any, x: torch.Tensor, call: int) -> torch.Tensor:
+    self.leaf = x.clone().requires_grad_()
+    (self.expected,) = torch.autograd.grad(copy.deepcopy(self.model)(self.leaf).square().mean(), self.leaf)
+    return self.leaf
+
+
+def compare_gradients(self: Any, call: int) -> None:
+    if call:
+        torch.testing.assert_close(self.leaf.grad, self.expected, rtol=1e-9, atol=1e-12)
+
+
+add("gradient that is read after the call", batch=leaf_with_its_gradient, between=compare_gradients)
 add("gradient of a batch tensor", batch=leaf_of_batch, step=lambda self, x: adversarial(self, x))
 
 

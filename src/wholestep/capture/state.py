@@ -28,7 +28,7 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure a number of times that depends on the data",
     "SparseAdam": "its update needs sparse gradients, whose sizes depend on the data",
 }
-MOVED = "_wholestep_moved"  # attribute of a replaced parameter: its replacement
+MOVED = "_wholestep_moved"  # attribute of a replaced parameter, and of its replacement: a Moved
 WHOLE = "_wholestep_whole"  # attribute of an unsharded copy of a parameter: its purpose
 _NOT_THE_USERS = ("_wholestep", "_is_param", "_is_hf_initialized", "_dynamo")
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -331,7 +331,18 @@ def restored(state: StepState) -> Generator[None]:
             _torch.undo(held_groups.__setitem__, slice(None), before_groups)
         for group, items in groups:
             _torch.undo(_set_items, group, items)
+        for held in state.params.values():
+            _show_face(held)
         yield
+
+
+def _show_face(held: StepTensor) -> None:
+    """Put the parameter that the user made in the place of its shard, until the end of the innermost `undone`."""
+    moved: Moved = vars(held.tensor).get(MOVED, NEVER_MOVED)
+    if moved.face is not None:
+        _torch.undo(setattr, moved.face, "__class__", type(moved.face))
+        moved.face.__class__ = moved.kind
+        put(held, moved.face)
 
 
 def _set_items(table: dict[Any, Any], items: Mapping[Any, Any]) -> None:
@@ -347,12 +358,19 @@ def put(held: StepTensor, tensor: torch.Tensor) -> None:
 
 
 def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
-    """Replace a parameter or buffer permanently, also for optimizers that another step uses (by `MOVED`)."""
+    """Replace a parameter or buffer permanently, also for optimizers that another step uses (by `MOVED`). The two share
+    their attributes from now on. The object that the user made stays, without its values: steps are traced with it.
+    """
     old = held.tensor
     put(held, new)
     rekey(state.optimizers.values(), old, new)
-    vars(old)[MOVED] = new
-    if type(old) in (torch.Tensor, nn.Parameter):
+    before: Moved = vars(old).get(MOVED, NEVER_MOVED)
+    vars(old)[MOVED] = Moved(new, before.face, before.kind) if before.face is not None else Moved(new, old, type(old))
+    new.__dict__ = {**vars(new), **vars(old)}
+    old.__dict__ = vars(new)
+    if not old.is_meta:
+        old.data = old.data.new_empty(0)
+    with contextlib.suppress(TypeError):  # a class of the user's may have another layout
         old.__class__ = Replaced
 
 
@@ -372,9 +390,29 @@ class Replaced(nn.Parameter):
 
 def newest(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a parameter was replaced by; a tensor that was not, as it is."""
-    while (new := vars(tensor).get(MOVED)) is not None:
+    while (new := vars(tensor).get(MOVED, NEVER_MOVED).new) is not None and new is not tensor:
         tensor = new
     return tensor
+
+
+@dataclass
+class Moved:
+    """The `new` tensor for a parameter that was replaced, and its `face`: what the user made, of class `kind`. A copy
+    of the parameter, or a pickle, has neither.
+    """
+
+    new: torch.Tensor | None = None
+    face: torch.Tensor | None = None
+    kind: type | None = None
+
+    def __deepcopy__(self, memo: object) -> Moved:
+        return NEVER_MOVED
+
+    def __reduce__(self) -> tuple[type[Moved], tuple[()]]:
+        return Moved, ()
+
+
+NEVER_MOVED = Moved()
 
 
 def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:

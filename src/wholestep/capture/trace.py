@@ -180,11 +180,11 @@ class Traced:
     def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
-        for name, held in [*state.params.items(), *state.buffers.items()]:
-            self.own.put(name, held.tensor, given[name])
-        self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
         plain = _plain_state(state)
+        self._put_own(given)
         with held_state.restored(state):
+            self._put_own(given)
+            self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
@@ -221,6 +221,10 @@ class Traced:
                 *self._new_state(given),
             ]
 
+    def _put_own(self, given: dict[str, torch.Tensor]) -> None:
+        for name, held in (*self.request.state.params.items(), *self.request.state.buffers.items()):
+            self.own.put(name, held.tensor, given[name])
+
     def _argument(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the step sees of an argument: the tensor itself, and a fake where it is passed twice: another
         call may pass two.
@@ -237,10 +241,10 @@ class Traced:
             raise SizesFixedError("the step reads a value of the batch", _calling_text())
         return value
 
-    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[tuple[Any, torch.Tensor, Any]]) -> None:
+    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[tuple[Any, str, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
-        for optimizer, param, entry in plain:
-            optimizer.state[param].update(entry)
+        for optimizer, name, entry in plain:
+            optimizer.state[self.request.state.params[name].tensor].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
                 owner = self.request.state.params[i.owner].tensor
@@ -449,14 +453,14 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _torch.set_data(tensor, value)
 
 
-def _plain_state(state: StepState) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
-    """Return the entries of optimizer state that are not tensors, as (optimizer, parameter, entries)."""
-    params = {id(held.tensor) for held in state.params.values()}
+def _plain_state(state: StepState) -> list[tuple[Any, str, dict[str, Any]]]:
+    """Return the entries of optimizer state that are not tensors, as (optimizer, name of the parameter, entries)."""
+    names = {id(held.tensor): name for name, held in state.params.items()}
     return [
-        (optimizer, param, {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
+        (optimizer, names[id(param)], {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
         for optimizer in state.optimizers.values()
         for param, entry in optimizer.state.items()
-        if id(param) in params
+        if id(param) in names
     ]
 
 

@@ -21,7 +21,7 @@ from .. import _torch
 from ..backend.protocol import Run
 from ..backend.reached import reached
 from ..capture.call_structure import walk
-from ..capture.state import WHOLE
+from ..capture.state import MOVED, WHOLE
 from ..distributed.full_tensors import gather
 from ..distributed.rendezvous import Rendezvous
 from ..errors import StateError, first_line
@@ -186,7 +186,7 @@ def _plain(param: Tensor, whole: Tensor, name: str) -> nn.Parameter:
 def stand_in(param: Tensor, whole: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
     """A parameter with the values of `whole` that stands in for `param`, with its attributes, inside `where`."""
     made = nn.Parameter(whole, requires_grad=requires_grad)
-    vars(made).update({key: value for key, value in vars(param).items() if key not in vars(made)})
+    vars(made).update({key: value for key, value in vars(param).items() if key not in (*vars(made), MOVED)})
     vars(made)[WHOLE] = where
     return made
 
