@@ -2253,6 +2253,30 @@ class TuplesInTuples(World):
         return loss
 
 
+@torch.library.custom_op("wholestep_tests::scale_", mutates_args={"x"})
+def scale_in_place(x: torch.Tensor, factor: float) -> None:
+    x.mul_(factor)
+
+
+@refused("the step calls wholestep_tests.scale_.default, which changes its arguments in place")
+class OwnOpInPlace(World):
+    def step(self, x):
+        loss = self.update(x)
+        scale_in_place(self.model[2].bias.detach(), 0.5)  # here
+        return loss
+
+
+LABELS = torch.tensor([3, 1, 3])
+
+
+@case
+class UniqueOfAConstant(World):
+    def step(self, x):
+        values, inverse, counts = torch.unique(LABELS, return_inverse=True, return_counts=True)
+        factor = sum(x[LABELS == label].mean() for label in values.tolist())
+        return self.update(x, factor + (inverse * counts[inverse]).sum()), values, counts
+
+
 LIBRARY: dict[str, Any] = {"torch": torch}
 CHECKS = """
 def check(condition, text):

@@ -249,8 +249,21 @@ def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
         weights = weights if weights.dtype == torch.float32 else weights.double()
         return weights.new_zeros(size).index_add(0, x, weights)
 
+    def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+        if not x.numel():
+            return NotImplemented
+        ordered, order = x.reshape(-1).sort(stable=True)
+        begins = torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
+        positions = _nonzero(begins, known)
+        if positions is NotImplemented:
+            return NotImplemented
+        first = positions[:, 0]
+        numbers = torch.empty_like(order).scatter(0, order, begins.cumsum(0) - 1).view(x.shape)
+        return ordered[first], numbers, torch.cat([first[1:], first.new_full((1,), x.numel())]) - first
+
     return {
         aten._local_scalar_dense.default: read,
+        aten._unique2.default: unique,
         aten.bincount.default: bincount,
         aten.nonzero.default: nonzero,
         aten.masked_select.default: masked_select,

@@ -30,7 +30,7 @@ _LIBRARIES = frozenset({
     "torch", "torchgen", "torchvision", "torchaudio", "triton", "functorch", "sympy", "mpmath", "networkx", "numpy",
     "scipy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate", "diffusers", "lightning",
     "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics", "pytorch_optimizer", "schedulefree",
-    "lion_pytorch", "pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis",
+    "lion_pytorch", "tqdm", "pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis",
 })  # fmt: skip
 """Installed packages whose globals, classes and functions no step changes or reads differently: torch and what it is
 built on, and those whose models and optimizers the tests capture and compare with eager for several steps. All other
