@@ -41,6 +41,8 @@ class Tuning:
     close_gap: float = tuned(0.005, "share", "by which a solution may exceed the shortest step: a guess")
     rough_gap: float = tuned(0.02, "share", "the same, for one mesh of many: a guess")
     solved_budgets: tuple[float, ...] = tuned((1.0, 0.8), "x budget", "the model omits memory that ops need to run", 24)
+    # -- traces that are repeated
+    verify_share: float = tuned(0.02, "share", "of the run time that later traces may take: a guess")
     # -- Auto
     nodes_in_a_group: tuple[int, ...] = tuned((1, 8), "nodes", "sizes of hybrid groups that are tried", 20)
     sure_share: float = tuned(0.02, "share", "candidates as near to the best are simulated with all layers", 23)

@@ -2409,7 +2409,7 @@ def test_is_done_in_each_call_as_eager_does_it(name: str) -> None:
     eager = CASES[name]()
     expected = train(eager, eager.step)
     world = CASES[name]()
-    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer)
+    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer, verify=True)
     found = train(world, step)
     assert not fakes_in(world)
     for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

@@ -57,6 +57,7 @@ class Capture:
     checked: tuple[str, ...] = ()
     symbols: _torch.Symbols | None = None
     unfilled: TrainGraph | None = None
+    calls_caches: bool = False  # functions under `functools.cache`, which a later trace finds filled
 
     @property
     def traced(self) -> TrainGraph:
@@ -137,6 +138,22 @@ def capture_step(
         )
 
 
+@collector_paused()
+@source_lines_dropped()
+def capture_again(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, like: Capture,
+    whole: Mapping[str, tuple[int, ...]],
+) -> Capture:  # fmt: skip
+    """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
+    dims: dict[str, tuple[int, ...]] = {}
+    for name, dim in like.symbols.record.dims.values() if like.symbols is not None else ():
+        dims[name] = (*dims.get(name, ()), dim)
+    with _torch.one_thread():
+        state, *_ = find_state(fn, args, kwargs, options.extra)
+        with overridden(state, options.module_overrides):
+            return _captured(fn, args, kwargs, options, like.hypers, whole, like.effects.carried, dims)
+
+
 def _capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
     whole: Mapping[str, tuple[int, ...]], carried: Promoted | None, changing: Promoted | None,
@@ -200,6 +217,7 @@ def _captured(
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
         tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols,
+        calls_caches=bool(found.caches),
     )  # fmt: skip
 
 

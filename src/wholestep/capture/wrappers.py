@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,6 +23,8 @@ _NOT_USERS = ("accelerate", "contextlib", "lightning", "pytorch_lightning", "who
 
 def attributes_of(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object, without asking it: its class may answer every name; None if it has none."""
+    if isinstance(value, threading.local):  # it has others in each thread
+        return vars(value)
     try:
         held: Any = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):

@@ -95,6 +95,10 @@ class CompileOptions:
         agree_timeout: how long a rank may compile its program while the others wait.
         check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
             of optimizers) over the ranks, by checksum; 0 for never.
+        verify: trace the step again and compare it with the program that the call is about to run: a value that the
+            step reads and that nothing else compares is found ([page](effects.md#what-is-compared-before-a-call)).
+            `"auto"`: on one rank, at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run
+            time; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls. False: never.
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
             not used for longest goes; a call of its kind compiles it again, on this rank alone.
         dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same
@@ -135,6 +139,7 @@ class CompileOptions:
     timeout: float | str | None = "5min"
     agree_timeout: float | str = "2min"
     check_every: int = 1000
+    verify: bool | Literal["auto"] = "auto"
     max_programs: int = 32
     dynamic: bool | Mapping[str, Sequence[int]] = True
     pad_to: PadTo | Sequence[PadTo] = ()

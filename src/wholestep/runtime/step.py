@@ -51,6 +51,7 @@ from .size_check import other_dims
 from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
+from .verify import Verification
 
 MOST_VALUES = TUNING.most_captures
 
@@ -94,6 +95,7 @@ class CompiledStep:
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
         self._known_sizes: KnownSizes | None = None
+        self._verification = Verification(fn, self.__name__, options.capture, options.given.verify)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
@@ -427,6 +429,8 @@ class CompiledStep:
                 if miss is None:
                     if i != last:
                         self.programs.append(self.programs.pop(i))
+                    if self._verification.is_due(self.calls + 1, program.world.mesh.size):
+                        self._verify(program, self._inputs(args, kwargs, given and given.of_all))
                     return program
                 newest = newest or miss
             assert newest is not None, "no program fits"
@@ -437,6 +441,14 @@ class CompiledStep:
             flush_pending()
             inputs = self._inputs(args, kwargs, given and given.of_all)
             return self._compile(inputs, self._other_sizes(inputs))
+
+    def _verify(self, program: Program, inputs: StepInputs) -> None:
+        """Trace the step again; a program that it is not any more is forgotten."""
+        try:
+            self._verification.verify(self.calls + 1, program, inputs)
+        except CaptureError:
+            self.programs.remove(program)
+            raise
 
     def _in_order(self) -> Sequence[int]:
         """Places of the programs in the order in which they are looked at where calls are recorded: the latest first,

@@ -1,0 +1,188 @@
+"""Traces a step again, before a call runs its program, and compares: what the step reads and no guard knows is found.
+
+A capture changes nothing, so it can be repeated. Ranks do it at the same calls, and tell each other nothing: one that
+raises ends the others as any error does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from itertools import zip_longest
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+
+from .. import _torch
+from ..capture.capture import Capture, capture_again
+from ..capture.capture_options import CaptureOptions
+from ..capture.effects import Effects, Extra, Made
+from ..capture.host_numbers import At
+from ..capture.locations import SIMPLE, Location
+from ..errors import CaptureError, shown
+from ..graph import meta
+from ..graph.graph import TrainGraph
+from ..tuning import TUNING
+from .program import Program
+from .step_inputs import StepInputs
+
+_FIRST = 8  # the last call that is verified whatever it takes
+
+
+@dataclass
+class Verification:
+    """When to trace a step again: at calls 2, 5 and 8, and at 17, 32, 65, ... while `TUNING.verify_share` of the time
+    since the first call is not used up; at all of them if `given` is True. Every second one is odd: what alternates is
+    found too.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    options: CaptureOptions
+    given: bool | str
+    _spent: float = 0.0
+    _longest: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
+    _last: int = 1
+
+    def __post_init__(self) -> None:
+        if self.given == "auto" and os.environ.get("WHOLESTEP_VERIFY") == "0":
+            self.given = False
+
+    def is_due(self, call: int, ranks: int) -> bool:
+        """Whether the program of a call, counted from 1, is verified before it runs."""
+        if self.given == "auto" and ranks > 1:
+            return False
+        power = call.bit_length() - 1
+        if not self.given or power < 1 or call != 2**power + (power % 2 == 0):
+            return False
+        allowed = TUNING.verify_share * (time.monotonic() - self._began)
+        return call <= _FIRST or self.given is True or self._spent + self._longest <= allowed
+
+    def verify(self, call: int, program: Program, inputs: StepInputs) -> None:
+        """Raise CaptureError if the step, traced now, is not what the program runs."""
+        begin = time.monotonic()
+        try:
+            found = self._difference(program.capture, inputs, program)
+        finally:
+            took = time.monotonic() - begin
+            self._spent, self._longest = self._spent + took, max(self._longest, took)
+        if found is not None:
+            was, now, where = found
+            raise CaptureError(
+                f"call {call} of {self.name} is not what its program does: the step reads a value that has changed and "
+                f"that wholestep does not compare. The program has {was}; traced now, the step has {now}. Calls after "
+                f"call {self._last} may have run with the old value",
+                "values that each call compares: numbers, text, containers and attributes of objects that the step's "
+                "function, its arguments, closures or globals lead to",
+                "pass the value to the step, or keep it in an attribute",
+                where,
+            )
+        self._last = call
+
+    def _difference(self, captured: Capture, inputs: StepInputs, program: Program) -> tuple[str, str, str] | None:
+        options = replace(self.options, device=program.world.device)
+        try:
+            again = capture_again(self.fn, inputs.args, inputs.kwargs, options, captured, inputs.whole)
+        except CaptureError as error:
+            return "no such line", error.found, error.where
+        if captured.calls_caches or again.calls_caches:
+            return None  # what a cache keeps is an operation in one trace and a constant in the next
+        if captured.symbols is not None and captured.symbols.record.hints != again.symbols.record.hints:
+            return None  # numbers that torch computes from sizes may have another form
+        return _first_difference(captured, again, program)
+
+
+def _first_difference(captured: Capture, again: Capture, program: Program) -> tuple[str, str, str] | None:
+    """What a capture and the next one have in other words: two texts, and the user's line."""
+    for was, now in zip_longest(*map(_graph_lines, (captured, again)), fillvalue=""):
+        if was != now:
+            line = _line_of(again.traced, now) or _line_of(captured.traced, was)
+            return was.strip() or "no more", now.strip() or "no more", line
+    for name, old, new in _constants(captured, again, program):
+        if not _same_tensor(old, new):
+            node = next((n for n in again.traced.graph.nodes if n.name == name), None)
+            users = [meta.source_line(user) for user in node.users] if node is not None else []
+            return f"a constant {_values(old)}", _values(new), next(filter(None, users), "")
+    for was, now in zip_longest(*map(list, map(_host_lines, (captured, again))), fillvalue="nothing"):
+        if was != now:
+            return was, now, ""
+    return None
+
+
+def _graph_lines(captured: Capture) -> list[str]:
+    return re.sub(r" at 0x[0-9a-f]+", "", str(captured.traced)).splitlines()
+
+
+def _line_of(graph: TrainGraph, line: str) -> str:
+    """The user's line behind a line of a graph's text."""
+    name = line.strip().removeprefix("%").split(" ")[0]
+    return next((meta.source_line(node) for node in graph.graph.nodes if node.name == name), "")
+
+
+def _constants(
+    captured: Capture, again: Capture, program: Program
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Each constant of a trace: its name, the tensor that the program reads, the tensor that the step reads now."""
+    for name, new in again.traced.constants.items():
+        old = program.local.constants.get(name, new)
+        if old.shape != new.shape:  # a shard
+            old = captured.traced.constants.get(name, new)
+        yield name, old, new
+
+
+def _same_tensor(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or old.is_meta or new.is_meta or old is new:
+        return (old.shape, old.dtype) == (new.shape, new.dtype)
+    bits = [_torch.local_tensor(t.detach()).cpu().reshape(-1).contiguous().view(torch.uint8) for t in (old, new)]
+    return torch.equal(*bits)
+
+
+def _values(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} {shown(cast(Any, tensor.detach().reshape(-1)[:3]).tolist())}"
+
+
+def _host_lines(captured: Capture) -> Iterator[str]:
+    """What the host does in each call, and what the call returns, as text."""
+    effects: Effects = captured.effects
+    yield f"the result {captured.results.spec} of {[_text(leaf) for leaf in captured.result_leaves]}"
+    for number, line in enumerate(effects.program.instructions):
+        yield f"the number {number} = {_called(line)}"
+    for choice in effects.program.decisions:
+        yield f"the choice {choice.expected} at {choice.where}"
+    for write in effects.writes:
+        yield f"{write.place.path} = {'nothing' if write.made is None else _made(write.made)}"
+    for call in effects.calls:
+        yield f"the call {_name(call.fn)}{_made(call.made)}"
+    yield f"{len(effects.rebound)} replaced tensors, flags {effects.flags}, gradients cleared {captured.cleared_grads}"
+
+
+def _called(line: partial[Any]) -> str:
+    place = getattr(cast(Any, line.func), "__self__", None)
+    where = f" {place.path}" if isinstance(place, Location) else ""
+    return f"{_name(line.func)}{where}({', '.join(map(_text, line.args))})"
+
+
+def _made(made: Made) -> str:
+    return f"({', '.join(map(_text, made.leaves))})"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (At, Extra)):
+        return f"{type(value).__name__} {value.index}"
+    if isinstance(value, (*SIMPLE, Enum)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, cast(Sequence[object], value)))})"
+    return value.path if isinstance(value, Location) else _name(value)
+
+
+def _name(value: object) -> str:
+    named = isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType))
+    return value.__qualname__ if named else type(value).__name__
