@@ -97,7 +97,7 @@ def _written(node: Node) -> Sequence[Node]:
 def _is_known(target: Any) -> bool:
     """Whether a function is an op, or one of wholestep; not so what another compiler has made."""
     named = getattr(target, "__module__", type(target).__module__)
-    return _torch.is_op(target) or _torch.is_getitem(target) or str(named).startswith(__package__.partition(".")[0])
+    return _torch.is_op(target) or _torch.is_getitem(target) or str(named).startswith("wholestep")
 
 
 def _in_bodies(bodies: Iterable[tuple[Graph, Sequence[Node | None]]]) -> list[Node]:

@@ -306,7 +306,8 @@ def show(value: object) -> str:
         pairs = sorted(f"{show(k)}: {show(v)}" for k, v in cast(dict[object, object], value).items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__}({sorted(map(show, cast(set[object], value)))})"
+        kind: type = set if isinstance(value, set) else frozenset
+        return f"{kind.__name__}({sorted(map(show, cast(set[object], value)))})"
     return torch.device(value).type if isinstance(value, torch.device) else _name(value)
 
 
