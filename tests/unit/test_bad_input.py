@@ -185,7 +185,7 @@ def test_what_is_no_text_names_no_module(wrong: Any) -> None:
     makers: list[Callable[[], Any]] = [
         lambda: ws.TensorParallel({wrong: "colwise"}),
         lambda: ws.Pipeline(stages=[[wrong], ["1"]]),
-        lambda: ws.Pipeline(stages=[["0"], wrong] if wrong != ("0",) else object()),  # pyright: ignore
+        lambda: ws.Pipeline(stages=[["0"], wrong] if wrong != ("0",) else object()),  # pyright: ignore[reportArgumentType]
     ]
     for make in makers:
         with pytest.raises(ws.PlanError):

@@ -2273,7 +2273,7 @@ LABELS = torch.tensor([3, 1, 3])
 class UniqueOfAConstant(World):
     def step(self, x):
         values, inverse, counts = torch.unique(LABELS, return_inverse=True, return_counts=True)
-        factor = sum(x[LABELS == label].mean() for label in values.tolist())
+        factor = sum(x[label == LABELS].mean() for label in values.tolist())
         return self.update(x, factor + (inverse * counts[inverse]).sum()), values, counts
 
 
@@ -2649,7 +2649,7 @@ def test_gradients_of_the_batch_are_left_at_its_tensors(kind: str) -> None:
         world = World()
 
         def train_step(batch: Any, *, w: torch.Tensor) -> Any:
-            x = batch.x if inside else batch  # noqa: B023
+            x = batch.x if inside else batch
             if kind == "required in the step":
                 x.requires_grad_()
             if kind == "reset in the step":
