@@ -125,7 +125,7 @@ class EagerGather:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Replace sharded parameters by gathered ones, except inside another call or a capture."""
-        if any(id(module) in known for known in self.inside):
+        if torch.compiler.is_compiling() or any(id(module) in known for known in self.inside):
             self.running.append(None)
             return
         put: list[_Place] = []
