@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -126,3 +127,26 @@ def test_more_recomputation_holds_less_and_at_most_two_layers_are_gathered() -> 
     assert peaks == sorted(peaks, reverse=True), peaks
     again = sum(node.name.startswith("mm") and node.name.endswith("_again") for node in made.graph.nodes)
     assert again <= 3 * layers, "a layer runs once more, from what it was handed"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 48, 64, 256])
+@pytest.mark.parametrize("shape", [(8, 96, 256), (1, 512), (3, 5, 1024), (8, 300, 7), (7,), (256, 3)])
+def test_shards_are_padded_to_at_most_twice(shape: tuple[int, ...], ranks: int) -> None:
+    """Where a dim has as many entries as there are ranks. A stack of experts has fewer rows."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    graph = captured(Stack, 4)
+    for style in ("fully_shard", "zero1"):
+        plan = ws.plan(graph, f"dp={ranks}", ws.DataParallel(style))
+        stored = [given for given in plan.inputs if given.role.name == "STATE" and len(given.meta.shape) == len(shape)]
+        for given in stored:
+            local = plan.storage[given.name].local_shape(shape, plan.mesh, plan.mesh.coordinate(0))
+            if max(shape) >= ranks:
+                assert prod(local) * ranks <= 2 * prod(shape), (given.name, local)

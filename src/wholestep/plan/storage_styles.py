@@ -62,14 +62,25 @@ def reduced_once(name: str) -> str:
     return next(alike, given).name
 
 
-def _sharded(have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
-    """Dim 0 sharded over all axes, inside the axes that shard it already; a 0-dim tensor stays whole.
+def _sharded(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+    """One dim sharded over all axes, inside the axes that shard it already: dim 0, or if it is shorter than the axes, as
+    that of a stack of experts, the first other one that they divide evenly, else the longest. A 0-dim tensor stays whole.
 
     The innermost axis of the mesh cuts first: a reduce-scatter goes along it first, a gather last, so that the outer
-    axes, which have the slower links, carry pieces only (decision 0033).
+    axes, which have the slower links, carry pieces only (decision 0057).
     """
-    inner_first = tuple(name for name in reversed(mesh.names) if name in axes)
-    return replace(have, dims=((*have.dims[0], *inner_first), *have.dims[1:])) if have.dims else have
+    if not have.dims:
+        return have
+    inner_first, ranks = tuple(name for name in reversed(mesh.names) if name in axes), _ranks(mesh, axes)
+    sizes = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))
+    others = [dim for dim, size in enumerate(sizes) if size >= ranks]
+    even = [dim for dim in others if sizes[dim] % ranks == 0]
+    long = 0 if sizes[0] >= ranks or not others else (even or sorted(others, key=lambda dim: -sizes[dim]))[0]
+    return replace(have, dims=tuple((*of, *inner_first) if dim == long else of for dim, of in enumerate(have.dims)))
+
+
+def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return prod(mesh.axis_size(axis) for axis in axes)
 
 
 def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
@@ -77,17 +88,17 @@ def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) ->
 
 
 def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return have, _sharded(have, mesh, axes)
+    return have, _sharded(given, have, mesh, axes)
 
 
 def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return _sharded(have, mesh, axes), _sharded(have, mesh, axes)
+    return _sharded(given, have, mesh, axes), _sharded(given, have, mesh, axes)
 
 
 def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    ranks = prod(mesh.axis_size(axis) for axis in axes)
     rows = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))[:1]
-    return _fully_shard(given, have, mesh, axes) if rows and rows[0] % ranks == 0 else (have, have)
+    even = rows and rows[0] % _ranks(mesh, axes) == 0
+    return _fully_shard(given, have, mesh, axes) if even else (have, have)
 
 
 def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
