@@ -50,9 +50,12 @@ def first_line(error: BaseException) -> str:
 
 
 class CaptureError(WholestepError):
-    """The step cannot be captured as one graph. `reads_value`: it reads a value that is known only when it runs."""
+    """The step cannot be captured as one graph. `reads_value`: it reads a value that is known only when it runs.
+    `place`: the place of a Python value that it reads, where the value was to be an input.
+    """
 
     reads_value = False
+    place = ""
 
 
 class MeshError(WholestepError):

@@ -1,18 +1,23 @@
 """How a step is given what it needs and gives back what it made: arguments, closures, results."""
 
+import array
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 import wholestep as ws
+from tests.batch_classes import CLASSES, EasyDict
 from tests.catalogue import CASES
 from tests.eager import batches, same, same_as_eager, same_holder
 from tests.steps import mse as train
@@ -80,10 +85,16 @@ def test_structures(kind: str) -> None:
     ],
 )
 def test_arguments_are_taken_apart_as_torch_does(value: Any) -> None:
-    """Usual containers are not walked by torch."""
-    found, expected = call_structure.take_apart(value), call_structure._take_apart(value)  # pyright: ignore[reportPrivateUsage]
-    assert found.structure == expected.structure
-    assert [*map(id, found.leaves)] == [*map(id, expected.leaves)]
+    """What torch does not open, mappings and dataclasses, has its values where torch has a leaf."""
+
+    def leaves(one: Any) -> list[Any]:
+        if isinstance(one, (Data, collections.UserDict)):
+            return [leaf for field in vars(one).values() for leaf in leaves(field)]
+        inner = tree_leaves(one, is_leaf=lambda item: item is not one)
+        return inner if len(inner) == 1 and inner[0] is one else [leaf for item in inner for leaf in leaves(item)]
+
+    found = call_structure.take_apart(value)
+    assert [*map(id, found.leaves)] == [*map(id, leaves(value))]
     again = call_structure.put_together(found.structure, found.leaves)
     assert [*map(id, call_structure.take_apart(again).leaves)] == [*map(id, found.leaves)]
 
@@ -394,3 +405,153 @@ def test_parameters_stay_themselves_in_a_world_of_one() -> None:
         step(model, optimizer, *call)
     assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
     assert all(p in optimizer.state for p in model.parameters())
+
+
+# -- objects ------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_object_is_a_batch(kind: str) -> None:
+    """Its tensors are inputs, whatever its class, and it is the object that the step sees, unchanged afterwards."""
+    known = set[int]()
+
+    def fn(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+        itself = id(batch) in known or isinstance(batch, tuple)
+        return train(model, optimizer, batch.x * (batch.k if itself else 0.0), batch.y)
+
+    step, ours, eager = ws.compile(fn), make(), make()
+    given = [(x, y, *(CLASSES[kind](x, y, 1.5, "a") for _ in range(2))) for x, y in CALLS]
+    known.update(id(batch) for call in given for batch in call[2:])
+    for x, y, batch, other in given:
+        same(step(*ours, batch), fn(*eager, other), 1e-12, "loss")
+        assert batch.x is x
+        assert batch.y is y
+    same_holder(ours[0], eager[0], 1e-12, False, "model")
+    assert step.captures == 1
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+REFILLED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[Any], Any]]] = {
+    "array of numpy": (lambda: np.ones(3), lambda a, i: a.fill(i), lambda a: float(a.sum())),
+    "array in a dict": (lambda: {"a": np.ones(3)}, lambda d, i: d["a"].fill(i), lambda d: float(d["a"].sum())),
+    "array.array": (lambda: array.array("d", [1.0]), lambda a, i: a.__setitem__(0, float(i)), lambda a: a[0]),
+    "bytearray": (lambda: bytearray(b"1"), lambda a, i: a.__setitem__(0, i), lambda a: a[0]),
+    "memoryview": (lambda: memoryview(bytearray(b"1")), lambda a, i: a.__setitem__(0, i), lambda a: a[0]),
+    "set": (set, lambda s, i: s.add(i), len),
+    "deque": (lambda: collections.deque([1]), lambda d, i: d.append(i), len),
+    "seed": (lambda: _random(1), lambda g, i: g.manual_seed(i), lambda g: g.initial_seed()),
+    "attribute": (lambda: Holder(1.0), lambda h, i: setattr(h, "value", float(i)), lambda h: h.value),
+    "list in an object": (lambda: Holder([1.0]), lambda h, i: h.value.append(float(i)), lambda h: sum(h.value)),
+    "EasyDict": (lambda: EasyDict(k=1.0), lambda d, i: d.update(k=float(i)), lambda d: d.k),
+    "Counter": (lambda: collections.Counter(a=1), lambda c, i: c.update(a=i), lambda c: c["a"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFILLED)
+def test_the_same_object_with_other_contents_is_seen(kind: str) -> None:
+    start, refill, read = REFILLED[kind]
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+
+        def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, given: Any) -> Tensor:
+            return train(model, optimizer, x * read(given), y)
+
+        (model, optimizer), given = make(), start()
+        step = ws.compile(fn) if compiled else fn
+        losses: list[Tensor] = []
+        for i in range(1, 5):
+            refill(given, i)
+            losses.append(step(model, optimizer, *CALLS[0], given).clone())
+        found.append(losses)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_object_that_is_given_is_returned_and_passed_on() -> None:
+    """What a step returns or passes to a callback is the object of this call."""
+    seen: list[Any] = []
+
+    def fn(model: nn.Module, optimizer: Optimizer, batch: Any) -> tuple[Tensor, Any]:
+        loss = train(model, optimizer, batch.x, batch.y)
+        ws.callback(seen.append, batch)
+        return loss, batch
+
+    (model, optimizer), step = make(), ws.compile(fn)
+    for x, y in CALLS:
+        batch = CLASSES["plain"](x, y, 1.0, "a")
+        assert step(model, optimizer, batch)[1] is batch
+        assert seen.pop() is batch
+    assert step.captures == 1
+
+
+def _scaled(config: Any, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    return train(model, optimizer, x * config["scale"], y)
+
+
+def _scaled_by_name(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, config: Any) -> Tensor:
+    return _scaled(config, model, optimizer, x, y)
+
+
+class Scaled(dict[str, float]):
+    def step(self, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return _scaled(self, model, optimizer, x, y)
+
+
+BOUND: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "partial": lambda config: functools.partial(_scaled, config),
+    "partial by name": lambda config: functools.partial(_scaled_by_name, config=config),
+    "partial of a list": lambda config: functools.partial(lambda all, *rest: _scaled(all[0], *rest), [config]),
+    "method": lambda config: MethodType(_scaled, config),
+    "method of a dict": lambda config: config.step,
+}
+
+
+@pytest.mark.parametrize("kind", BOUND)
+def test_what_a_function_is_bound_to_is_compared(kind: str) -> None:
+    """A number in it is an input from its second value on."""
+    found: list[list[Tensor]] = []
+    for compiled in (True, False):
+        (model, optimizer), config = make(), Scaled(scale=1.0)
+        fn = BOUND[kind](config)
+        step = ws.compile(fn) if compiled else fn
+        losses: list[Tensor] = []
+        for i in range(5):
+            config["scale"] = 1.0 + i
+            losses.append(step(model, optimizer, *CALLS[0]).clone())
+        found.append(losses)
+        assert not isinstance(step, ws.CompiledStep) or step.captures == 2, step.misses
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_attributes_of_the_function_itself_are_compared() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return train(model, optimizer, x * getattr(fn, "scale"), y)  # noqa: B009
+
+    ours, eager, step = make(), make(), ws.compile(fn)
+    for i in range(5):
+        fn.__dict__["scale"] = 1.0 + i
+        same(step(*ours, *CALLS[0]), fn(*eager, *CALLS[0]), 1e-12, "loss")
+    assert step.captures == 2
+
+
+def test_a_norm_that_changes_is_computed_in_the_graph() -> None:
+    config = SimpleNamespace(norm=1.0)
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.norm)
+        optimizer.step()
+        return loss.detach()
+
+    ours, eager, step = make(), make(), ws.compile(fn)
+    for i in range(20):
+        config.norm = 0.1 / (1 + i)
+        same(step(*ours, *CALLS[0]), fn(*eager, *CALLS[0]), 1e-12, "loss")
+    assert step.captures == 2

@@ -11,13 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-TreeSpec = pytree.TreeSpec
-tree_flatten, tree_unflatten, tree_map_only = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_map_only
-
-
-def tree_flatten_with_path(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Return the leaves of a nested container, each with its path as text."""
-    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
+tree_flatten, tree_map_only = pytree.tree_flatten, pytree.tree_map_only
 
 
 def other_kind(value: torch.Tensor) -> str:

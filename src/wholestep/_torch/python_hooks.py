@@ -53,9 +53,11 @@ def new_input(
     return fake, node
 
 
-def host_forms(on_math: Form, on_scheduler: Form, outward: Any) -> list[tuple[Any, str, Any]]:
+def host_forms(
+    on_math: Form, on_float: Callable[[Any], Any], on_scheduler: Form, outward: Any
+) -> list[tuple[Any, str, Any]]:
     """Attributes to set, so that functions of `math`, steps of schedulers, and what reads or changes something outside
-    of Python's objects run the given forms. The latter are methods
+    of Python's objects run the given forms, and `float()` of torch's clipping `on_float`. The latter are methods
     `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_file` (of torch),
     `on_thread`, `on_clock`, `on_entropy`, `on_draw` (of a module's generator) and `on_variable` (of the system) of
     `outward`.
@@ -88,7 +90,8 @@ def host_forms(on_math: Form, on_scheduler: Form, outward: Any) -> list[tuple[An
     streams = [(getattr(sys, name), "write", functools.partial(outward.on_text, name)) for name in ("stdout", "stderr")]
     changes += forms_of([form for form in streams if hasattr(form[0], "__dict__")])
     dates: list[type] = [datetime.datetime, datetime.date]
-    return changes + [(datetime, kind.__name__, _with_clock(kind, outward.on_clock)) for kind in dates]
+    changes += [(datetime, kind.__name__, _with_clock(kind, outward.on_clock)) for kind in dates]
+    return [*changes, (torch.nn.utils.clip_grad, "float", on_float)]  # `float(max_norm)` (2.5 to 2.13)
 
 
 def _draws() -> list[tuple[ModuleType, str]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..graph.meta import meta_of
-from .locations import MISSING, SIMPLE, Location, shown
+from .locations import MISSING, SIMPLE, Location, is_number, shown
 from .reachable import checksum, leads_to
 from .state import is_users
 
@@ -49,6 +49,19 @@ class Assumption:
         if self.kind == "tensor":
             return isinstance(now, torch.Tensor) and meta_of(now) == self.value
         return now is self.value or (self.kind == "equal" and type(now) is type(self.value) and now == self.value)
+
+    @property
+    def number(self) -> str:
+        """The path of the number that is another one; "" if something else differs."""
+        if self.kind == "equal":
+            return self.place.path if is_number(self.value) and is_number(self.place.get()) else ""
+        if self.kind != "content" or not isinstance(self.value, tuple):
+            return ""
+        items, _ = cast(tuple[dict[Any, Any], frozenset[Any]], self.value)
+        now = dict(_items(self.place.holder))
+        other = [key for key, value in items.items() if not _same_item(value, now.get(key, MISSING))]
+        numbers = other and all(is_number(items[key]) and is_number(now.get(key)) for key in other)
+        return f"{self.place.path}[{other[0]!r}]" if numbers else ""
 
     @property
     def difference(self) -> str:

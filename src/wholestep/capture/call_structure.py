@@ -1,14 +1,13 @@
-"""Flattens the arguments of a step, and finds the modules and optimizers that the step uses."""
+"""Takes the arguments and results of a step apart, and finds the modules and optimizers that the step uses."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -17,8 +16,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from .._torch import undo, undone
 from ..errors import StateError, shown
+from .holdings import TRAINABLE, Form, form_of
 from .wrappers import attributes_of, unwrapped
 
 T = TypeVar("T")
@@ -28,122 +28,248 @@ _NOT_SEARCHED = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, 
 LENGTHS = "pad_to.lengths"
 """The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
 _PLAIN_LEAVES = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter})
-_PLAIN = _PLAIN_LEAVES | {tuple, list, dict}  # most values
-_LEAF = "leaf"
+_LEAF, _AGAIN, _WEAK = "leaf", "again", "weak"
+_MOST_LEAVES = 10_000  # of an object; one that holds more is itself a leaf
 _WRAPPED = "_orig_mod"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Tree structure of a nested value, including dataclasses and mapping objects."""
+    """What a nested value is built of. `outline` is "leaf", or the class of a container or an object, the keys of its
+    items, the names of its attributes, and the outlines of both; or the number of an object that occurred before.
+    """
 
-    spec: TreeSpec
-    opened: tuple[tuple[int, type, tuple[str, ...], Structure], ...] = ()
+    outline: Any
+
+    @property
+    def is_leaf(self) -> bool:
+        """True for a value that is one leaf."""
+        return self.outline == _LEAF
+
+    @property
+    def is_plain(self) -> bool:
+        """True for tuples, lists and dicts, which can be built without the classes of a user."""
+        return all(kind in (tuple, list, dict) for _, kind in _kinds(self.outline, ""))
+
+    def names(self) -> list[str]:
+        """The path of each leaf, in order, as the user writes it."""
+        return [*_names(self.outline, "")]
+
+    def lines(self) -> list[str]:
+        """A text that is equal in every process for equal structures."""
+        kinds = [f"{name}{kind.__module__}.{kind.__qualname__}" for name, kind in _kinds(self.outline, "")]
+        return kinds + self.names()
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """Leaves and structure of the arguments of one call."""
+    """Leaves and structure of the arguments of one call; `objects` are what it opened that can change, in order."""
 
     structure: Structure
     leaves: tuple[Any, ...]
+    objects: tuple[Any, ...] = ()
 
 
-def take_apart(value: Any) -> StepCall:
-    """Flatten nested containers, dataclasses and mappings (a BatchEncoding, say); modules and optimizers are leaves."""
-    plain: list[Any] = []
-    outline = _outline((value,), plain)
-    structure = _structure_of(outline[0]) if outline else None
-    return _take_apart(value) if structure is None else StepCall(structure, tuple(plain))
-
-
-def _take_apart(value: Any) -> StepCall:
-    """What `take_apart` returns, by the pytrees of torch, which take ten times as long."""
-    leaves, spec = tree_flatten(value, is_leaf=_is_leaf)
-    flat: list[Any] = []
-    opened: list[tuple[int, type, tuple[str, ...], Structure]] = []
-    for i, leaf in enumerate(leaves):
-        fields = _fields(leaf)
-        if fields is None:
-            flat.append(leaf)
-            continue
-        inner = _take_apart(fields)
-        opened.append((i, cast(type[object], type(leaf)), tuple(fields), inner.structure))
-        flat.extend(inner.leaves)
-    return StepCall(Structure(spec, tuple(opened)), tuple(flat))
-
-
-def _outline(items: Iterable[object], leaves: list[Any]) -> tuple[Any, ...] | None:
-    """What each of `items` is built of, as a key, and its leaves in order; None where that is more than tuples, lists,
-    dicts with names or numbers as keys, and usual leaves.
+def take_apart(value: Any, objects: bool = True) -> StepCall:
+    """Open containers, mappings and dataclasses, and with `objects` every object that holds no module or optimizer.
+    What is not opened is a leaf.
     """
-    found: list[Any] = []
-    for item in items:
-        kind = type(item)
-        if kind in _PLAIN_LEAVES or isinstance(item, (nn.Module, Optimizer, GradScaler)):
-            leaves.append(item)
-            found.append(_LEAF)
-            continue
-        if kind is dict:
-            named = cast(dict[object, object], item)
-            keys, values = (*named,), named.values()
-            if not {*map(type, keys)} <= {str, int}:
-                return None
-        elif kind is tuple or kind is list:
-            keys, values = (), cast(Iterable[object], item)
-        else:
-            return None
-        inner = _outline(values, leaves)
-        if inner is None:
-            return None
-        found.append((kind, keys, inner))
-    return tuple(found)
+    opening = _Opening(objects)
+    outline = opening.outlines((value,))[0]
+    return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects))
 
 
-@lru_cache(maxsize=1024)
-def _structure_of(outline: Any) -> Structure | None:
-    """The structure of values with this outline; None where a torch takes their leaves in another order."""
-    numbers = count()
-    call = _take_apart(_built(outline, numbers))
-    return call.structure if [*call.leaves] == [*range(next(numbers))] else None
+class _HolderError(Exception):
+    """An object holds a module or an optimizer, or very much."""
 
 
-def _built(outline: Any, numbers: Iterator[int]) -> Any:
-    """A value with this outline, whose leaves are numbers."""
-    if outline == _LEAF:
-        return next(numbers)
-    kind, keys, inner = outline
-    items = [_built(one, numbers) for one in inner]
-    return dict(zip(keys, items, strict=True)) if kind is dict else kind(items)
+class _Opening:
+    """One walk through what a value holds."""
+
+    def __init__(self, objects: bool) -> None:
+        self.leaves: list[Any] = []
+        self.objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._opens, self._inside = objects, False
+
+    def outlines(self, items: Iterable[Any]) -> tuple[Any, ...]:
+        """The outlines of values, whose leaves are added in order."""
+        out: list[Any] = []
+        leaves, numbers = self.leaves, self._numbers
+        for item in items:
+            kind = type(item)
+            if kind in _PLAIN_LEAVES:
+                leaves.append(item)
+                out.append(_LEAF)
+            elif kind is tuple:
+                out.append((kind, (), (), self.outlines(item)))
+            elif kind is dict or kind is list:
+                number = numbers.setdefault(id(item), len(self.objects))
+                if number != len(self.objects):
+                    out.append((_AGAIN, number))
+                    continue
+                self.objects.append(item)
+                keys, values = (tuple(item), item.values()) if kind is dict else ((), item)
+                out.append((kind, keys, (), self.outlines(values)))
+            else:
+                out.append(self._outline(item, kind))
+        return tuple(out)
+
+    def _outline(self, item: Any, kind: type[Any]) -> Any:
+        form = form_of(kind)
+        if form is not None and (form.is_record or self._opens):
+            return self._opened(item, kind, form)
+        if self._inside and issubclass(kind, TRAINABLE):
+            raise _HolderError
+        if kind is weakref.ref and (number := self._numbers.get(id(item()))) is not None:
+            return (_WEAK, number)
+        self.leaves.append(item)
+        return _LEAF
+
+    def _opened(self, item: Any, kind: type[Any], form: Form) -> Any:
+        number = self._numbers.get(id(item))
+        if number is not None:
+            return (_AGAIN, number)
+        at_leaf, at_object, outermost = len(self.leaves), len(self.objects), not (form.is_record or self._inside)
+        if form.items is not tuple:
+            self._numbers[id(item)] = at_object
+            self.objects.append(item)
+        self._inside |= outermost
+        try:
+            keys, items, names, values = parts(form, item)
+            inner = self.outlines((*items, *values))
+            if outermost and not self._is_data(self.leaves[at_leaf:]):
+                raise _HolderError
+        except _HolderError:
+            if not outermost:
+                raise
+            self._numbers = {key: n for key, n in self._numbers.items() if n < at_object}
+            del self.objects[at_object:]
+            self.leaves[at_leaf:] = [item]
+            return _LEAF
+        finally:
+            self._inside &= not outermost
+        return kind, keys, names, inner
+
+    def _is_data(self, leaves: list[Any]) -> bool:
+        return len(leaves) <= _MOST_LEAVES and not any(type(leaf) is nn.Parameter for leaf in leaves)
+
+
+def parts(form: Form, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
+    """Keys and items, names and values of the attributes of an object. An attribute that is one of its items is left
+    out: it follows that one.
+    """
+    keys, items = form.contents(value)
+    attributes = form.attributes(value)
+    if items and attributes:
+        held = {id(item) for item in items}
+        attributes = {k: v for k, v in attributes.items() if not (isinstance(v, torch.Tensor) and id(v) in held)}
+    return keys, items, tuple(attributes), tuple(attributes.values())
 
 
 def put_together(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """Inverse of `take_apart`."""
-    rest = iter(leaves)
-    opened = {i: (kind, inner) for i, kind, _, inner in structure.opened}
-    flat: list[Any] = []
-    for i in range(structure.spec.num_leaves):
-        kind, inner = opened.get(i, (None, None))
-        flat.append(next(rest) if kind is None or inner is None else _rebuild(kind, put_together(inner, rest)))
-    return tree_unflatten(flat, structure.spec)
+    """Inverse of `take_apart`: containers and objects are new ones, of the same classes."""
+    return _put_together(structure.outline, iter(leaves), [])
 
 
-def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+def _put_together(outline: Any, rest: Iterator[Any], made: list[Any]) -> Any:
+    if outline == _LEAF:
+        return next(rest)
+    kind, keys, *more = outline
+    if kind is _AGAIN:
+        return made[keys]
+    if kind is _WEAK:
+        return weakref.ref(made[keys])
+    names, inner = more
+    if kind is tuple:
+        return tuple([_put_together(one, rest, made) for one in inner])
+    form = cast(Form, form_of(kind))
+    number = len(made)
+    if form.items is not tuple:
+        made.append(form.made(kind, (), (), {}))
+    values = [_put_together(one, rest, made) for one in inner]
+    count = len(values) - len(names)
+    attributes = dict(zip(names, values[count:], strict=True))
+    if form.items is tuple:
+        return form.made(kind, (), tuple(values[:count]), attributes)
+    form.set_contents(made[number], keys, tuple(values[:count]))
+    form.set_attributes(made[number], attributes)
+    return made[number]
+
+
+@contextlib.contextmanager
+def in_place(value: Any, structure: Structure, leaves: Iterable[Any]) -> Generator[Any]:
+    """`value` with other leaves, in the same containers and objects, which have their own leaves again afterwards,
+    whatever happens; only tuples are new ones.
+    """
+    with undone():
+        yield _put_in_place(value, structure.outline, iter(leaves))
+
+
+def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
+    if outline == _LEAF:
+        return next(rest)
+    if outline[0] in (_AGAIN, _WEAK):
+        return value
+    kind, _, names, inner = outline
+    form = cast(Form, form_of(kind))
+    contents, attributes = form.contents(value), form.attributes(value)
+    values = [*contents[1], *(attributes[name] for name in names)]
+    new = [_put_in_place(one, below, rest) for one, below in zip(values, inner, strict=True)]
+    count = len(values) - len(names)
+    follow = {id(was): now for was, now in zip(contents[1], new, strict=False) if isinstance(was, torch.Tensor)}
+    changed = {name: follow.get(id(one), one) for name, one in attributes.items()}
+    changed |= zip(names, new[count:], strict=True)
+    if form.items is tuple:
+        same = all(a is b for a, b in zip(values, new, strict=True))
+        return value if same else form.made(kind, (), tuple(new[:count]), changed)
+    undo(form.set_contents, value, *contents)
+    undo(form.set_attributes, value, attributes)
+    form.set_contents(value, contents[0], tuple(new[:count]))
+    form.set_attributes(value, changed)
+    return value
+
+
+def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
+    """`plain`: items of a dict are written as items, and not as attributes."""
+    if outline == _LEAF:
+        yield path
+        return
+    kind, keys, *more = outline
+    if kind in (_AGAIN, _WEAK):
+        return
+    names, inner = more
+    count = len(inner) - len(names)
+    fields: tuple[str, ...] = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+    for i, one in enumerate(inner):
+        if i >= count:
+            of_mapping = issubclass(kind, UserDict) and names[i - count] == "data"
+            yield from _names(one, path if of_mapping else f"{path}.{names[i - count]}", not of_mapping)
+        elif keys:
+            yield from _names(one, f"{path}[{keys[i]!r}]" if plain else f"{path}.{keys[i]}")
+        else:
+            yield from _names(one, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
+
+
+def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
+    """The class of each container and object, with its place."""
+    if outline == _LEAF or outline[0] in (_AGAIN, _WEAK):
+        return
+    kind, keys, names, inner = outline
+    yield f"{path} {keys} {names} is a ", kind
+    for i, one in enumerate(inner):
+        yield from _kinds(one, f"{path}.{i}")
+
+
+def leaf_names(fn: Callable[..., Any], structure: Structure) -> list[str]:
     """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
-    names = _argument_names(fn, len(args)) + list(kwargs)
-    values = [*args, *kwargs.values()]
-    return [name + path for name, value in zip(names, values, strict=True) for path in _paths(value)]
+    _, _, _, (args, kwargs) = structure.outline
+    names = argument_names(fn, len(args[3])) + list(kwargs[1])
+    return [path for name, one in zip(names, (*args[3], *kwargs[3]), strict=True) for path in _names(one, name)]
 
 
-def _paths(value: Any) -> list[str]:
-    out: list[str] = []
-    for path, leaf in tree_flatten_with_path(value, is_leaf=_is_leaf):
-        fields = _fields(leaf)
-        out += [path] if fields is None else [f"{path}.{n}{p}" for n, v in fields.items() for p in _paths(v)]
-    return out
-
-
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` parameters of `fn`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -152,34 +278,12 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
-def _is_leaf(value: Any) -> bool:
-    return type(value) not in _PLAIN and (isinstance(value, (nn.Module, Optimizer)) or _fields(value) is not None)
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass or of a mapping that is not a dict; None for any other value."""
-    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, nn.Module, dict)):
-        return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else None
-
-
 def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module below `roots` with its path, without the `_orig_mod` that torch.compile inserts."""
     for prefix, root in roots.items():
         for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
             parts = [prefix, *(part for part in path.split(".") if part != _WRAPPED)]
             yield ".".join(part for part in parts if part), module
-
-
-def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
-    if not dataclasses.is_dataclass(kind):
-        return kind(fields)
-    made: Any = object.__new__(kind)
-    for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:

@@ -19,7 +19,7 @@ from ..graph.graph import Role, TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
-from .call_structure import Structure, closed_over, leaf_names, take_apart
+from .call_structure import StepCall, Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .fake_inputs import Request
@@ -67,13 +67,13 @@ class Capture:
 
 def find_state(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any]
-) -> tuple[StepState, Structure, tuple[Any, ...], list[str]]:
-    """Return the state of a step, and the structure, leaves and leaf names of its arguments.
+) -> tuple[StepState, StepCall, list[str]]:
+    """Return the state of a step, its arguments taken apart, and the names of their leaves.
 
     Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
     """
     call = take_apart((args, dict(kwargs)))
-    names = leaf_names(fn, args, kwargs)
+    names = leaf_names(fn, call.structure)
     found: dict[str, nn.Module | Optimizer | GradScaler] = {}
     known: set[int] = set()
     for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *closed_over(fn).items()]:
@@ -93,7 +93,7 @@ def find_state(
     state = collect(modules, optimizers, scalers)
     _check_arguments(state, names, call.leaves)
     refuse_objects(state.optimizers.values())
-    return state, call.structure, call.leaves, names
+    return state, call, names
 
 
 def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -160,7 +160,8 @@ def _capture_step(
     dynamic: Mapping[str, tuple[int, ...]],
 ) -> Capture:  # fmt: skip
     carried = carried or Promoted()
-    state, *_ = find_state(fn, args, kwargs, options.extra)
+    state, _, names = find_state(fn, args, kwargs, options.extra)
+    arguments = (carried | (changing or Promoted())).numbers & {*names}
     live = find_hypers(state, sorted(scheduled(state.optimizers.values())))
     tries = [(live, carried | changing)] if changing else []
     tries += [(numbers, carried) for numbers in (live, find_hypers(state, ["lr"]), [])]
@@ -171,6 +172,9 @@ def _capture_step(
                 made = _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic)
         except CaptureError as failed:
             first = first or failed
+            if failed.place in arguments:
+                arguments = frozenset([failed.place])
+                break
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
                 break
             continue
@@ -179,6 +183,9 @@ def _capture_step(
         carried |= made.effects.carried  # with these from the start, a try that failed may hold
         return _capture_step(fn, args, kwargs, options, whole, carried, changing, dynamic)
     assert first is not None, "a capture returned or raised"
+    if arguments:  # the step reads their values
+        less = changing and changing - arguments
+        return _capture_step(fn, args, kwargs, options, whole, carried - arguments, less, dynamic)
     raise first
 
 
@@ -188,12 +195,13 @@ def _captured(
     dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (),
 ) -> Capture:  # fmt: skip
     """`repeated`: calls of cached functions whose objects were made outside of earlier traces."""
-    state, structure, leaves, names = find_state(fn, args, kwargs, options.extra)
+    state, call, names = find_state(fn, args, kwargs, options.extra)
     device = options.device or device_of(state)
-    _check_devices(state, names, leaves, device, options.offload is not None)
-    found = reach(fn, dict(zip(names, leaves, strict=True)), state)
+    _check_devices(state, names, call.leaves, device, options.offload is not None)
+    found = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
-    request = fn, structure, leaves, names, state, tuple(numbers), device, options, fused, whole, found, promoted
+    taken = (args, dict(kwargs)), call, names
+    request = fn, *taken, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced = _trace_until_carried(Request(*request, dynamic=dynamic))
     if traced.watch.to_repeat:
@@ -204,7 +212,7 @@ def _captured(
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
-    _refuse_shared_memory(graph, dict(zip(names, leaves, strict=True)))
+    _refuse_shared_memory(graph, dict(zip(names, call.leaves, strict=True)))
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
     if dynamic:
         refuse_symbolic(traced.result_leaves, effects)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +31,9 @@ class Promoted:
 
     def __le__(self, other: Promoted) -> bool:
         return self.numbers <= other.numbers and self.tensors <= other.tensors
+
+    def __sub__(self, numbers: Set[str]) -> Promoted:
+        return Promoted(self.numbers - numbers, self.tensors)
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.tensors)
@@ -82,7 +85,8 @@ class Effects:
 
     `extra` is the number of graph results that only the host needs. `rebound` names tensors that a call replaces by
     new objects. `flags` are `(parameter, requires_grad)` pairs to set at the end. `arguments` holds the arguments of
-    the current call, whose items a step may assign.
+    the current call, whose items a step may assign. `unread` are paths of arguments that the step does not
+    read. `given` holds, by number of the leaf, arguments of the current call whose values may be any.
     """
 
     program: HostProgram = field(default_factory=HostProgram)
@@ -94,6 +98,12 @@ class Effects:
     flags: tuple[tuple[str, bool], ...] = ()
     carried: Promoted = Promoted()
     arguments: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    unread: tuple[str, ...] = ()
+    given: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def is_unread(self, name: str) -> bool:
+        """True for a leaf of the arguments, by name, that the step does not read."""
+        return any(name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".", "[") for path in self.unread)
 
     def group_options(self) -> set[tuple[int, int, Any]]:
         """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""

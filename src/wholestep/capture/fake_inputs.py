@@ -13,7 +13,7 @@ from .. import _torch
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta, meta_of, row_major, with_shape
 from . import state as held_state
-from .call_structure import Structure
+from .call_structure import StepCall
 from .capture_options import CaptureOptions
 from .effects import Promoted
 from .reachable import Reach
@@ -22,16 +22,16 @@ from .state import Hyper, StepState
 
 @dataclass(frozen=True)
 class Request:
-    """Input of a trace: the function, its flattened arguments with `names`, its state.
+    """Input of a trace: the function, its arguments (`given`), these taken apart (`call`, with `names`), its state.
 
-    `whole` gives global shapes of batch tensors of which `leaves` has parts. With `options.offload`, parameters and
+    `whole` gives global shapes of batch tensors of which the call has parts. With `options.offload`, parameters and
     optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
     `dynamic` names the dims of batch tensors whose sizes are symbols.
     """
 
     fn: Callable[..., Any]
-    structure: Structure
-    leaves: Sequence[Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    call: StepCall
     names: Sequence[str]
     state: StepState
     hypers: Sequence[Hyper]
@@ -107,7 +107,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
             out.add(Input(f"{name}/grad", Role.GRAD, held.input.meta, name))
     for hyper in request.hypers:
         out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
-    for name, leaf in zip(request.names, request.leaves, strict=True):
+    for name, leaf in zip(request.names, request.call.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             meta = with_shape(meta_of(leaf), request.whole.get(name, tuple(leaf.shape)))
             given, dims = Input(name, Role.BATCH, meta), dynamic_dims(meta, request.dynamic.get(name, ()))

@@ -132,7 +132,7 @@ def _is_link(kind: Any) -> bool:
 
 def is_drawn(value: Any) -> bool:
     """Return whether tensors of the active trace in `value` depend on random numbers."""
-    made = [_torch.traced_node(v) for v in take_apart(value).leaves if _torch.is_fake(v)]
+    made = [_torch.traced_node(v) for v in take_apart(value, objects=False).leaves if _torch.is_fake(v)]
     waiting, seen = [one[0] for one in made if one is not None], set[Node]()
     while waiting:
         node = waiting.pop()

@@ -182,6 +182,11 @@ class Numbers:
         index = self.index_of(value)
         return value if index is None else At(index)
 
+    def taken(self, read: Callable[[], Any]) -> At:
+        """Record what `read` returns in each call, which is no number."""
+        self._lines.append(partial(read))
+        return At(len(self._lines) - 1)
+
     def index_of(self, value: Any) -> int | None:
         """Return the instruction that computes a number; None for any other value."""
         number = self._of(value)
@@ -243,13 +248,15 @@ class Numbers:
         """Raise CaptureError if the step reads a recorded number as a Python value."""
         number = self._by_id.get(id(value))
         if number:
-            raise CaptureError(
+            error = CaptureError(
                 f"the step reads {number.path}, a number that changes between calls, with {how}",
                 "arithmetic, comparisons and functions of `math` on changing numbers, which each call repeats",
                 f"compute with it as it is, return it, or pass it to ws.callback; or pass {number.path} "
                 "to the step as an argument, which costs a capture for each of its values",
                 where,
             )
+            error.place = number.path
+            raise error
 
     def operands(self, func: Any, args: Any) -> Any:
         """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""

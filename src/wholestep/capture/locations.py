@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -157,6 +157,13 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """A step of a route: to an attribute of an object, and not to an item."""
+
+    name: str
+
+
 @dataclass
 class TensorAttributes(Lookup):
     """The attributes of a parameter or a buffer, by name: placement replaces it."""
@@ -175,30 +182,34 @@ class TensorAttributes(Lookup):
 
 @dataclass
 class ArgumentItems(Lookup):
-    """The container to which the keys `route` lead among the arguments of the current call, by position or keyword."""
+    """The container to which the keys `route` lead among the arguments of the current call, by position or keyword;
+    with `attributes`, those of the object there.
+    """
 
     arguments: dict[Any, Any]
     route: tuple[Any, ...]
+    attributes: bool = False
 
-    def _now(self) -> Any:
+    def value(self) -> Any:
+        """The container or object in the current call."""
         found: Any = self.arguments
         for key in self.route:
-            found = found[key]
-            found = Slots(found) if is_record(found) or isinstance(found, torch.Tensor) else found
+            found = Slots(found)[key.name] if isinstance(key, Attribute) else found[key]
         return found
 
+    def _now(self) -> Any:
+        return Slots(self.value()) if self.attributes else self.value()
 
-def routes_of(value: Any, route: tuple[Any, ...] = ()) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yield each tensor in nested containers and dataclasses, with the keys that lead to it."""
-    if isinstance(value, torch.Tensor):
-        yield value, route
-    elif is_record(value):
-        for field in dataclasses.fields(value):
-            yield from routes_of(getattr(value, field.name, None), (*route, field.name))
-    elif isinstance(value, (list, tuple, Mapping)):
-        whole = cast("Mapping[Any, Any] | Sequence[Any]", value)
-        for key, item in whole.items() if isinstance(whole, Mapping) else enumerate(whole):
-            yield from routes_of(item, (*route, key))
+
+@dataclass
+class LeafAttributes(Lookup):
+    """The attributes of leaf `index` of the current call."""
+
+    leaves: dict[int, Any]
+    index: int
+
+    def _now(self) -> Any:
+        return Slots(self.leaves[self.index])
 
 
 @dataclass

@@ -167,7 +167,7 @@ class Outside:
         self.read.setdefault(place.path, expect(place, value))
 
     def _refuse_tensors(self, verb: str, values: Any, instead: str, line: str) -> None:
-        tensors = [v for v in take_apart(values).leaves if isinstance(v, torch.Tensor)]
+        tensors = [v for v in take_apart(values, objects=False).leaves if isinstance(v, torch.Tensor)]
         if not all(map(self._has_value, tensors)):
             error = CaptureError(
                 f"the step {verb} a tensor, which has no value while the step is captured",

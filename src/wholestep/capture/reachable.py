@@ -8,7 +8,6 @@ searched.
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import functools
 import gc
@@ -20,7 +19,7 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,26 +37,23 @@ from .. import _torch
 from ..graph.origin import is_own_code, is_own_function, is_own_module
 from .call_structure import codes_in
 from .function_caches import CACHE, results_of
+from .holdings import dict_of, form_of, is_closed
 from .locations import (
     MISSING,
     SIMPLE,
     ArgumentItems,
+    Attribute,
     GroupEntry,
     Location,
     Lookup,
     Slots,
     StateEntry,
     TensorAttributes,
-    is_record,
     tensors_of,
 )
 from .state import StepState, is_users
 from .wrappers import attributes_of
 
-_OPENED = {  # of Python's own
-    "_thread", "_weakrefset", "argparse", "types", "collections", "dataclasses", "functools", "queue", "weakref",
-}  # fmt: skip
-_CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOOKED_UP = ("state", "param_groups", "defaults", "_opt_called")
@@ -75,7 +71,7 @@ class Container:
 
     path: str
     holder: Any
-    style: str  # "attribute" | "item" | "variable" | "class" | "modules" | "tensor"
+    style: str  # "attribute" | "item" | "variable" | "class" | "modules" | "function" | "tensor"
     keys: frozenset[str] | None = None
     excluded: tuple[str, ...] = ()
     opaque: Callable[[], Any] | None = None
@@ -109,7 +105,7 @@ class Container:
         """Return the user's expression for an entry."""
         if self.style == "variable" or self.opaque is not None:
             return self.path or str(key)
-        if self.style in ("attribute", "class", "modules", "tensor"):
+        if self.style in ("attribute", "class", "modules", "function", "tensor"):
             return f"{self.path}.{key}" if self.path else str(key)
         return f"{self.path}[{key!r}]"
 
@@ -155,27 +151,38 @@ class Container:
                 Location("", self.holder, key).set(self.before.get(key, MISSING))
 
 
-def argument_containers(called: Mapping[Any, Any], arguments: dict[Any, Any]) -> list[Container]:
-    """Return the containers and dataclasses among the arguments of a call, which a step may change for its caller.
+def argument_containers(
+    called: Mapping[Any, Any], names: Sequence[str], arguments: dict[Any, Any], opened: Sequence[Any]
+) -> list[Container]:
+    """Return the containers among the arguments of a call, and the attributes of objects that are `opened`, which a
+    step may change for its caller.
 
-    `called` maps the position or keyword of an argument to its value.
+    `called` maps the position or keyword of an argument to its value; `names` are those of positions.
     """
     out: list[Container] = []
+    seen: dict[int, Any] = {id(value): value for value in opened}
 
     def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
-        if is_record(value):
-            names = frozenset(f.name for f in dataclasses.fields(value))
-            found = Container(path, Slots(value), "attribute", names, lookup=ArgumentItems(arguments, route))
-        elif isinstance(value, (list, tuple, MutableMapping)):
-            found = Container(path, value, "item", lookup=ArgumentItems(arguments, route))
-        else:
+        form = form_of(cast("type[Any]", type(value)))
+        if form is None or (seen.pop(id(value), None) is None and form.items is not tuple):
             return
-        out.extend([] if isinstance(value, tuple) else [found])
-        for key, item in found.before.items():
-            add(item, found.path_of(key), (*route, key))
+        keys, items = form.contents(value)
+        lookup = ArgumentItems(arguments, route)
+        if form.items not in (None, tuple):
+            copied = value.copy if form.items is deque else None
+            out.append(Container(path, value, "item", lookup=lookup, opaque=copied))
+        for key, item in zip(keys or range(len(items)), items, strict=True):
+            add(item, f"{path}[{key!r}]", (*route, key))
+        attributes, lookup = form.attributes(value), ArgumentItems(arguments, route, attributes=True)
+        if form.has_dict:
+            out.append(Container(path, dict_of(value), "attribute", owner=value, lookup=lookup))
+        if form.slots:
+            out.append(Container(path, Slots(value), "attribute", frozenset(form.slots), owner=value, lookup=lookup))
+        for name, item in attributes.items():
+            add(item, f"{path}.{name}", (*route, Attribute(name)))
 
     for name, value in called.items():
-        add(value, name if isinstance(name, str) else f"argument {name}", (name,))
+        add(value, name if isinstance(name, str) else names[name], (name,))
     return out
 
 
@@ -183,12 +190,14 @@ def argument_containers(called: Mapping[Any, Any], arguments: dict[Any, Any]) ->
 class Reach:
     """Result of a search: `containers`, real `tensors` with their places, by path, and objects `seen`, by identity.
 
+    `bound` is what the function is given in each call.
     `kinds` are the classes of objects, `methods` the places of those that code names, `caches` those of `functools`.
     """
 
     containers: list[Container] = field(default_factory=list[Container])
     tensors: dict[str, tuple[torch.Tensor, Location]] = field(default_factory=dict[str, tuple[torch.Tensor, Location]])
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
+    bound: list[tuple[Any, str]] = field(default_factory=list[tuple[Any, str]])
     schedulers: list[LRScheduler] = field(default_factory=list[LRScheduler])
     kinds: dict[type, None] = field(default_factory=dict[type, None])
     methods: list[Location] = field(default_factory=list[Location])
@@ -199,9 +208,13 @@ class Reach:
         return [c for c in self.containers if isinstance(c.lookup, GroupEntry) and c.lookup.optimizer is optimizer]
 
 
-def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) -> Reach:
-    """Search from `fn`, its arguments `given`, and its state."""
+def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, opened: Sequence[Any] = ()) -> Reach:
+    """Search from `fn`, its arguments `given`, and its state. `opened` are objects whose contents are arguments."""
     search = _Search(Reach(), state)
+    search.skip(opened)
+    for value, path in bound_to(fn):
+        search.visit(value, path)
+        search.found.bound.append((value, path))
     search.visit(fn, fn.__name__ if isinstance(fn, types.FunctionType) else "")
     wrappers = ((type(wrapper).__name__, wrapper) for wrapper in state.wrappers)
     for name, value in (*given.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
@@ -214,6 +227,13 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState) ->
         search.attributes(held.tensor, name)
     search.finish()
     return search.found
+
+
+def bound_to(fn: Any) -> list[tuple[Any, str]]:
+    """Return what a partial function or a bound method is given in each call, with a path."""
+    if isinstance(fn, functools.partial):
+        return [(fn.args, "partial.args"), (fn.keywords, "partial.keywords"), *bound_to(fn.func)]
+    return [(fn.__self__, "self"), *bound_to(fn.__func__)] if isinstance(fn, types.MethodType) else []
 
 
 def can_change(value: Any, state: StepState) -> bool:
@@ -231,6 +251,13 @@ class _Search:
         self._methods: list[tuple[str, types.FunctionType]] = []
         self._classes: list[type] = []
         self._waiting: list[tuple[Any, str]] = []
+
+    def skip(self, opened: Sequence[Any]) -> None:
+        """Search the classes of objects, and not the objects."""
+        for value in opened:
+            self.found.seen[id(value)] = value
+            if form_of(type(value)) is not None and not is_closed(type(value)):
+                self._note_class(type(value))
 
     def visit(self, value: Any, path: str) -> None:
         """Search a value and everything below it."""
@@ -299,9 +326,10 @@ class _Search:
         if function.__defaults__ or function.__kwdefaults__:
             defaults = frozenset(["__defaults__", "__kwdefaults__"])
             self._note(Container(f"{function.__name__}'s defaults", Slots(function), "variable", defaults))
+        own = is_own_code(code.co_filename)
         if function.__dict__:
-            self._note(Container(function.__name__, function.__dict__, "attribute"))
-        if not is_own_code(code.co_filename):
+            self._note(Container(function.__name__, function.__dict__, "function" if own else "attribute"))
+        if not own:
             return
         names, present = _names_of(code), _globals_of(code) & function.__globals__.keys()
         self._names |= names
@@ -320,14 +348,11 @@ class _Search:
 
     def _object(self, value: Any, path: str) -> None:
         kind = cast(type[Any], type(value))
-        opaque = _opaque(value)
-        if opaque is not None:
-            self.found.containers.append(Container(path, value, "item", opaque=opaque))
+        contents = opaque(value)
+        if contents is not None:
+            self.found.containers.append(Container(path, value, "item", opaque=contents))
             return
-        module = kind.__module__ or ""
-        top = module.partition(".")[0]
-        closed = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
-        if closed or isinstance(value, GradScaler) or module.startswith(_CLOSED):  # a scaler is state of the step
+        if is_closed(kind) or isinstance(value, GradScaler):  # a scaler is state of the step
             return
         self._note_class(kind)
         if (held := attributes_of(value)) is not None:
@@ -424,13 +449,15 @@ def leads_to(value: Any) -> list[Any] | None:
     return [value.func, value.args, value.keywords] if isinstance(value, functools.partial) else None
 
 
-def _opaque(value: Any) -> Callable[[], Any] | None:
+def opaque(value: Any) -> Callable[[], Any] | None:
     """Return a function whose result changes with an object that has no assignable items; None for other objects."""
     whole: Any = value
     if isinstance(value, (set, deque, bytearray)):
         return whole.copy
     if isinstance(value, array):
         return whole.tobytes
+    if isinstance(value, memoryview):
+        return lambda: zlib.crc32(value.tobytes())
     if isinstance(value, np.ndarray):
         return (lambda: checksum(whole)) if whole.flags.writeable else (lambda: 0)
     if isinstance(value, types.GeneratorType):

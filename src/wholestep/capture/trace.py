@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
-from .call_structure import LENGTHS, Structure, put_together, take_apart
+from .call_structure import LENGTHS, Structure, argument_names, in_place, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
@@ -107,7 +107,7 @@ class Traced:
 
     def __post_init__(self) -> None:
         request, fakes = self.request, self.stand_ins
-        pairs = zip(request.names, request.leaves, strict=True)
+        pairs = zip(request.names, request.call.leaves, strict=True)
         whole = request.whole  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
         self.reader = Reader(fakes.inputs, batch)
@@ -180,37 +180,44 @@ class Traced:
     def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
         given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
-        plain = _plain_state(state)
+        plain, free = _plain_state(state), request.promoted.numbers
         self._put_own(given)
-        with held_state.restored(state):
+        with ExitStack() as inside:
+            inside.enter_context(held_state.restored(state))
             self._put_own(given)
             self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
+            leaves = [
+                self._argument(n, v)
+                if isinstance(v, torch.Tensor)
+                else self.watch.stand_in(i, n, v)
+                if n in free
+                else v
+                for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
+            ]
+            args, kwargs = inside.enter_context(in_place(request.given, request.call.structure, leaves))
             zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
             _set_options(state, request.hypers, given, request)
             self._fill_state(given, plain)
             self._mark_gradients(given)
-            pairs = zip(request.names, request.leaves, strict=True)
-            leaves = [self._argument(n, v) if isinstance(v, torch.Tensor) else v for n, v in pairs]
-            args, kwargs = put_together(request.structure, leaves)
             kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
-            groups = _groups(state)
+            names, groups = argument_names(request.fn, len(args)), _groups(state)
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
-            with modules, self.watch.watching(given, called), calls, self.rounded:
-                call = take_apart(request.fn(*args, **kwargs))
+            with modules, self.watch.watching(given, called, names, request.call.objects), calls, self.rounded:
+                call = take_apart(request.fn(*args, **kwargs), objects=False)
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
                 refuse_host_draws(calls.positions)
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
-            leaves = [self.own.fake_of(self.numbers.argument(v)) for v in call.leaves]
+            leaves = [self.own.fake_of(self.watch.argument(v)) for v in call.leaves]
             self.watch.refuse_made(leaves)
-            batch = [n for n, v in zip(request.names, request.leaves, strict=True) if isinstance(v, torch.Tensor)]
-            self.watch.assign_to_batch({n: (given[n], n in self.reset) for n in batch}, called)
+            batch = [(i, n) for i, n in enumerate(request.names) if isinstance(request.call.leaves[i], torch.Tensor)]
+            self.watch.assign_to_batch({n: (i, given[n], n in self.reset) for i, n in batch})
             finals = self._new_values(given)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]

@@ -37,13 +37,13 @@ from .locations import (
     MISSING,
     SIMPLE,
     ArgumentItems,
+    LeafAttributes,
     Location,
     StateEntry,
     Words,
     alike,
     holds_items,
     is_number,
-    routes_of,
     same_kind,
     tensors_of,
 )
@@ -59,6 +59,7 @@ from .reachable import (
 )
 from .state import StepState
 from .text_of_tensors import refuse_text_of_tensors
+from .unread import Unread, place_of
 from .wrappers import attributes_of
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
@@ -69,7 +70,7 @@ _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
 _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
-_ALWAYS_READ = ("variable", "class", "modules", "tensor")
+_ALWAYS_READ = ("variable", "class", "modules", "function", "tensor")
 
 
 @dataclass
@@ -94,11 +95,13 @@ class Watch:
     needed: Promoted = field(default_factory=Promoted)
     to_repeat: list[CachedCall] = field(default_factory=list[CachedCall])
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
+    given: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unobserved, self._arguments = set[type](), dict[Any, Any]()
+        self._opened, self._unread = dict[int, Any](), list[str]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
         self._rebound: list[str] = []
@@ -127,11 +130,16 @@ class Watch:
         return paths, [*sizes.values()]
 
     @contextmanager
-    def watching(self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any]) -> Generator[None]:
-        """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments."""
-        changes = _torch.host_forms(self._on_math, self._schedulers.step, self._outside)
-        given_items = argument_containers(called, self._arguments)
-        containers = [*self.reach.containers, *self._state_entries(), *given_items]
+    def watching(
+        self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any], names: Sequence[str], opened: Sequence[Any]
+    ) -> Generator[None]:
+        """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments, `names`
+        those of positions. `opened` are the objects that hold leaves.
+        """
+        changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
+        of_call = argument_containers(called, names, self._arguments, opened)
+        self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
+        containers = [*self.reach.containers, *self._state_entries(), *of_call]
         self._kept, self._originals = KeptResults(self.reach.caches), [c.before for c in containers]
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
@@ -159,6 +167,8 @@ class Watch:
             self.to_repeat = [one for one in new if self._can_change(one.result) or is_drawn(one.result)]
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
+            objects = [c for c in of_call if c.owner is not None]
+            self._unread = [c.path_of(key) for c in objects for key in c.before if not self._was_read(c, key)]
 
     def _begin(self, containers: Sequence[Container], replaced: Mapping[int, Any]) -> None:
         """Put numbers, and what is `replaced` (by identity), into the places that the step can reach."""
@@ -207,25 +217,17 @@ class Watch:
         """Record an assignment at the end of a call; MISSING deletes the entry."""
         self._writes.append(Write(place, None if value is MISSING else self._made(value, place.path)))
 
-    def assign_to_batch(self, batch: Mapping[str, tuple[torch.Tensor, bool]], called: Mapping[Any, Any]) -> None:
+    def assign_to_batch(self, batch: Mapping[str, tuple[int, torch.Tensor, bool]]) -> None:
         """Record the gradients that the step leaves at tensors of the batch, and that these require one.
 
-        `batch` has each fake, and whether the step resets its gradient before it computes one.
+        `batch` has the number of each leaf, its fake, and whether the step resets its gradient before it computes one.
         """
-        routes = {id(self.own.fake_of(tensor)): route for tensor, route in routes_of(called)}
-        for name, (tensor, reset) in batch.items():
-            if tensor.grad is None:
-                continue
-            if id(tensor) not in routes:
-                raise CaptureError(
-                    f"the step leaves a gradient in {name}, a tensor inside of an object",
-                    "gradients of tensors that are arguments, or in containers and dataclasses among them",
-                    f"return the gradient from the step, and compute it for `{name}.detach().requires_grad_()`",
-                )
-            holder = ArgumentItems(self._arguments, routes[id(tensor)])
-            self.assign(Location(f"{name}.requires_grad", holder, "requires_grad"), True)
-            place = Location(f"{name}.grad", holder, "grad")
-            self._writes.append(Write(place, self._made(tensor.grad, place.path), adds=not reset))
+        for name, (index, tensor, reset) in batch.items():
+            if tensor.grad is not None:
+                self.given[index], holder = None, LeafAttributes(self.given, index)
+                self.assign(Location(f"{name}.requires_grad", holder, "requires_grad"), True)
+                place = Location(f"{name}.grad", holder, "grad")
+                self._writes.append(Write(place, self._made(tensor.grad, place.path), adds=not reset))
 
     def _refuse(self, error: CaptureError) -> NoReturn:
         self._refused = self._refused or error
@@ -244,6 +246,10 @@ class Watch:
     def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
         return original(*args, **kwargs) if made is NotImplemented else made
+
+    def _on_float(self, value: Any) -> Any:
+        """In place of `float` of torch's own code."""
+        return value if value in self.numbers else float(value)
 
     def _original(self, container: Container, key: Any) -> Any:
         for other, original in zip(self.reach.containers, self._originals, strict=False):
@@ -336,11 +342,30 @@ class Watch:
             raise RefusedError(path, before, after, why, "replace it between calls")
 
     def _made(self, value: Any, path: str) -> Made:
-        call = take_apart(value)
+        call = take_apart(value, objects=False)
         return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
+    def stand_in(self, index: int, name: str, value: Any) -> Any:
+        """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number."""
+        self.given[index], place = value, Location(name, self.given, index)
+        return self.numbers.read(place, value) if is_number(value) else Unread(type(value), place, self._refuse_use)
+
+    def _refuse_use(self, name: str) -> NoReturn:
+        error = CaptureError(
+            f"the step reads the argument {name}", "an argument that it does not read", "", self.line()
+        )
+        error.place = name
+        self._refuse(error)
+
+    def argument(self, value: Any) -> Any:
+        """A number, or an object that the call is given, as what each call takes in its place; else the value."""
+        if (place := place_of(value)) is not None:
+            return self.numbers.taken(place.get)
+        lookup = self._opened.get(id(value))
+        return self.numbers.argument(value) if lookup is None else self.numbers.taken(lookup.value)
+
     def _leaf(self, value: Any, path: str) -> Any:
-        argument = self.numbers.argument(value)
+        argument = self.argument(value)
         if argument is not value:
             return argument
         refuse_text_of_tensors(value)
@@ -417,7 +442,7 @@ class Watch:
         ]  # fmt: skip
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
-            tuple(self._flags), self.promoted, self._arguments,
+            tuple(self._flags), self.promoted, self._arguments, tuple(self._unread), self.given,
         )  # fmt: skip
 
     def _read_while_absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
@@ -460,6 +485,7 @@ class Watch:
             reads.setdefault(owner, set()).add(name)
         of_callbacks = owned_by_callbacks([c.fn for c in self._called])
         out = [expect(place, place.get()) for place in self.reach.methods]
+        out += [e for value, path in self.reach.bound for e in contents(value, path, carried)]
         for container in self.reach.containers:
             if container.style == "modules" and container.before:
                 place = Location(container.path, container.holder, None)

@@ -111,7 +111,7 @@ class _Graphs:
 
     def _with_symbols(self, target: Target, options: ws.CaptureOptions, against: tuple[int, int]) -> Capture | None:
         """The step for all sizes; None where that is not, for one of them, what was captured."""
-        names = find_state(target.step, target.args, target.kwargs, {})[3]
+        names = find_state(target.step, target.args, target.kwargs, {})[-1]
         dims = {name: self._vary for name in names if name.startswith(_TOKENS)}
         self.why = "another graph is captured with symbols"
         try:

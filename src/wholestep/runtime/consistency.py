@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from .. import _torch
 from ..cache.key import digest, own_source
 from ..capture.assumptions import Assumption
-from ..capture.call_structure import Structure
 from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState, in_order
 from ..distributed.launch import World
@@ -142,7 +141,7 @@ class ConsistencyCheck:
             NUMBERS: Section.of([*numbers, *state_lines(state)]),
             **graphs,
         }
-        call = call_fingerprint(inputs, self.world.rank, made.capture)
+        call = call_fingerprint(inputs, made.capture)
         calls = self._compare({name: sections[name] for name in ORDER}, call=call)
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
@@ -356,9 +355,9 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
     return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
 
 
-def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
-    """A fingerprint of all that a graph may depend on in a call; arguments of unknown classes differ on every rank."""
-    lines = _structure_lines(given.structure)
+def call_fingerprint(given: StepInputs, capture: Capture) -> str:
+    """A fingerprint of all that a graph may depend on in a call, as far as it is known: of other objects the class."""
+    lines = given.structure.lines()
     for name, leaf in zip(given.names, given.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             parts = name in given.whole
@@ -370,12 +369,6 @@ def call_fingerprint(given: StepInputs, rank: int, capture: Capture) -> str:
         elif isinstance(leaf, (nn.Module, Optimizer)):
             lines.append(name)
         else:
-            lines.append(f"{name} {_name(leaf)} of rank {rank}")
+            lines.append(f"{name} {_name(type(leaf))}")
     lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
     return Section.of(lines).fingerprint
-
-
-def _structure_lines(structure: Structure) -> list[str]:
-    inside = [line for *_, inner in structure.opened for line in _structure_lines(inner)]
-    opened = [f"{i} {kind.__qualname__} {fields}" for i, kind, fields, _ in structure.opened]
-    return [str(structure.spec), *opened, *inside]

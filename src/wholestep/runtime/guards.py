@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +19,8 @@ from .. import _torch
 from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture, shared_memory, written_leaves
-from ..capture.locations import MISSING, Slots, TensorAttributes, is_number
+from ..capture.locations import MISSING, Slots, TensorAttributes
+from ..capture.reachable import opaque
 from ..capture.state import baked_numbers, is_zero, tensor_attributes
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
@@ -28,6 +33,7 @@ class Miss:
 
     Where a value differs that would cost captures without end, `use` is what the step does with it, and `where` its
     source line or path. `number`: later programs can carry the value. `replaced`: there is another object in its place.
+    `arguments`: those that have another value, which later programs leave open if they can.
     """
 
     text: str
@@ -35,6 +41,7 @@ class Miss:
     where: str = ""
     number: bool = False
     replaced: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,37 @@ class TensorGuard:
             return False
         other = value.dtype, value.device, value.requires_grad
         return other == (self.dtype, self.device, self.requires_grad) and self._is_tagged_alike(value)
+
+
+@dataclass(frozen=True)
+class ContentGuard:
+    """The contents of an argument that can change: an array, a set, a generator. `contents` gives what is compared."""
+
+    kind: type
+    value: Any
+
+    def fits(self, value: Any) -> bool:
+        """True when `value` is of this class and has these contents."""
+        return type(value) is self.kind and (read := opaque(value)) is not None and bool(read() == self.value)
+
+
+@dataclass(frozen=True)
+class TypeGuard:
+    """An argument whose value may be any one of a class: an input of the graph, or never read."""
+
+    kind: type
+
+    def fits(self, value: Any) -> bool:
+        """True when `value` is of this class."""
+        return type(value) is self.kind
+
+
+class UnreadGuard:
+    """An argument that the step does not read."""
+
+    def fits(self, value: Any) -> bool:
+        """True unless it is a tensor, of which ranks may have parts."""
+        return not isinstance(value, torch.Tensor)
 
 
 class Condition:
@@ -179,9 +217,12 @@ class Guards:
         symbols = capture.symbols
         self.sizes = None if symbols is None else SizeCheck(symbols, inputs)
         dims = self.sizes.dims if self.sizes is not None else {}
+        unread = self._effects.is_unread
         self._leaves = [
-            TensorGuard.of(leaf, dims.get(i, ())) if isinstance(leaf, torch.Tensor) else leaf
-            for i, leaf in enumerate(inputs.leaves)
+            TensorGuard.of(leaf, dims.get(i, ()))
+            if isinstance(leaf, torch.Tensor)
+            else _guard_of(leaf, unread(name), i in self._effects.given)
+            for i, (leaf, name) in enumerate(zip(inputs.leaves, inputs.names, strict=True))
         ]
         self.shapes = batch_shapes(inputs)
         self._params = {name: held.tensor for name, held in state.params.items()}
@@ -221,7 +262,9 @@ class Guards:
                     more = " in other strides, on another device, with another requires_grad or other attributes"
                     return Miss(f"argument {name} is {found}, it was {was}{more * found.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
-                return Miss(f"argument {name} is {_about(leaf)}, it was {_about(guard)}")
+                return self._miss_of(name, leaf, guard, leaves)
+        for i in self._effects.given:
+            self._effects.given[i] = leaves[i]
         if shared := self._shared(leaves):
             return Miss(shared)
         if now != self._ambient:
@@ -235,6 +278,13 @@ class Guards:
             return None if sizes == self._batch_sizes else Miss("the size of the whole batch changed")
         why = self.sizes.check(leaves, sizes)
         return Miss(why) if why else None
+
+    def _miss_of(self, name: str, leaf: Any, guard: Any, leaves: Sequence[Any]) -> Miss:
+        plain = ((n, v, g) for n, v, g in zip(self._names, leaves, self._leaves, strict=True) if not _is_tensor(g))
+        others = tuple(n for n, v, g in plain if not _same_value(v, g))
+        was = guard.kind.__name__ if isinstance(guard, TypeGuard) else _about(guard)
+        text = "has other contents" if isinstance(guard, ContentGuard) else f"is {_about(leaf)}, it was {was}"
+        return Miss(f"argument {name} {text}", where=name, arguments=others)
 
     def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:
         """True if a call, that missed, differs in nothing but sizes of the batch."""
@@ -254,8 +304,9 @@ class Guards:
         effects = self._effects
         one = None if self._assumptions_hold() else next((e for e in effects.expected if not e.holds), None)
         if one is not None:
-            number = one.kind == "equal" and is_number(one.value) and is_number(one.place.get())
-            return Miss(one.difference, "depends on a value of Python", one.place.path, number, one.kind != "equal")
+            number, use = one.number, "depends on a value of Python"
+            replaced = one.kind != "equal" and not number
+            return Miss(one.difference, use, number or one.place.path, bool(number), replaced)
         where = effects.program.decided_otherwise() if effects.program.decisions else ""
         if not where:
             return None
@@ -314,7 +365,23 @@ class Guards:
         return ""
 
 
+def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:
+    """What is compared with an argument that is no tensor: itself, or its contents. `free`: its value may be any."""
+    if free:
+        return TypeGuard(type(leaf))
+    if unread:
+        return UnreadGuard()
+    contents = opaque(leaf) if isinstance(leaf, _CHANGING) else None
+    return leaf if contents is None else ContentGuard(type(leaf), contents())
+
+
+def _is_tensor(guard: Any) -> bool:
+    return isinstance(guard, TensorGuard)
+
+
 def _same_value(leaf: Any, guard: Any) -> bool:
+    if isinstance(guard, (ContentGuard, UnreadGuard, TypeGuard)):
+        return guard.fits(leaf)
     return leaf is guard or (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard)
 
 
@@ -323,7 +390,11 @@ def _same_list(found: object, value: object) -> bool:
     return isinstance(found, list) and tuple(cast(list[Any], found)) == value
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, PurePath, frozenset)
+_CHANGING = (
+    set, bytearray, array, memoryview, np.ndarray, random.Random, np.random.Generator, np.random.RandomState,
+    torch.Generator,
+)  # fmt: skip
 
 
 def _about(value: Any) -> str:

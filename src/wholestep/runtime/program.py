@@ -81,11 +81,7 @@ class Program:
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
         ends = [(out, node) for out, node in self.capture.graph.results() if out.target in self._created]
         self._created_shapes = {out.target: meta.one_tensor(node).shape for out, node in ends}
-        self._single = (
-            list(self.capture.result_leaves) == [TensorLeaf]
-            and not self.capture.results.opened
-            and self.capture.results.spec.num_nodes == 1
-        )
+        self._single = list(self.capture.result_leaves) == [TensorLeaf] and self.capture.results.is_leaf
         own = kept_if_it_raises if draws_random(self.local) else None
         self._drawing = own if self.stream is None else self.stream.drawing
         self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
@@ -227,7 +223,7 @@ class Program:
         self.phase = Phase.BEFORE
         self._read_numbers()
         if self.acts:
-            self._prepare()
+            self._prepare(leaves)
         inputs = self.gather_inputs(leaves)
         self.phase = Phase.RUNS
         if self._drawing is None:
@@ -255,8 +251,10 @@ class Program:
         ]
         return put_together(self.capture.results, made)
 
-    def _prepare(self) -> None:
+    def _prepare(self, leaves: Sequence[Any]) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
+        for i in self.capture.effects.given:
+            self.capture.effects.given[i] = leaves[i]
         for place in self._gradients:
             if place.get() is not None:
                 found = f"{place.path} is set before a step that adds to it"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ..cache.key import digest
 from ..capture.call_structure import put_together
@@ -40,7 +39,7 @@ class SaidTensor:
 
 @dataclass(frozen=True)
 class SaidOwn:
-    """A module or an optimizer: each rank has its own."""
+    """A module, an optimizer, or an object of which nothing is known: each rank has its own."""
 
     name: str
 
@@ -70,14 +69,14 @@ def said_of(given: StepInputs, reads: bool) -> SaidCall | None:
     size += sum(len(leaf.text) for leaf in said if isinstance(leaf, SaidValue))
     if len(said) < len(leaves) or size > TUNING.guarded_call_bytes:
         return None
-    plain = None if given.structure.opened else _outline(put_together(given.structure, range(len(leaves))))
+    plain = _outline(put_together(given.structure, range(len(leaves)))) if given.structure.is_plain else None
     containers = "" if plain is None else json.dumps(plain)
-    return SaidCall(containers, digest([repr(given.structure)]), tuple(said))
+    return SaidCall(containers, digest(given.structure.lines()), tuple(said))
 
 
 def as_said(call: SaidCall | None, given: StepInputs, device: str) -> tuple[Any, Any]:
     """The arguments of that call, with the modules and optimizers of this rank. Raises StateError: it was not said."""
-    if call is None or not (call.containers or call.fingerprint == digest([repr(given.structure)])):
+    if call is None or not (call.containers or call.fingerprint == digest(given.structure.lines())):
         raise StateError("the first rank's call is not known here", "a call that has a form as text")
     own = dict(zip(given.names, given.leaves, strict=True))
     leaves = [_leaf(one, own, device) for one in call.leaves]
@@ -95,13 +94,11 @@ def _said(given: StepInputs, name: str, leaf: Any, reads: bool) -> SaidTensor | 
         values = _bytes(leaf) if reads and integers else None
         dtype = str(leaf.dtype).removeprefix("torch.")
         return SaidTensor(tuple(shape), tuple(stride), dtype, leaf.device.type, leaf.requires_grad, values)
-    if isinstance(leaf, (nn.Module, Optimizer)):
-        return SaidOwn(name)
     if isinstance(leaf, (torch.dtype, torch.device)):
         return SaidValue(type(leaf).__name__, str(leaf).removeprefix("torch."))
     if type(leaf) is float:
         return SaidValue("float", leaf.hex())
-    return SaidValue("", repr(leaf)) if type(leaf) in _LITERALS and _is_literal(leaf) else None
+    return SaidValue("", repr(leaf)) if type(leaf) in _LITERALS and _is_literal(leaf) else SaidOwn(name)
 
 
 def _bytes(tensor: Tensor) -> bytes:

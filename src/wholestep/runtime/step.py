@@ -116,7 +116,8 @@ class CompiledStep:
                 self._check_pieces(call, args, kwargs)
             padding: tuple[PaddedCall, Program] | None = None
             if self._pads:
-                call, args, kwargs = with_lengths(self.options.given.paddings, call, leaf_names(self.fn, args, kwargs))
+                names = leaf_names(self.fn, call.structure)
+                call, args, kwargs = with_lengths(self.options.given.paddings, call, names)
                 padding = self._padding(call, args, kwargs)
             if padding is not None:
                 made, fits = padding
@@ -346,14 +347,14 @@ class CompiledStep:
             self._pieces = piece_check(compiler.strategies, compiler.world.mesh, compiler.rendezvous)
             self._cuts_batches = self._pieces is not None
         if self._pieces is not None:
-            self._pieces.check(call, partial(leaf_names, self.fn, args, kwargs), [one.local for one in self.programs])
+            self._pieces.check(call, partial(leaf_names, self.fn, call.structure), [one.local for one in self.programs])
 
     def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
         """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
         if self._compiler is None:
             self._start(self._inputs(args, kwargs, None))
         if self._sharder is None or self._sharder[0] != call.structure:
-            names = leaf_names(self.fn, args, kwargs)
+            names = leaf_names(self.fn, call.structure)
             assert self.world is not None, "joined"
             sharder = batch_sharder(self.strategies, names, call.leaves, self.world, self._sizes_known_to_ranks)
             self._sharder = (call.structure, sharder)
@@ -368,7 +369,7 @@ class CompiledStep:
         greatest = int if sharder is None else sharder.greatest
         if sharder is not None:
             refuse_cut(given, {(sharder.names[cut.leaf], cut.dim) for cut in sharder.shared})
-        made = padded(given, call, leaf_names(self.fn, args, kwargs), greatest)
+        made = padded(given, call, leaf_names(self.fn, call.structure), greatest)
         if made is None:
             return None
         sizes = None if sharder is None else sharder.give(made.call.leaves)
@@ -393,9 +394,9 @@ class CompiledStep:
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
         sharder = self._sharder[1] if self._sharder else None
-        state, structure, leaves, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
-        whole = sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
-        return StepInputs(args, kwargs, structure, leaves, tuple(names), state, sharder, sizes, whole)
+        state, call, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
+        whole = sharder.global_shapes(call.leaves, sizes) if sharder is not None and sizes else {}
+        return StepInputs(args, kwargs, call.structure, call.leaves, tuple(names), state, sharder, sizes, whole)
 
     def _start(self, inputs: StepInputs) -> Compiler:
         """Join the job."""
@@ -525,14 +526,20 @@ class CompiledStep:
 
     def _note_change(self, miss: Miss) -> None:
         """A number that changes between calls is carried from now on; what else keeps changing is refused at last."""
-        if not miss.use:
-            return
-        if miss.number and self._compiler is not None:
-            self._compiler.note_changing(miss.where)
         self._missed[miss.where] += 1
         if len(self._missed) > TUNING.kept_log:
             del self._missed[next(iter(self._missed))]
         count = self._missed[miss.where]
+        if miss.where and count == 2:
+            cure = "pass it as a tensor" if miss.arguments else "compute with tensors, or pass it to the step as one"
+            text = f"{self.__name__} is captured a third time because {miss.text}: the step reads its value"
+            warnings.warn(f"{text}. To capture it once, {cure}", stacklevel=4)
+        for name in miss.arguments if self._compiler is not None else ():
+            self._compiler.note_changing(name)
+        if not miss.use:
+            return
+        if miss.number and self._compiler is not None:
+            self._compiler.note_changing(miss.where)
         if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone
             if count == MOST_VALUES:

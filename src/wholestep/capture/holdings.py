@@ -1,0 +1,156 @@
+"""What objects hold: items, and attributes in a `__dict__` or in slots.
+
+Objects are looked at by their class and by what is stored in them; nothing that a class defines is called, so that one
+that answers every name, or raises, is looked at like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+TRAINABLE: tuple[type, ...] = (nn.Module, Optimizer, GradScaler, LRScheduler)
+_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, tuple, deque)
+_LEAVES: tuple[type, ...] = (
+    torch.Tensor, torch.Size, np.ndarray, np.generic, type, types.ModuleType, types.FunctionType, types.MethodType,
+    Enum, BaseException, *TRAINABLE,
+)  # fmt: skip
+_OPENED = {  # of Python's own
+    "_thread", "_weakrefset", "argparse", "types", "collections", "dataclasses", "functools", "queue", "weakref",
+}  # fmt: skip
+_CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
+_LOADERS = ("torch.utils.data", "torch.amp")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How objects of a class are built: on which container (`items`), with a `__dict__`, with which slots (their
+    descriptors, by name). `is_record`: it is made to hold values: a container, a mapping or a dataclass.
+    """
+
+    items: type | None
+    has_dict: bool
+    slots: Mapping[str, Any]
+    is_record: bool
+
+    def attributes(self, value: Any) -> dict[str, Any]:
+        """The attributes that are stored in an object, by name."""
+        out: dict[str, Any] = {}
+        if self.has_dict:
+            out.update(dict_of(value))
+        for name, slot in self.slots.items():
+            try:
+                out[name] = slot.__get__(value)
+            except AttributeError:  # an empty slot
+                continue
+        return out
+
+    def set_attributes(self, value: Any, attributes: Mapping[str, Any]) -> None:
+        """Store attributes, and these alone."""
+        table = {name: one for name, one in attributes.items() if name not in self.slots}
+        if self.has_dict and not _same(held := dict_of(value), table):
+            if list(held) != list(table):
+                held.clear()
+            held.update(table)
+        for name, slot in self.slots.items():
+            if name in attributes:
+                slot.__set__(value, attributes[name])
+            elif name in self.attributes(value):
+                slot.__delete__(value)
+
+    def contents(self, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The keys of the items of an object, of a dict alone, and the items."""
+        if self.items is None:
+            return (), ()
+        if issubclass(self.items, dict):
+            return tuple(self.items.keys(value)), tuple(self.items.values(value))
+        return (), tuple(cast(Any, self.items).__iter__(value))
+
+    def set_contents(self, value: Any, keys: tuple[Any, ...], items: tuple[Any, ...]) -> None:
+        """Store items in an object that can change, and these alone."""
+        base: Any = self.items
+        if base in (None, tuple):
+            return
+        had, held = self.contents(value)
+        if had == keys and len(held) == len(items) and all(a is b for a, b in zip(held, items, strict=True)):
+            return
+        if issubclass(base, dict):
+            if had != keys:
+                base.clear(value)
+            for key, item in zip(keys, items, strict=True):
+                base.__setitem__(value, key, item)
+        elif base is list:
+            base.__setitem__(value, slice(None), items)
+        else:
+            base.clear(value)
+            base.extend(value, items)
+
+    def made(self, kind: type, keys: tuple[Any, ...], items: tuple[Any, ...], attributes: Mapping[str, Any]) -> Any:
+        """A new object of the class `kind`, without a call of its `__init__`."""
+        if self.items is tuple:
+            made = _tuple(kind, items)
+        else:
+            made = (self.items or object).__new__(kind)
+            self.set_contents(made, keys, items)
+        self.set_attributes(made, attributes)
+        return made
+
+
+def _tuple(kind: type, items: tuple[Any, ...]) -> Any:
+    try:
+        return tuple.__new__(cast(Any, kind), items)
+    except TypeError:  # a named result of torch
+        return cast(Any, kind)(items)
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return list(a) == list(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    """The `__dict__` of an object; no code of its class runs."""
+    return cast(dict[str, Any], object.__getattribute__(value, "__dict__"))
+
+
+@lru_cache(maxsize=4096)
+def form_of(kind: type) -> Form | None:
+    """How objects of a class are built; None for those that are one value: tensors, numbers, modules, functions, ..."""
+    line = type.mro(kind) if kind is type else kind.__mro__
+    if any(base in _LEAVES for base in line) or any("__next__" in vars(base) for base in line):
+        return None
+    items = next((base for base in _CONTAINERS if base in line), None)
+    closed = is_closed(kind) or kind.__module__.startswith(_LOADERS)
+    has_dict = bool(getattr(kind, "__dictoffset__", 0)) and not closed
+    slots = {} if closed else {name: slot for base in reversed(line) for name, slot in _slots_of(base)}
+    if items is None and not has_dict and not slots:
+        return None
+    is_record = items is not None or dataclasses.is_dataclass(kind) or issubclass(kind, Mapping)
+    return Form(items, has_dict, slots, is_record)
+
+
+def is_closed(kind: type) -> bool:
+    """True for classes of Python and torch whose attributes are their own affair."""
+    module = str(kind.__module__ or "")
+    top = module.partition(".")[0]
+    of_python = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
+    return of_python or module.startswith(_CLOSED)
+
+
+def _slots_of(kind: type) -> Iterable[tuple[str, Any]]:
+    table = vars(kind)
+    given = table.items() if "__slots__" in table else ()
+    return [(name, slot) for name, slot in given if isinstance(slot, types.MemberDescriptorType)]
