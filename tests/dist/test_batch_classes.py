@@ -23,7 +23,7 @@ def data(call: int, rank: int, equal: bool) -> tuple[Tensor, Tensor, float, str]
     generator = torch.Generator().manual_seed(10 * call + rank)
     rows = 6 if equal or rank == 0 else 4
     x, y = torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
-    return x.double(), y.double(), 1.5, "image.png"
+    return x.double(), y.double(), 1.0 + call / 10, f"image{call}-{rank}.png"
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -555,3 +555,59 @@ def test_a_norm_that_changes_is_computed_in_the_graph() -> None:
         config.norm = 0.1 / (1 + i)
         same(step(*ours, *CALLS[0]), fn(*eager, *CALLS[0]), 1e-12, "loss")
     assert step.captures == 2
+
+
+VALUES: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any], int]] = {
+    "a number": (lambda i: 1.0 / (1 + i), lambda b: b, 2),
+    "in a dict": (lambda i: {"k": 1.0 + i}, lambda b: b["k"], 2),
+    "a whole number": (lambda i: {"items": 3 + i}, lambda b: 1.0 / b["items"], 2),
+    "in a list of an object": (lambda i: Holder([i, 2.0]), lambda b: b.value[0] * b.value[1], 2),
+    "names that nobody reads": (lambda i: {"k": 2.0, "file": f"{i}.png", "ids": [i, b"%d" % i]}, lambda b: b["k"], 2),
+    "names that are moved": (
+        lambda i: {"k": 1.0 + i, "file": f"{i}.png"},
+        lambda b: {k: v.double() if isinstance(v, Tensor) else v for k, v in b.items()}["k"],
+        2,
+    ),
+    "text that decides": (lambda i: {"mode": "ab"[i % 2]}, lambda b: 1.0 if b["mode"] == "a" else 2.0, 2),
+    "a name that is caught": (lambda i: {"mode": "ab"[i % 2]}, lambda b: len(_caught(b["mode"])), 2),
+    "a number that counts": (lambda i: i % 3, lambda b: sum(1.0 for _ in range(b + 1)), 3),
+    "a clamped number": (lambda i: 1.0 + i, lambda b: 3.0 if b > 3 else b, 3),
+}
+
+
+def _caught(value: Any) -> str:
+    try:
+        return value * 2 if value == "b" else value
+    except Exception:
+        return "nothing of it"
+
+
+@pytest.mark.filterwarnings("ignore:.*captured a third time")
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_of_arguments_cost_two_captures(kind: str) -> None:
+    """A number is an input from its second value on; what the step does not read is not compared."""
+    value, read, captures = VALUES[kind]
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, given: Any) -> Tensor:
+        return train(model, optimizer, x * read(given), y)
+
+    ours, eager, step = make(), make(), ws.compile(fn)
+    for i in range(20):
+        same(step(*ours, *CALLS[0], value(i)), fn(*eager, *CALLS[0], value(i)), 1e-12, "loss")
+    assert step.captures == captures, step.misses
+
+
+def test_a_third_capture_for_one_cause_is_said_once() -> None:
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, often: int) -> Tensor:
+        return train(model, optimizer, x * sum(1.0 for _ in range(often)), y)
+
+    made, step = make(), ws.compile(fn)
+    step(*made, *CALLS[0], 1)
+    step(*made, *CALLS[0], 2)
+    with pytest.warns(UserWarning, match="captured a third time") as said:
+        step(*made, *CALLS[0], 3)
+    step(*made, *CALLS[0], 4)
+    assert [str(one.message) for one in said] == [
+        "fn is captured a third time because argument often is 3, it was 2: the step reads its value. To capture it "
+        "once, pass it as a tensor"
+    ]
