@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -136,6 +136,8 @@ def form_of(kind: type) -> Form | None:
     closed = is_closed(kind) or kind.__module__.startswith(_LOADERS)
     has_dict = bool(getattr(kind, "__dictoffset__", 0)) and not closed
     slots = {} if closed else {name: slot for base in reversed(line) for name, slot in _slots_of(base)}
+    if defaultdict in line:
+        slots["default_factory"] = vars(defaultdict)["default_factory"]
     if items is None and not has_dict and not slots:
         return None
     is_record = items is not None or dataclasses.is_dataclass(kind) or issubclass(kind, Mapping)
