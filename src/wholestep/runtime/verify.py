@@ -151,7 +151,7 @@ def _values(tensor: torch.Tensor) -> str:
 def _host_lines(captured: Capture) -> Iterator[str]:
     """What the host does in each call, and what the call returns, as text."""
     effects: Effects = captured.effects
-    yield f"the result {captured.results.spec} of {[_text(leaf) for leaf in captured.result_leaves]}"
+    yield f"the result {captured.results.outline} of {[_text(leaf) for leaf in captured.result_leaves]}"
     for number, line in enumerate(effects.program.instructions):
         yield f"the number {number} = {_called(line)}"
     for choice in effects.program.decisions:
