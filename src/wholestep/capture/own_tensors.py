@@ -54,7 +54,7 @@ class OwnTensors:
         fake = self._fakes.get(id(value))
         if fake is not None:
             return fake
-        kind = cast(type[Any], type(value))
+        kind: Any = cast(type[Any], type(value))
         if kind in _SEQUENCES or isinstance(value, (tuple, list)):
             items = cast(Sequence[Any], value)
             found = [self.fake_of(item) for item in items]

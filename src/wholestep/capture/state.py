@@ -341,7 +341,7 @@ def _show_face(held: StepTensor) -> None:
     moved: Moved = vars(held.tensor).get(MOVED, NEVER_MOVED)
     if moved.face is not None:
         _torch.undo(setattr, moved.face, "__class__", type(moved.face))
-        moved.face.__class__ = moved.kind
+        cast(Any, moved.face).__class__ = moved.kind
         put(held, moved.face)
 
 
@@ -366,8 +366,7 @@ def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
     rekey(state.optimizers.values(), old, new)
     before: Moved = vars(old).get(MOVED, NEVER_MOVED)
     vars(old)[MOVED] = Moved(new, before.face, before.kind) if before.face is not None else Moved(new, old, type(old))
-    new.__dict__ = {**vars(new), **vars(old)}
-    old.__dict__ = vars(new)
+    cast(Any, new).__dict__ = cast(Any, old).__dict__ = {**vars(new), **vars(old)}
     if not old.is_meta:
         old.data = old.data.new_empty(0)
     with contextlib.suppress(TypeError):  # a class of the user's may have another layout
