@@ -55,7 +55,7 @@ class OwnTensors:
         if fake is not None:
             return fake
         kind: Any = cast(type[Any], type(value))
-        if kind in _SEQUENCES or isinstance(value, (tuple, list)):
+        if kind in _SEQUENCES or issubclass(kind, (tuple, list)):
             items = cast(Sequence[Any], value)
             found = [self.fake_of(item) for item in items]
             if all(new is old for new, old in zip(found, items, strict=True)):
