@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -58,11 +59,13 @@ class OwnTensors:
         if kind in _SEQUENCES or issubclass(kind, (tuple, list)):
             items = cast(Sequence[Any], value)
             found = [self.fake_of(item) for item in items]
-            if all(new is old for new, old in zip(found, items, strict=True)):
-                return value
+            if all(map(is_, found, items)):
+                return items
             return kind(*found) if hasattr(kind, "_fields") else kind(found)
         if kind is dict:
-            return self.named(cast(dict[str, Any], value))
+            named = cast(dict[str, Any], value)
+            fakes = self.named(named)
+            return named if all(map(is_, fakes.values(), named.values())) else fakes  # what is called may write to it
         if kind is slice:
             return slice(*(self.fake_of(part) for part in (value.start, value.stop, value.step)))
         return value
