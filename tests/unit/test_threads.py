@@ -268,11 +268,11 @@ def shared_by_all_threads() -> dict[str, Any]:
         fx_traceback, proxy_tensor, proxy_tensor.ProxyTorchDispatchMode, fake_tensor, fake_tensor.FakeTensorMode,
         random, np.random, time, os, logging.Logger, threading.Thread, datetime, sys.stdout, Trainer, torch.distributed,
     ]  # fmt: skip
-    changing = ("_lazy", "last_", "_warned", "__warningregistry__", "cache_")
+    changing = ("_lazy", "last_", "_warned", "__warningregistry__", "cache_", "current_meta")
     places = {(str(o), n): v for o in owners for n, v in vars(o).items() if not n.startswith(changing)}
     places |= {(*place, "code"): v.__code__ for place, v in places.items() if hasattr(v, "__code__")}
     optim: Any = sys.modules["torch.optim.optimizer"]
-    dicts = optim._global_optimizer_pre_hooks, fx_traceback.current_meta
+    dicts = optim._global_optimizer_pre_hooks, fx_traceback.current_meta.get("custom", {})
     flags = (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
