@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def reduced_once(name: str) -> str:
 
 
 def _sharded(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
-    """One dim sharded over all axes, inside the axes that shard it already: dim 0, or if it is shorter than the axes, as
-    that of a stack of experts, the first other one that they divide evenly, else the longest. A 0-dim tensor stays whole.
+    """One dim sharded over all axes, inside the axes that shard it already: dim 0, or where it is shorter than they, as
+    that of a stack of experts, the one that is padded least. A 0-dim tensor stays whole.
 
     The innermost axis of the mesh cuts first: a reduce-scatter goes along it first, a gather last, so that the outer
     axes, which have the slower links, carry pieces only (decision 0057).
@@ -73,9 +73,8 @@ def _sharded(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> L
         return have
     inner_first, ranks = tuple(name for name in reversed(mesh.names) if name in axes), _ranks(mesh, axes)
     sizes = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))
-    others = [dim for dim, size in enumerate(sizes) if size >= ranks]
-    even = [dim for dim in others if sizes[dim] % ranks == 0]
-    long = 0 if sizes[0] >= ranks or not others else (even or sorted(others, key=lambda dim: -sizes[dim]))[0]
+    padded = [ceil(size / ranks) * ranks / max(size, 1) for size in sizes]
+    long = 0 if sizes[0] >= ranks else padded.index(min(padded))
     return replace(have, dims=tuple((*of, *inner_first) if dim == long else of for dim, of in enumerate(have.dims)))
 
 
