@@ -105,9 +105,9 @@ def _note(found: Comparison, where: str, value: Tensor, expected: Tensor) -> Non
 def _named(batch: tuple[Any, ...], one: OneDevice) -> dict[str, Tensor]:
     """Leaves of a batch by the names that the capture gave them."""
     args = (one.model, one.optimizer, *batch)
-    leaves = take_apart((args, {})).leaves
-    names = leaf_names(one.step, args, {})
-    return {n: v for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)}
+    call = take_apart((args, {}))
+    names = leaf_names(one.step, call.structure)
+    return {n: v for n, v in zip(names, call.leaves, strict=True) if isinstance(v, Tensor)}
 
 
 def _flat(value: Any) -> list[Tensor]:
