@@ -57,9 +57,13 @@ def quick_dispatch(
     if not all(hasattr(_proxies, needed) for needed in _NEEDED):
         return forms_set([(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _without_real_tensors(at_op))])
     unguarded: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+
+    def without_guard(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return unguarded(*args, **kwargs)
+
     quick: list[tuple[Any, str, Form]] = [
         (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms, at_op)),
-        (FakeTensorMode, "__torch_dispatch__", lambda _, *args, **kwargs: unguarded(*args, **kwargs)),
+        (FakeTensorMode, "__torch_dispatch__", without_guard),
         *_with_sizes(),
     ]
     if hasattr(fake_tensor, _TAKES_NUMBERS):

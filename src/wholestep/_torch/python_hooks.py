@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .attributes import Form, forms_of, forms_set, here_only
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-GENERATORS: dict[str, Any] = {m.__name__: cast(Any, m.random).__self__ for m in (random, np.random)}
+GENERATORS: dict[str, Any] = {m.__name__: m.random.__self__ for m in (random, np.random)}
 _STATES = ("getstate", "get_state")
 _proxies: Any = proxy_tensor
 
@@ -151,10 +151,14 @@ def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
     """Register the hooks on a parameter's gradient on its fake, too."""
     of_tensor: dict[int, Callable[..., Any]] = real._backward_hooks or {}
     of_sum: dict[int, Callable[..., Any]] = getattr(real, "_post_accumulate_grad_hooks", None) or {}
+
+    def with_real(hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+        return lambda _: hook(real)
+
     for hook in of_tensor.values():
         fake.register_hook(hook)
     for hook in of_sum.values():
-        fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))
+        fake.register_post_accumulate_grad_hook(with_real(hook))
 
 
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:

@@ -27,6 +27,7 @@ _NOT_SEARCHED = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, 
 
 LENGTHS = "pad_to.lengths"
 """The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
+_kind: Callable[[Any], type[Any]] = type
 _PLAIN_LEAVES = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter})
 _LEAF, _AGAIN, _WEAK = "leaf", "again", "weak"
 _MOST_LEAVES = 10_000  # of an object; one that holds more is itself a leaf
@@ -97,7 +98,7 @@ class _Opening:
         out: list[Any] = []
         leaves, numbers = self.leaves, self._numbers
         for item in items:
-            kind = type(item)
+            kind = _kind(item)
             if kind in _PLAIN_LEAVES:
                 leaves.append(item)
                 out.append(_LEAF)
@@ -240,7 +241,7 @@ def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
         return
     names, inner = more
     count = len(inner) - len(names)
-    fields: tuple[str, ...] = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+    fields: tuple[str, ...] = getattr(cast(Any, kind), "_fields", ()) if issubclass(kind, tuple) else ()
     for i, one in enumerate(inner):
         if i >= count:
             of_mapping = issubclass(kind, UserDict) and names[i - count] == "data"

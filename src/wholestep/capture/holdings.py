@@ -74,11 +74,12 @@ class Form:
 
     def contents(self, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The keys of the items of an object, of a dict alone, and the items."""
+        base = cast(Any, self.items)
         if self.items is None:
             return (), ()
         if issubclass(self.items, dict):
-            return tuple(self.items.keys(value)), tuple(self.items.values(value))
-        return (), tuple(cast(Any, self.items).__iter__(value))
+            return tuple(base.keys(value)), tuple(base.values(value))
+        return (), tuple(base.__iter__(value))
 
     def set_contents(self, value: Any, keys: tuple[Any, ...], items: tuple[Any, ...]) -> None:
         """Store items in an object that can change, and these alone."""
@@ -104,7 +105,7 @@ class Form:
         if self.items is tuple:
             made = _tuple(kind, items)
         else:
-            made = (self.items or object).__new__(kind)
+            made = cast(Any, self.items or object).__new__(kind)
             self.set_contents(made, keys, items)
         self.set_attributes(made, attributes)
         return made

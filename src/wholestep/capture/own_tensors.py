@@ -61,7 +61,7 @@ class OwnTensors:
             found = [self.fake_of(item) for item in items]
             if all(map(is_, found, items)):
                 return items
-            return kind(*found) if hasattr(kind, "_fields") else kind(found)
+            return cast(Any, kind(*found) if hasattr(kind, "_fields") else kind(found))
         if kind is dict:
             named = cast(dict[str, Any], value)
             fakes = self.named(named)

@@ -182,7 +182,7 @@ def argument_containers(
             add(item, f"{path}.{name}", (*route, Attribute(name)))
 
     for name, value in called.items():
-        add(value, name if isinstance(name, str) else names[name], (name,))
+        add(value, name if isinstance(name, str) else names[cast(int, name)], (name,))
     return out
 
 
@@ -256,8 +256,9 @@ class _Search:
         """Search the classes of objects, and not the objects."""
         for value in opened:
             self.found.seen[id(value)] = value
-            if form_of(type(value)) is not None and not is_closed(type(value)):
-                self._note_class(type(value))
+            kind = cast(type[Any], type(value))
+            if form_of(kind) is not None and not is_closed(kind):
+                self._note_class(kind)
 
     def visit(self, value: Any, path: str) -> None:
         """Search a value and everything below it."""
@@ -295,7 +296,7 @@ class _Search:
             self._waiting += [(item, f"{path}[{i}]") for i, item in enumerate(cast(tuple[Any, ...], value))]
         elif isinstance(value, (dict, list)):
             self._note(Container(path, value, "item"))
-            if attributes_of(value) is not None:  # of a class of the user's
+            if attributes_of(cast(object, value)) is not None:  # of a class of the user's
                 self._object(value, path)
         elif type(value) is CACHE:
             self.found.caches.append(value)
@@ -315,7 +316,7 @@ class _Search:
             if isinstance(value, (torch.Tensor, tuple)):
                 self.found.tensors |= tensors_of(value, container.place_of(key))
             if not isinstance(value, _LEAVES):
-                self._waiting.append((value, container.path_of(key)))
+                self._waiting.append((cast(Any, value), container.path_of(key)))
 
     def _function(self, function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.startswith("wholestep"):
@@ -337,7 +338,8 @@ class _Search:
         for name in present:
             value = function.__globals__[name]
             if is_own_module(value):
-                self._globals(vars(value), names & vars(value).keys(), f"{name}.")
+                table = cast(dict[str, Any], vars(value))
+                self._globals(table, names & table.keys(), f"{name}.")
 
     def _globals(self, table: dict[str, Any], names: Set[str], prefix: str = "") -> None:
         new = {(id(table), name) for name in names} - self._globals_seen
@@ -387,7 +389,7 @@ class _Search:
         self._classes.append(kind)
         table: dict[str, Any] = {**vars(kind)}
         for name, value in table.items():
-            function: Any = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            function = cast(Any, value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
             function = function.fget if isinstance(function, property) else function
             if isinstance(function, types.FunctionType):
                 self._methods.append((name, function))

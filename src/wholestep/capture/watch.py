@@ -348,7 +348,8 @@ class Watch:
     def stand_in(self, index: int, name: str, value: Any) -> Any:
         """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number."""
         self.given[index], place = value, Location(name, self.given, index)
-        return self.numbers.read(place, value) if is_number(value) else Unread(type(value), place, self._refuse_use)
+        kind = cast(type[Any], type(value))
+        return self.numbers.read(place, value) if is_number(value) else Unread(kind, place, self._refuse_use)
 
     def _refuse_use(self, name: str) -> NoReturn:
         error = CaptureError(
@@ -361,7 +362,7 @@ class Watch:
         """A number, or an object that the call is given, as what each call takes in its place; else the value."""
         if (place := place_of(value)) is not None:
             return self.numbers.taken(place.get)
-        lookup = self._opened.get(id(value))
+        lookup = cast(ArgumentItems | None, self._opened.get(id(value)))
         return self.numbers.argument(value) if lookup is None else self.numbers.taken(lookup.value)
 
     def _leaf(self, value: Any, path: str) -> Any:
@@ -508,12 +509,13 @@ class Watch:
 def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
     """Return what is in the place of a value, of items of a tuple, or of the function of a partial."""
     if type(value) is tuple:
-        items = [_with_replaced(v, replaced) for v in cast(tuple[Any, ...], value)]
-        return tuple(items) if any(map(is_not, items, cast(tuple[Any, ...], value))) else value
+        held = cast(tuple[Any, ...], value)
+        items = [_with_replaced(v, replaced) for v in held]
+        return tuple(items) if any(map(is_not, items, held)) else held
     if type(value) is functools.partial:
         whole = cast("functools.partial[Any]", value)
         new = _with_replaced(whole.func, replaced)
-        return value if new is whole.func else functools.partial(new, *whole.args, **whole.keywords)
+        return whole if new is whole.func else functools.partial(new, *whole.args, **whole.keywords)
     return replaced.get(id(value), value)
 
 

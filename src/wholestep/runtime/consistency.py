@@ -369,6 +369,6 @@ def call_fingerprint(given: StepInputs, capture: Capture) -> str:
         elif isinstance(leaf, (nn.Module, Optimizer)):
             lines.append(name)
         else:
-            lines.append(f"{name} {_name(type(leaf))}")
+            lines.append(f"{name} {_name(cast(object, type(leaf)))}")
     lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
     return Section.of(lines).fingerprint

@@ -367,12 +367,13 @@ class Guards:
 
 def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:
     """What is compared with an argument that is no tensor: itself, or its contents. `free`: its value may be any."""
+    kind = cast(type[Any], type(leaf))
     if free:
-        return TypeGuard(type(leaf))
+        return TypeGuard(kind)
     if unread:
         return UnreadGuard()
     contents = opaque(leaf) if isinstance(leaf, _CHANGING) else None
-    return leaf if contents is None else ContentGuard(type(leaf), contents())
+    return cast(Any, leaf) if contents is None else ContentGuard(kind, contents())
 
 
 def _is_tensor(guard: Any) -> bool:
@@ -400,4 +401,4 @@ _CHANGING = (
 def _about(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} {value.dtype}"
-    return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+    return repr(cast(object, value)) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"

@@ -24,8 +24,8 @@ class uninterrupted:  # used like a function
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-        if self._came is not None:
-            self._handler(*self._came)
+            if self._came is not None:
+                self._handler(*self._came)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._came is not None:

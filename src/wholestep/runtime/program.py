@@ -305,5 +305,5 @@ class Program:
 
 def _getter(container: Any) -> Callable[[Any], Any]:
     """Looks up a key that may be gone; containers are dicts, and lists that do not shrink."""
-    whole = cast(Any, container)
+    whole: Any = container
     return whole.get if isinstance(container, (dict, TupleItems)) else whole.__getitem__

@@ -534,8 +534,9 @@ class CompiledStep:
             cure = "pass it as a tensor" if miss.arguments else "compute with tensors, or pass it to the step as one"
             text = f"{self.__name__} is captured a third time because {miss.text}: the step reads its value"
             warnings.warn(f"{text}. To capture it once, {cure}", stacklevel=4)
-        for name in miss.arguments if self._compiler is not None else ():
-            self._compiler.note_changing(name)
+        if self._compiler is not None:
+            for name in miss.arguments:
+                self._compiler.note_changing(name)
         if not miss.use:
             return
         if miss.number and self._compiler is not None:

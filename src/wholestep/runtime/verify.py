@@ -94,8 +94,10 @@ class Verification:
             return "no such line", error.found, error.where
         if captured.calls_caches or again.calls_caches:
             return None  # what a cache keeps is an operation in one trace and a constant in the next
-        if captured.symbols is not None and captured.symbols.record.hints != again.symbols.record.hints:
-            return None  # numbers that torch computes from sizes may have another form
+        if captured.symbols is not None:
+            assert again.symbols is not None, "captured with the same symbols"
+            if captured.symbols.record.hints != again.symbols.record.hints:
+                return None  # numbers that torch computes from sizes may have another form
         return _first_difference(captured, again, program)
 
 
