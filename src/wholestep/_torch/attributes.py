@@ -50,6 +50,17 @@ class _Flag:
     def __bool__(self) -> bool:
         return self._here if self._thread in (get_ident(), _served()) else bool(self._elsewhere)
 
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    __ror__, __rand__, __hash__ = __or__, __and__, object.__hash__
+
 
 @contextlib.contextmanager
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:

@@ -8,19 +8,19 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from .. import _torch
-
 _MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
 
 
 @contextmanager
 def collector_paused() -> Generator[None]:
     """Pause the garbage collector inside this context or decorated function; nested uses have no effect."""
-    with _torch.undone():
-        if gc.isenabled():
-            _torch.undo(gc.enable)
+    enabled = gc.isenabled()
+    try:
         gc.disable()
         yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
