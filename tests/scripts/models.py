@@ -264,7 +264,13 @@ ROWS = (
         "modules under `torch.compile` (the original runs, said once)",
         train(model=lambda: cast(nn.Module, torch.compile(mlp(), backend="eager"))),
     ),
-    Row(G, "`torch.jit.script` modules", train(model=lambda: cast(nn.Module, torch.jit.script(mlp())))),
+    Row(
+        G,
+        "`torch.jit.script` modules",
+        train(model=lambda: cast(nn.Module, torch.jit.script(mlp()))),
+        line="the module without `torch.jit.script`",
+        runs=False,
+    ),
     Row(
         G,
         "models wrapped in `DataParallel`, DDP or FSDP",

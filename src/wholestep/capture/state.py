@@ -154,6 +154,13 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
             "remove the wrapper; Accelerate, and the Trainer through it, add none with "
             "`accelerator.prepare_model(model, evaluation_mode=True)`",
         )
+    scripted = [path for path, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise StateError(
+            f"module {scripted[0] or prefix or type(root).__name__!r} is under torch.jit.script",
+            "modules in Python: TorchScript hides its parameters, and its gradients take another form in each call",
+            "remove torch.jit.script: the whole step is compiled anyway",
+        )
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:
         warn_once(

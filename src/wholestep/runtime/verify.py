@@ -22,9 +22,9 @@ import torch
 from .. import _torch
 from ..capture.capture import Capture, capture_again
 from ..capture.capture_options import CaptureOptions
-from ..capture.effects import Effects, Extra, Made
+from ..capture.effects import Effects, Extra, Made, Write
 from ..capture.host_numbers import At
-from ..capture.locations import SIMPLE, Location
+from ..capture.locations import MISSING, SIMPLE, Location
 from ..errors import CaptureError, shown
 from ..graph import meta
 from ..graph.graph import TrainGraph
@@ -158,11 +158,20 @@ def _host_lines(captured: Capture) -> Iterator[str]:
         yield f"the number {number} = {_called(line)}"
     for choice in effects.program.decisions:
         yield f"the choice {choice.expected} at {choice.where}"
-    for write in effects.writes:
+    for write in (write for write in effects.writes if not _is_done(write)):
         yield f"{write.place.path} = {'nothing' if write.made is None else _made(write.made)}"
     for call in effects.calls:
         yield f"the call {_name(call.fn)}{_made(call.made)}"
     yield f"{len(effects.rebound)} replaced tensors, flags {effects.flags}, gradients cleared {captured.cleared_grads}"
+
+
+def _is_done(write: Write) -> bool:
+    """Whether its place holds already what a write assigns: a trace does not see such a write."""
+    now = write.place.get()
+    if write.made is None or any(isinstance(leaf, (At, Extra)) for leaf in write.made.leaves):
+        return write.made is None and now is MISSING
+    then = write.made.value((), ())
+    return now is then or (isinstance(now, SIMPLE) and type(now) is type(then) and now == then)
 
 
 def _called(line: partial[Any]) -> str:
