@@ -152,11 +152,15 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {**get_decompositions(hidden_on_cuda), _aten.native_batch_norm.default: _batch_norm}
 
 
+def _as_they_are(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
 def trace(
     fn: Callable[..., Any],
     inputs: Sequence[Any],
     forms: Mapping[Any, Callable[..., Any]],
-    at_op: Callable[[Any, Any, Any], tuple[Any, Any]],
+    at_op: Callable[[Any, Any, Any], tuple[Any, Any]] = _as_they_are,
 ) -> torch.fx.GraphModule:
     """Trace `fn(*inputs)` into one ATen graph with in-place ops; nodes have the annotations of `note_on_nodes`.
 
