@@ -28,7 +28,7 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure a number of times that depends on the data",
     "SparseAdam": "its update needs sparse gradients, whose sizes depend on the data",
 }
-MOVED = "_wholestep_moved"  # attribute of a replaced parameter, and of its replacement: a Moved
+MOVED = "_wholestep_moved"  # attribute of a replaced parameter, and of its replacement: a MovedTensor
 WHOLE = "_wholestep_whole"  # attribute of an unsharded copy of a parameter: its purpose
 _NOT_THE_USERS = ("_wholestep", "_is_param", "_is_hf_initialized", "_dynamo")
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -345,7 +345,7 @@ def restored(state: StepState) -> Generator[None]:
 
 def _show_face(held: StepTensor) -> None:
     """Put the parameter that the user made in the place of its shard, until the end of the innermost `undone`."""
-    moved: Moved = vars(held.tensor).get(MOVED, NEVER_MOVED)
+    moved: MovedTensor = vars(held.tensor).get(MOVED, NEVER_MOVED)
     if moved.face is not None:
         _torch.undo(setattr, moved.face, "__class__", type(moved.face))
         cast(Any, moved.face).__class__ = moved.kind
@@ -371,8 +371,10 @@ def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
     old = held.tensor
     put(held, new)
     rekey(state.optimizers.values(), old, new)
-    before: Moved = vars(old).get(MOVED, NEVER_MOVED)
-    vars(old)[MOVED] = Moved(new, before.face, before.kind) if before.face is not None else Moved(new, old, type(old))
+    before: MovedTensor = vars(old).get(MOVED, NEVER_MOVED)
+    vars(old)[MOVED] = (
+        MovedTensor(new, before.face, before.kind) if before.face is not None else MovedTensor(new, old, type(old))
+    )
     cast(Any, new).__dict__ = cast(Any, old).__dict__ = {**vars(new), **vars(old)}
     if not old.is_meta:
         old.data = old.data.new_empty(0)
@@ -402,7 +404,7 @@ def newest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Moved:
+class MovedTensor:
     """The `new` tensor for a parameter that was replaced, and its `face`: what the user made, of class `kind`. A copy
     of the parameter, or a pickle, has neither.
     """
@@ -411,14 +413,14 @@ class Moved:
     face: torch.Tensor | None = None
     kind: type | None = None
 
-    def __deepcopy__(self, memo: object) -> Moved:
+    def __deepcopy__(self, memo: object) -> MovedTensor:
         return NEVER_MOVED
 
-    def __reduce__(self) -> tuple[type[Moved], tuple[()]]:
-        return Moved, ()
+    def __reduce__(self) -> tuple[type[MovedTensor], tuple[()]]:
+        return MovedTensor, ()
 
 
-NEVER_MOVED = Moved()
+NEVER_MOVED = MovedTensor()
 
 
 def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:

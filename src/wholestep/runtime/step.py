@@ -47,11 +47,11 @@ from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_leng
 from .piece_check import PieceCheck, piece_check
 from .program import Phase, Program
 from .progress import Stages
+from .repeated_capture import Verification
 from .size_check import other_dims
 from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 from .tuner import ScheduleTuning, Tuner
-from .verify import Verification
 
 MOST_VALUES = TUNING.most_captures
 
