@@ -154,7 +154,8 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
             "remove the wrapper; Accelerate, and the Trainer through it, add none with "
             "`accelerator.prepare_model(model, evaluation_mode=True)`",
         )
-    scripted = [path for path, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+    scripted = [path for path, module in modules if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         raise StateError(
             f"module {scripted[0] or prefix or type(root).__name__!r} is under torch.jit.script",

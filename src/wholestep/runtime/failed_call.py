@@ -44,6 +44,11 @@ class FailedCall:
             mark_torn(program.capture.state, f"call {number} of {name} raised {text}")
         return failed
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the call had done all of its work before it raised, as where a callback raises: ranks can go on."""
+        return self.reached.begun == AFTER
+
     def agree(self, programs: Sequence[Program], ranks: Rendezvous, label: str) -> None:
         """Go on after this call (collective, where the programs of the step are).
 

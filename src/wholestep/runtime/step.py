@@ -156,7 +156,9 @@ class CompiledStep:
             program.capture.effects.arguments.clear()
         if (self._failed is not None and program is None) or (program is not None and program.phase is Phase.DONE):
             return  # the question stays, as long as it is not answered; a Ctrl-C that has waited asks none
-        self._failed = FailedCall.of(self.__name__, self.calls + 1, error, program)
+        failed = FailedCall.of(self.__name__, self.calls + 1, error, program)
+        if not failed.is_done:
+            self._failed = failed
 
     def _after_failed(self, failed: FailedCall) -> None:
         """Raises StateError or RankMismatchError: the step cannot go on after a call that raised."""
