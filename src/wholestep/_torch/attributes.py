@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -66,10 +67,19 @@ class _Flag:
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
     """Set attributes, given as (owner, name, value), and restore them on exit; what was inherited is deleted again."""
     with undone():
+        undo(_clean, set(sys.modules))
         for owner, name, value in changes:
             undo(_restore, owner, name, _own(owner, name))
             setattr(owner, name, value)
         yield
+
+
+def _clean(before: set[str]) -> None:
+    """Give modules that were imported meanwhile the functions whose replacements they have taken for these."""
+    for module in [sys.modules[name] for name in [*sys.modules] if name not in before]:
+        for name, held in [*getattr(module, "__dict__", {}).items()]:
+            if isinstance(held, FunctionType) and (original := vars(held).get(_REPLACES)) is not None:
+                setattr(module, name, original)
 
 
 def _restore(owner: Any, name: str, before: Any) -> None:

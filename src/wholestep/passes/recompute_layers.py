@@ -89,7 +89,9 @@ def _stays_inside(storage: Storage, saved: SavedTensors, layers: dict[Node, str]
     if not layers[made] or made not in saved.batch_dependent:
         return False
     readers = {user for member in storage.members for user in member.users}
-    return all(layers[user] == layers[made] for user in readers if saved.segment.get(user) == saved.segment[made])
+    return all(
+        layers.get(user) == layers[made] for user in readers if saved.segment.get(user) == saved.segment.get(made)
+    )
 
 
 def _repeats_products(made: Node, segment: int, saved: SavedTensors, dropped: Collection[int]) -> bool:
