@@ -29,6 +29,7 @@ Form = Callable[..., Any]
 _INHERITED = object()
 _SERVED = "wholestep.thread"
 _CALLED = "what is called"
+_FORGETS = "_wholestep_forgets"
 _REPLACES = "_wholestep_replaces"  # attribute of a function: the one that it stands for
 
 
@@ -70,8 +71,17 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
         undo(_clean, set(sys.modules))
         for owner, name, value in changes:
             undo(_restore, owner, name, _own(owner, name))
+            undo(_forget, value)
             setattr(owner, name, value)
         yield
+
+
+def _forget(replacement: Any) -> None:
+    """Let a replacement be the original from now on: what was imported meanwhile may hold it for ever."""
+    for constant in replacement.co_consts if isinstance(replacement, CodeType) else ():
+        _forget(constant)
+    if isinstance(replacement, FunctionType) and _FORGETS in vars(replacement):
+        vars(replacement)[_FORGETS]()
 
 
 def _clean(before: set[str]) -> None:
@@ -186,14 +196,17 @@ def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callabl
     """A function that runs `form(original, ...)` in this thread, and `original` in others; without an `original`, it
     runs `form(...)`, and nothing in others.
     """
-    thread, replaced = _this_thread(), cast(Callable[..., Any], original)
+    thread, replaced, forms = _this_thread(), cast(Callable[..., Any], original), [form]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         is_here = get_ident() == thread or _served() == thread
-        return form(original, *args, **kwargs) if is_here else replaced(*args, **kwargs)
+        return forms[0](original, *args, **kwargs) if is_here and forms else replaced(*args, **kwargs)
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         return form(*args, **kwargs) if get_ident() == thread or _served() == thread else None
 
+    if original is None:
+        return hook
     setattr(run, _REPLACES, original)
-    return hook if original is None else run
+    setattr(run, _FORGETS, forms.clear)
+    return run
