@@ -84,7 +84,7 @@ def _own_shapes(rank: int, world: int, style: str, at_once: bool, folder: str) -
     worst = losses
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         mine, expected = (o.state[p] for o, p in zip(optimizers, (a, b), strict=True))
-        assert list(mine) == list(expected)
+        assert list(mine) == list(expected), (list(mine), list(expected))
         worst = max(worst, difference(a, b), *(difference(mine[k], expected[k]) for k in expected))
     held = optimizers[0].state[next(iter(ours.parameters()))]["m"]
     return {"worst": worst, "captures": step.captures, "held": getattr(held, "_local_tensor", held).shape[0]}

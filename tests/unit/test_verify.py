@@ -289,6 +289,8 @@ def test_no_place_that_a_step_reads_is_silently_stale(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_text("x")
+    backends = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(backends, "__allow_nonbracketed_mutation_flag", True)  # torch.testing clears it for ever
     before = os.getcwd(), sys.getrecursionlimit(), gc.get_threshold(), [*sys.argv], [*warnings.filters]
     read, put = KINDS[name](tmp_path)
     model = nn.Linear(2, 1)

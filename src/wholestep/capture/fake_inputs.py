@@ -119,7 +119,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
 
 
 def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
-    """Add optimizer state, in the order of `optimizer_state`; what does not exist yet is created by the optimizer for
+    """Add optimizer state, by optimizer, parameter and key; what does not exist yet is created by the optimizer for
     a fake parameter.
     """
     fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}

@@ -233,22 +233,25 @@ def _is_number(value: object) -> bool:
 
 
 def optimizer_state(state: StepState) -> list[StepTensor]:
-    """Return every tensor of optimizer state, named `parameter/key`: by optimizer, parameter and key, whoever made it.
-
-    Ranks compare programs, whose inputs are in this order. Optimizers make state group by group, or as it was loaded.
+    """Return every tensor of optimizer state, named `parameter/key`: by optimizer and parameter, in the order in which
+    the optimizer made it.
     """
     return [
         StepTensor(state_input(name, key, value, o, label), [(entry, key)])
         for o, (label, optimizer) in enumerate(state.optimizers.items())
         for name, held in state.params.items()
         if (entry := optimizer.state.get(held.tensor))
-        for key, value in in_order(entry)
+        for key, value in entry.items()
         if isinstance(value, torch.Tensor)
     ]
 
 
 def in_order(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the state of one parameter in the order of the keys, which may be of any type before they are refused."""
+    """Return the state of one parameter in the order of the keys, which may be of any type before they are refused.
+
+    Inputs of a program are in this order, which ranks compare: an entry has that of the first step, or of what was
+    loaded.
+    """
     return sorted(entry.items(), key=lambda item: str(item[0]))
 
 
