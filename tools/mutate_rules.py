@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from tests.rule_samples import samples_of, table
 from wholestep import _torch
 from wholestep.errors import RuleError
 from wholestep.graph.meta import TensorMeta
@@ -32,7 +33,6 @@ from wholestep.rules.language import Dim, RuleText, Term, base, cases, spread
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule, Group
 from wholestep.rules.testing.check import OpCase, Sample, ShardedFactor, cases_of, check_pass, check_way, ways
-from wholestep.rules.testing.samples import samples_of, table
 
 _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
 _PATIENCE_SECONDS = 30.0  # one try takes milliseconds

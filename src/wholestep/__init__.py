@@ -62,6 +62,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .rules.testing.check import CheckResult, check_rule
     from .runtime.step import CompiledStep
     from .runtime.whole_tensors import whole
+    from .typed_values import check_arguments_of
 
 __version__ = "0.1.0.dev0"
 
@@ -136,3 +137,5 @@ __all__ = [
     "timeline",
     "whole",
 ]
+
+check_arguments_of(globals(), __all__)

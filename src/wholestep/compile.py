@@ -8,11 +8,9 @@ from typing import Any, ParamSpec, Protocol, cast, overload
 
 from .capture.capture import capture_step
 from .capture.capture_options import CaptureOptions
-from .errors import CaptureError
 from .graph.graph import TrainGraph
 from .runtime.compile_options import CompileOptions, StepOptions
 from .runtime.step import CompiledStep
-from .typed_values import check_arguments
 
 P = ParamSpec("P")
 
@@ -45,7 +43,6 @@ def _compile(
         PlanError, BackendError, MeshError, CacheError: an option is unknown or malformed; what depends on the model
             comes at the first call.
     """
-    check_arguments("compile", CaptureError, train_step=(train_step, Callable | None))
     resolved = StepOptions.of(CompileOptions.of(options))
 
     def decorate(fn: Callable[..., Any]) -> CompiledStep:
@@ -83,5 +80,4 @@ def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None =
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    check_arguments("capture", CaptureError, fn=(fn, Callable), options=(options, CaptureOptions | None))
     return capture_step(fn, args, kwargs, options).graph

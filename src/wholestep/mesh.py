@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 from .errors import MeshError, shown
-from .typed_values import check_arguments, check_fields
 
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]+)")
 _MOST_RANKS = (1 << 31) - 1  # that torch and NCCL count
@@ -56,9 +55,6 @@ class Mesh:
 
     def __init__(self, spec: str | tuple[Axis, ...]) -> None:
         axes = parse(spec) if isinstance(spec, str) else spec
-        check_arguments("Mesh", MeshError, spec=(axes, tuple[Axis, ...]))
-        for axis in axes:
-            check_fields(axis, error=MeshError)
         names = [axis.name for axis in axes]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

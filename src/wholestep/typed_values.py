@@ -1,19 +1,121 @@
-"""Types of what a user gives: checked once, where it is given, and not by an error from somewhere inside."""
+"""The door of public arguments: each is checked against its annotation where it is given."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
+from inspect import Parameter, getattr_static, getmodule, isclass, isfunction, ismodule, signature
+from itertools import repeat
 from numbers import Integral, Real
 from operator import index
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import PlanError, WholestepError, shown
+from .errors import (
+    CaptureError,
+    CheckpointError,
+    LayoutError,
+    MeshError,
+    PlanError,
+    RuleError,
+    WholestepError,
+    first_line,
+    shown,
+)
 from .typed_json import MOST_NUMBER, hints_of
 
 _MODULE = re.compile(r"\b(?:\w+\.)+(?=\w)")
+_ERRORS: dict[str, type[WholestepError]] = {
+    "capture": CaptureError, "checkpoint": CheckpointError, "layout": LayoutError, "mesh": MeshError,
+    "rules": RuleError,
+}  # fmt: skip
+"""By room; of all others PlanError."""
+
+
+def check_arguments_of(public: dict[str, Any], names: Iterable[str]) -> None:
+    """Put the door before the functions, constructors and methods that `public` has under `names`: a value that is not
+    of its annotation raises an error that names it.
+    """
+    for name in names:
+        given = public[name]
+        if ismodule(given):
+            check_arguments_of(vars(given), given.__all__)
+        elif isfunction(given):
+            public[name] = door = _checked(given, name)
+            setattr(getmodule(given), given.__name__, door)
+        elif isclass(given) and not issubclass(given, Exception) and not getattr(given, "_is_protocol", False):
+            _check_class(given)
+
+
+def _check_class(kind: type[Any]) -> None:
+    """Arguments of methods of layouts and meshes are looked at when these fail: all stages compute with them."""
+    pure = is_dataclass(kind) and kind.__dataclass_params__.frozen
+    for name in dir(kind):
+        method = getattr_static(kind, name)
+        function = getattr(method, "__func__", method)
+        if not isfunction(function) or not function.__module__.startswith("wholestep"):
+            continue
+        if name == "__init__":
+            setattr(kind, name, _checked(function, kind.__name__))
+        elif not name.startswith("_"):
+            own = function is method
+            late = own and kind.__module__ in ("wholestep.layout", "wholestep.mesh")
+            door = _checked(function, f"{kind.__name__}.{name}", pure and own, late)
+            setattr(kind, name, door if own else type(method)(door))
+
+
+def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: bool = False) -> Callable[..., Any]:
+    """`function` behind the door. `pure`: it does no more than to compute with its arguments, so that an error for want
+    of a key, say, is about these. `late`: arguments are looked at after an error.
+    """
+    error = _ERRORS.get(function.__module__.split(".")[1], PlanError)
+
+    @cache
+    def declared() -> tuple[list[tuple[str, Any]], tuple[str, Any], dict[str, Any]]:
+        kinds, parameters = get_type_hints(function), signature(function).parameters.values()
+        named = {one.name: kinds.get(one.name, Any) for one in parameters if one.kind is not Parameter.VAR_KEYWORD}
+        typed = [(one.name, named[one.name]) for one in parameters if one.kind <= Parameter.POSITIONAL_OR_KEYWORD]
+        rest = next((one.name for one in parameters if one.kind is Parameter.VAR_POSITIONAL), "")
+        return typed, (rest, kinds.get(rest, Any)), named
+
+    def checked(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        typed, rest, kinds = declared()
+        places = [*typed, *repeat(rest, max(len(args) - len(typed), 0))]
+        values = [_argument(call, *place, value, error) for place, value in zip(places, args, strict=False)]
+        return values, {k: _argument(call, k, kinds.get(k, Any), value, error) for k, value in named.items()}
+
+    @wraps(function)
+    def at_once(*args: Any, **named: Any) -> Any:
+        values, others = checked(args, named)
+        return function(*values, **others)
+
+    @wraps(function)
+    def explained(*args: Any, **named: Any) -> Any:
+        values, others = (args, named) if late else checked(args, named)
+        try:
+            return function(*values, **others)
+        except WholestepError:
+            raise
+        except Exception as wrong:
+            checked(values, others)
+            if not isinstance(wrong, (ArithmeticError, LookupError, OSError, ValueError)):
+                raise
+            written = ", ".join([*map(shown, args[1:]), *(f"{name}={shown(value)}" for name, value in named.items())])
+            found = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"
+            raise error(found, "arguments that fit each other, and the value", "correct them") from wrong
+
+    return explained if pure else at_once
+
+
+def _argument(call: str, name: str, kind: Any, value: Any, error: type[WholestepError]) -> Any:
+    """A value of its type, as Python's number where it is one of another library."""
+    if kind is Any:
+        return value
+    if not is_a(value, kind):
+        raise _refused(call, name, value, kind, error)
+    return as_plain(value, kind)
 
 
 def check_fields(made: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
@@ -22,56 +124,55 @@ def check_fields(made: object, besides: Collection[str] = (), error: type[Wholes
     """
     hints = hints_of(type(made))
     for name in (one.name for one in fields(cast(Any, made)) if one.name not in besides):
-        value, kind = getattr(made, name), hints[name]
-        if not is_a(value, kind):
-            raise _refused(type(made).__name__, name, value, kind, error)
-        if (plain := as_plain(value, kind)) is not value:
+        value = getattr(made, name)
+        if (plain := _argument(type(made).__name__, name, hints[name], value, error)) is not value:
             object.__setattr__(made, name, plain)
-
-
-def check_arguments(call: str, error: type[WholestepError] = PlanError, **given: tuple[object, Any]) -> None:
-    """Raise `error` for the first argument of `call` that is not of its type: `name=(value, type)`. Numbers may be
-    those of other libraries: `as_plain` makes them Python's.
-    """
-    for name, (value, kind) in given.items():
-        if not is_a(value, kind):
-            raise _refused(call, name, value, kind, error)
 
 
 def is_a(value: object, kind: Any) -> bool:
     """True if a value is of a type as annotations write it, entries of collections too. Numbers may be those of numpy.
-    True and False are no numbers, a text is no sequence, a whole number has 64 bits. A protocol takes any value: its
-    users say better what is missing.
+    True, False and nan are no numbers, a text is no sequence, a whole number has 64 bits. A protocol takes any value:
+    its users say better what is missing.
     """
+    return _test_of(kind)(value)
+
+
+@cache
+def _test_of(kind: Any) -> Callable[[Any], bool]:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return any(is_a(value, one) for one in args)
+        several = [_test_of(one) for one in args]
+        return lambda value: any(test(value) for test in several)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in args)
+        return lambda value: any(type(value) is type(one) and value == one for one in args)
     if origin is tuple:
-        return isinstance(value, tuple) and _are(cast(tuple[object, ...], value), args)
-    if origin in (Sequence, Collection, Iterable):
-        if isinstance(value, (str, bytes)) or not isinstance(value, origin):
-            return False
-        return origin is Iterable or _are(_entries(cast(Collection[object], value)), (args[0], ...))
-    if origin is Mapping:
-        if not isinstance(value, Mapping):
-            return False
-        return all(is_a(k, args[0]) and is_a(v, args[1]) for k, v in cast(Mapping[object, object], value).items())
+        return lambda value: isinstance(value, tuple) and _are(value, args)
+    if origin in (Sequence, Collection):
+        return lambda value: _is_plural(value, origin) and _are(_entries(value), (args[0], ...))
+    if Iterable in (origin, kind):
+        return lambda value: _is_plural(value, Iterable)
+    if origin in (Mapping, dict):
+        key, entry = map(_test_of, args)
+        return lambda value: isinstance(value, origin) and all(key(k) and entry(v) for k, v in value.items())
     if Callable in (origin, kind):
-        return callable(value)
-    if kind is Iterable:
-        return isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        return callable
     if kind is None or kind is NoneType:
-        return value is None
+        return lambda value: value is None
     if kind in (int, float):
-        number = plain_number(value)
-        if isinstance(number, int):
-            return not isinstance(number, bool) and -MOST_NUMBER <= number < MOST_NUMBER
-        return kind is float and isinstance(number, float)
+        return lambda value: _is_number(plain_number(value), kind)
     if kind is Any or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):
-        return True
-    return isinstance(value, origin or kind)
+        return lambda value: True
+    return lambda value: isinstance(value, origin or kind)
+
+
+def _is_number(number: object, kind: type) -> bool:
+    if isinstance(number, int):
+        return not isinstance(number, bool) and -MOST_NUMBER <= number < MOST_NUMBER
+    return kind is float and isinstance(number, float) and number == number
+
+
+def _is_plural(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, (str, bytes))
 
 
 def plain_number(value: object) -> object:
@@ -105,12 +206,13 @@ def _entries(values: Collection[object]) -> tuple[object, ...]:
 
 def _are(values: tuple[object, ...], kinds: tuple[Any, ...]) -> bool:
     if kinds[-1:] == (...,):
-        return all(is_a(one, kinds[0]) for one in values)
-    return len(values) == len(kinds) and all(is_a(one, kind) for one, kind in zip(values, kinds, strict=True))
+        return all(map(_test_of(kinds[0]), values))
+    return len(values) == len(kinds) and all(map(is_a, values, kinds))
 
 
 def _refused(call: str, name: str, value: object, kind: Any, error: type[WholestepError]) -> WholestepError:
-    return error(f"{call}({name}={shown(value)})", f"{name} of type {_text(kind)}", f"correct {name}=")
+    next_step = f"give {value.__name__}(...)" if isclass(value) else f"correct {name}="
+    return error(f"{call}({name}={shown(value)})", f"{name} of type {_text(kind)}", next_step)
 
 
 def _text(kind: Any) -> str:
@@ -120,6 +222,8 @@ def _text(kind: Any) -> str:
         return " | ".join(map(_text, args))
     if Callable in (origin, kind):
         return "function"
+    if origin is Literal:
+        return " | ".join(map(repr, args))
     if isinstance(kind, type) and not args:
         return kind.__name__.replace("NoneType", "None")
     return _MODULE.sub("", str(kind))

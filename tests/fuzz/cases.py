@@ -45,6 +45,7 @@ from wholestep.runtime.compile_options import CompileOptions
 from wholestep.typed_json import MalformedError, parse
 from wholestep.units import parse_bytes
 
+from . import doors
 from .inputs import Draw, mutated_json, mutated_text, with_odd
 
 Case = tuple[str, Callable[[], Any]]
@@ -569,6 +570,14 @@ def arguments(draw: Draw) -> Case:
     return f"{name}({shown(given)})", lambda: call(**given)
 
 
+@kind(quick=50, full=10_000)
+def public_calls(draw: Draw) -> Case:
+    """Of whatever is public, by its annotations."""
+    name = draw(st.sampled_from(sorted(doors.calls())))
+    args, named = doors.drawn(draw, name)
+    return doors.text_of(name, args, named), lambda: doors.calls()[name](*args, **named)
+
+
 # -- the command -----------------------------------------------------------------------------------------------
 STEP = """
 import torch
@@ -596,7 +605,6 @@ COMMANDS = (
     ["diff", "a.json", "b.json"],
     ["diff", "a.json", "b.json", "step.py:build", "--hardware", "hardware.json"],
     ["passes", "--memory", "1GiB", "--hardware", "dgx-h100", "--backend", "eager", "--across-steps"],
-    ["check-rules", "--op", "no.op"],
     ["calibrate", "--device", "tpu", "--largest", "1", "--name", "x", "--timeout", "2"],
 )
 WORDS = (
@@ -622,7 +630,7 @@ def command(draw: Draw) -> Case:
             args[at] = mutated_text(draw, args[at], ("=", ":", ","))[:5000]
         else:
             args[at:] = args[at + 1 :] if how == "drop" else [args[at], *args[at:]]
-    args += {"check-rules": ["--op", "no.op"], "calibrate": ["--device", "tpu"]}.get(args[0], [])  # others take long
+    args += ["--device", "tpu"] if args[0] == "calibrate" else []  # others take long
     plan = mutated_json(draw, draw(st.sampled_from(documents()))) if "diff" in args else ""
     machine = mutated_json(draw, json.loads(_saved(ws.Hardware.preset("loopback")))) if "hardware.json" in args else ""
     files = {"step.py": STEP, "a.json": plan, "b.json": plans()[0].to_json(), "hardware.json": machine}

@@ -171,9 +171,9 @@ def with_odd(draw: Draw, right: Mapping[str, Any], names: Sequence[str] = (), mo
     found, known = dict(right), [*dict.fromkeys((*right, *names))]
     for _ in range(draw(st.integers(1, most))):
         name, value = known[draw(st.integers(0, len(known) - 1))], odd_object(draw)
-        found[name] = _nothing if name in CALLED and callable(value) else value
+        found[name] = nothing if name in CALLED and callable(value) else value
     return found
 
 
-def _nothing(*args: Any) -> None:
+def nothing(*args: Any) -> None:
     """A function for an option that takes one: what a user's function raises is the user's."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.random_graphs.builder import Builder, Unfit, is_real
+from tests.rule_samples import samples_of, table
 from wholestep import _torch
 from wholestep.rules.testing.check import Sample
 from wholestep.rules.testing.harness import tensors_in, with_tensors
-from wholestep.rules.testing.samples import samples_of, table
 
 _LEFT_OUT = ("empty", "equal", "_fused_sdp_choice", "nextafter", "frexp", "_efficientzerotensor", "randperm")
 

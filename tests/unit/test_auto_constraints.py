@@ -272,13 +272,13 @@ def test_wishes_that_cannot_be(options: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pinned": {"a": Replicate()}}, "pinned={'a': Replicate()}"),
+        ({"pinned": {"a": Replicate()}}, "Auto(pinned={'a': Replicate()})"),
         ({"pinned": {"a": {}}}, "pinned={'a': {}}"),
-        ({"pinned": {"a": {"tp": 0}}}, "pinned={'a': {'tp': 0}}"),
-        ({"pinned": ["a"]}, "pinned=['a']"),
-        ({"replicated": "a"}, "replicated='a'"),
+        ({"pinned": {"a": {"tp": 0}}}, "Auto(pinned={'a': {'tp': 0}})"),
+        ({"pinned": ["a"]}, "Auto(pinned=['a'])"),
+        ({"replicated": "a"}, "Auto(replicated='a')"),
         ({"replicated": {"a": ()}}, "replicated={'a': ()}"),
-        ({"replicated": {"a": 3}}, "replicated={'a': 3}"),
+        ({"replicated": {"a": 3}}, "Auto(replicated={'a': 3})"),
     ],
 )
 def test_malformed_wishes(options: dict[str, Any], said: str) -> None:

@@ -37,7 +37,7 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
     ),
     "a model": (
         lambda graph: ws.compile(mean_square, model=3)(nn.Linear(2, 2), None, torch.ones(2)),
-        "model=3\n  needed: a Module, several in a list, or by name",
+        "CompileOptions(model=3)\n  needed: model of type Module | Sequence[Module] | Mapping[str, Module] | None",
     ),
     "a device": (
         lambda graph: ws.compile(mean_square, device="gpu"),
@@ -82,7 +82,12 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
     ),
     "a path": (
         lambda graph: ws.Plan.load(3),
-        "load(path=3)\n  needed: path of type str | Path\n  next: correct path=",
+        "Plan.load(path=3)\n  needed: path of type str | Path\n  next: correct path=",
+    ),
+    "a layout": (lambda graph: ws.Layout(3), "Layout(dims=3)\n  needed: dims of type tuple[tuple[str, ...], ...]"),
+    "a coordinate that lacks an axis": (
+        lambda graph: ws.Mesh("dp=2").rank({"tp": 1}),
+        "Mesh.rank({'tp': 1}): KeyError: 'dp'\n  needed: arguments that fit each other, and the value",
     ),
 }
 
@@ -132,7 +137,6 @@ def test_a_plan_by_hand_has_layouts_that_the_rules_allow(graph: ws.TrainGraph) -
         ({"operands": ()}, "the plan has 0 and 1 layouts for %relu"),
         ({"outputs": (ws.Layout(((),)),)}, "%relu: layout _ has 1 dims, the tensor has 2"),
         ({"outputs": (ws.Layout((("tp",), ())),)}, "mesh dp=2 has no axis 'tp'"),
-        ({"outputs": (ws.Layout(3),)}, "Layout(dims=3)"),  # pyright: ignore[reportArgumentType]
         ({"outputs": 3}, "Decision(outputs=3)"),
     ],
 )

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 import wholestep as ws
+from tests.rule_samples import samples_of, table
 from tests.unit.test_imports import imports
+from tools.check_rules import check_rules
 from tools.mutate_rules import Mutation, mutate_table
-from wholestep.cli import app
 from wholestep.graph import meta
 from wholestep.rules import registry
 from wholestep.rules.call import Call
@@ -24,7 +26,6 @@ from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
 from wholestep.rules.testing.check import Row, Sample, check_op
 from wholestep.rules.testing.discover import discover
-from wholestep.rules.testing.samples import samples_of, table
 
 aten = torch.ops.aten
 OPS = {str(target): target for target in table() if str(target).startswith(("aten.", "wholestep."))}
@@ -414,8 +415,12 @@ def test_own_rule_goes_before_discovery() -> None:
 
 
 # -- the command ------------------------------------------------------------------------------
+APP = typer.Typer()
+APP.command()(check_rules)
+
+
 def test_command() -> None:
-    done = CliRunner().invoke(app, ["check-rules", "--op", "mm.default"])
+    done = CliRunner().invoke(APP, ["--op", "mm.default"])
     assert done.exit_code == 0, done.output
     assert "aten.mm.default" in done.output
     assert "1 ops, 3 (op, factor) pairs" in done.output
@@ -423,7 +428,7 @@ def test_command() -> None:
 
 
 def test_command_without_a_match() -> None:
-    done = CliRunner().invoke(app, ["check-rules", "--op", "no_such_op"])
+    done = CliRunner().invoke(APP, ["--op", "no_such_op"])
     assert done.exit_code == 2
     assert "no op with a rule matches 'no_such_op'" in done.output
 
@@ -431,6 +436,6 @@ def test_command_without_a_match() -> None:
 @pytest.mark.usefixtures("table_restored")
 def test_command_fails_on_a_wrong_rule() -> None:
     ws.rule(double, "a b -> b a", samples=lambda: [(torch.ones(4, 4),)])
-    done = CliRunner().invoke(app, ["check-rules", "--op", "rules_test*"])
+    done = CliRunner().invoke(APP, ["--op", "rules_test*"])
     assert done.exit_code == 1
     assert "1 wrong" in done.output

@@ -26,7 +26,6 @@ from ..passes.schedule import Schedule
 from ..passes.sink_waits import SinkWaits
 from ..passes.split_optimizer import SplitOptimizer
 from ..passes.write_into_buckets import WriteIntoBuckets
-from ..typed_values import check_arguments
 from ..units import parse_bytes
 from .build import backend_of
 from .protocol import Backend
@@ -112,10 +111,6 @@ def pipeline(
         >>> passes = wholestep.pipeline(wholestep.Hardware.preset("dgx-h100"))
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), passes)
     """
-    check_arguments(
-        "pipeline", hardware=(hardware, Hardware | None), schedule=(schedule, HowScheduled),
-        may_regather=(may_regather, bool),
-    )  # fmt: skip
     hardware = hardware or (schedule.hardware if isinstance(schedule, Schedule) else Hardware.default())
     if isinstance(schedule, str):
         schedule = Schedule(hardware, across_steps=schedule == "across_steps")

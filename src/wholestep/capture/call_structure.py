@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -285,6 +285,16 @@ def walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         for path, module in cast(Iterator[tuple[str, nn.Module]], root.named_modules()):
             parts = [prefix, *(part for part in path.split(".") if part != _WRAPPED)]
             yield ".".join(part for part in parts if part), module
+
+
+class AnyOptimizer(Protocol):
+    """An optimizer of torch, or a wrapper around one, such as Accelerate's and Lightning's."""
+
+    param_groups: list[dict[str, Any]]
+
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = AnyOptimizer | Sequence[AnyOptimizer] | Mapping[str, AnyOptimizer]
 
 
 def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:

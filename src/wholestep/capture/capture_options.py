@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import PlanError, shown
 from ..precision import Float8, MixedPrecision
-from ..typed_values import check_fields
-from .call_structure import by_name
+from .call_structure import Modules, Optimizers, by_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +50,12 @@ class CaptureOptions:
     keep_grads: bool = False
     skip_nonfinite: bool = False
     module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
-    model: nn.Module | Sequence[nn.Module] | None = None
-    optimizer: Optimizer | Sequence[Optimizer] | None = None
+    model: Modules | None = None
+    optimizer: Optimizers | None = None
     device: str | None = None
     kernels: Literal["cuda"] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.offload, str) and self.offload != "cpu":
-            raise PlanError(f"offload={self.offload!r}", "None or 'cpu'", "correct the name")
-        if isinstance(self.kernels, str) and self.kernels != "cuda":
-            raise PlanError(f"kernels={self.kernels!r}", "None or 'cuda'", "correct the name")
-        check_fields(self, besides=("model", "optimizer"))
         try:
             torch.device(self.device or "cpu")
         except RuntimeError as error:

@@ -10,7 +10,6 @@ from typing import Any
 
 from .. import _torch
 from ..errors import CaptureError
-from ..typed_values import check_arguments
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
@@ -159,7 +158,6 @@ def callback(fn: Callable[..., object], *values: Any, **named: Any) -> None:
         ...     optimizer.step()
         ...     ws.callback(losses.append, loss.detach())
     """
-    check_arguments("callback", CaptureError, fn=(fn, Callable))
     record = _recording.get()
     if record is None:
         fn(*values, **named)

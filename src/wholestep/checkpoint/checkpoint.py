@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.call_structure import by_name
+from ..capture.call_structure import Modules, Optimizers, by_name
 from ..capture.state import StepState, collect
 from ..distributed.launch import ensure_group
 from ..distributed.peers import watch_peers
@@ -30,7 +30,6 @@ from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.nonfinite import read_all_nonfinite
 from ..runtime.step import CompiledStep
-from ..typed_values import as_plain, check_arguments
 from ..units import parse_seconds
 from . import background, durable, manifest, snapshot, tensor_files
 from .first_call import at_first_call
@@ -38,9 +37,6 @@ from .manifest import Manifest
 from .ranks import Ranks
 from .stateful import Stateful, extra_states, is_extra_state, load_stateful, read_stateful
 from .write import Progress, to_write
-
-Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 @dataclass(frozen=True)
@@ -132,10 +128,7 @@ def save(
         CheckpointError: on every rank, when it could not be saved on any, or another job saves there.
         NonFiniteError: on every rank: with `on_nonfinite="raise"`, the last call was not finite; nothing is saved.
     """
-    _check_arguments("save", step, extra=extra, stateful=stateful)
-    check_arguments("save", CheckpointError, keep=(keep, int), wait=(wait, bool))
-    check_arguments("save", CheckpointError, number=(number, int | None), every=(every, int | None))
-    keep, number, every = as_plain(keep, int), as_plain(number, int | None), as_plain(every, int | None)
+    _check_stateful(stateful)
     for name, value, least in (("number", number, 0), ("keep", keep, 1), ("every", every, 1)):
         if value is not None and value < least:
             raise CheckpointError(f"save({name}={value})", f"a whole number from {least}", "correct it")
@@ -183,11 +176,8 @@ def _stop_after(step: CompiledStep, grace: float | str) -> StopRequest | None:
     return _stop_request if _stop_request.agreed_at(step.calls) else None
 
 
-def _check_arguments(call: str, step: object, **named: object) -> None:
-    check_arguments(call, CheckpointError, step=(step, CompiledStep | None))
-    for name, values in named.items():
-        check_arguments(call, CheckpointError, **{name: (values, Mapping[str, Any] | None)})
-    for name, one in cast(Mapping[str, Any], named.get("stateful") or {}).items():
+def _check_stateful(stateful: Mapping[str, Stateful] | None) -> None:
+    for name, one in (stateful or {}).items():
         if is_extra_state(name):
             found = f"stateful {name!r}, a name that torch gives to what a module keeps"
             raise CheckpointError(found, "another name", "leave it out: what modules keep is saved with them")
@@ -233,8 +223,7 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, or it is damaged or does not fit; nothing was changed then.
     """
-    _check_arguments("load", step, stateful=stateful)
-    check_arguments("load", CheckpointError, strict=(strict, bool))
+    _check_stateful(stateful)
     flush_pending()
     background.wait()
     state, objects = _state_of(step, model, optimizer), dict(stateful or {})

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.full_tensors import gather
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
 from ..runtime.between_steps import flush_pending
 from ..runtime.failed_call import refuse_torn
-from ..typed_values import check_arguments
 from ..units import parse_bytes
 from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
 from .manifest import CheckpointTensor, Chunk, Manifest
@@ -60,9 +59,6 @@ def export(
         CheckpointError: on every rank, when it could not be written on any; nothing is left in `directory` then.
         PlanError: `max_file_bytes` is no size.
     """
-    check_arguments("export", CheckpointError, format=(format, str), dtype=(dtype, torch.dtype | None))
-    if format not in FORMATS:
-        raise CheckpointError(f"export(format={shown(format)})", f"one of {', '.join(FORMATS)}", "correct it")
     most_bytes = parse_bytes(max_file_bytes, "max_file_bytes")
     what = type(model).__name__ if isinstance(model, nn.Module) else model
     target, ranks = durable.folder_at(directory), Ranks.of_job("export", directory, what, format, dtype)

@@ -26,7 +26,6 @@ from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
 from ..runtime.failed_call import params_of, refuse_torn
 from ..runtime.step import CompiledStep
-from ..typed_values import as_plain, check_arguments
 from . import snapshot, stateful, tensor_files
 from .checkpoint import Checkpoint
 from .first_call import at_first_call
@@ -37,7 +36,6 @@ from .stateful import to_bytes
 from .tensor_files import Piece
 
 _ALIGNED = 64
-_EXTRA = Mapping[str, Any] | None
 
 
 class MemoryCopies:
@@ -65,10 +63,9 @@ class MemoryCopies:
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
-        check_arguments("MemoryCopies", CheckpointError, folder=(folder, str | Path), every=(every, int))
         if every < 1:
             raise CheckpointError(f"MemoryCopies(every={every})", "a number from 1", "correct it")
-        self.folder, self.every = Path(folder), as_plain(every, int)
+        self.folder, self.every = Path(folder), every
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.folder.stat().st_uid
@@ -90,7 +87,6 @@ class MemoryCopies:
             CheckpointError: on every rank: the step was not called, or the last copy of a rank failed, for want of
                 memory, say.
         """
-        check_arguments("MemoryCopies.save", CheckpointError, step=(step, CompiledStep), extra=(extra, _EXTRA))
         if step.state is None or step.world is None:
             raise CheckpointError("a copy of a step that was not called", "a step with a state", "call it first")
         if step.calls % self.every:
@@ -139,7 +135,6 @@ class MemoryCopies:
         Raises:
             CheckpointError: on every rank: the copies are of another model or optimizer.
         """
-        check_arguments("MemoryCopies.load", CheckpointError, step=(step, CompiledStep))
         flush_pending()
         ensure_group(step.options.given.device)
         restoring = Restoring.of(self.folder, Ranks.of_job("MemoryCopies.load"))

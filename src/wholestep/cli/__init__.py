@@ -10,7 +10,6 @@ from typing import Annotated, ParamSpec, TypeVar
 import typer
 
 from .calibrate_command import calibrate
-from .check_rules_command import check_rules
 from .checkpoint_command import checkpoint
 from .diff_command import diff
 from .passes_command import passes
@@ -48,7 +47,6 @@ app.command()(loaded(diff))
 app.command()(loaded(passes))
 app.command()(loaded(calibrate))
 app.command()(loaded(checkpoint))
-app.command("check-rules")(loaded(check_rules))
 
 
 def _show_version(wanted: bool) -> None:

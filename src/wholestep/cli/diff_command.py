@@ -37,7 +37,9 @@ def diff(
         plans = Plan.load(before), Plan.load(after)
         text = str(plans[0].diff(plans[1]))
         if target is not None or hf is not None:
-            found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers))
-            machine, both = hardware_of(hardware), dict(zip((before, after), plans, strict=True))
-            text += "\n\n" + planning.costs_of(shown, planning.captured_for(shown, found, machine), both, machine)
+            used = plans[0].precision
+            dtype = used.weights if used else None
+            found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers, dtype=dtype))
+            both = dict(zip((before, after), plans, strict=True))
+            text += "\n\n" + planning.costs_of(shown, found, both, hardware_of(hardware))
     typer.echo(text)

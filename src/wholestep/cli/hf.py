@@ -28,7 +28,7 @@ class ModelSpec:
         config: name of a preset, a configuration as JSON, or its folder.
         batch: sequences of a rank at a time.
         seq: tokens in each; by default 2048 or the model's limit, if that is less.
-        dtype: of parameters, gradients and optimizer state.
+        dtype: of parameters, gradients and optimizer state; float32 ones compute in bfloat16 by `--precision`.
         layers: number of layers to keep; all if None.
         optimizer: adamw or sgd.
         micro_batches: batches in a step, whose gradients accumulate.
@@ -39,7 +39,7 @@ class ModelSpec:
     config: str
     batch: int = 1
     seq: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "float32"
     layers: int | None = None
     optimizer: str = "adamw"
     micro_batches: int = 1

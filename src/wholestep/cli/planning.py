@@ -170,11 +170,6 @@ def capture(
         return graph
 
 
-def captured_for(shown: Screen, target: Target, hardware: ws.Hardware) -> ws.TrainGraph:
-    """The step as one graph, with the kernels that run on `hardware`."""
-    return _captured(shown, target, hardware, ws.CaptureOptions(kernels="cuda" if hardware.has_gpus else None))
-
-
 def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
     target, hardware = asked.target, asked.hardware
@@ -441,10 +436,15 @@ def batches_of(plan: ws.Plan) -> int:
     return batches(plan.strategies, plan.mesh) if plan.strategies else 1
 
 
-def costs_of(shown: Screen, graph: ws.TrainGraph, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:
-    """A table of simulated costs with a row for each plan."""
-    rows: list[PlanRow] = []
+def costs_of(shown: Screen, target: Target, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:
+    """A table of simulated costs with a row for each plan, of the step in its precision."""
+    rows, graphs = list[PlanRow](), dict[ws.MixedPrecision | None, ws.TrainGraph]()
     for path, plan in plans.items():
+        mixed, kernels = plan.mixed_precision, "cuda" if hardware.has_gpus else None
+        if mixed not in graphs:
+            options = ws.CaptureOptions(mixed_precision=mixed, kernels=kernels)
+            graphs[mixed] = _captured(shown, target, hardware, options)
+        graph = graphs[mixed]
         with shown.stage(f"simulate {path}"):
             rows.append(PlanRow(str(path), batches_of(plan), costs(ws.partition(graph, plan), plan, hardware)))
     return show(rows, "plan")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
-Precision = StrEnum("Precision", {"bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8-rowwise"})
+Precision = StrEnum("Precision", {"stored": "stored", "bf16": "bf16", "fp8": "fp8", "fp8_rowwise": "fp8-rowwise"})
 Recompute = StrEnum("Recompute", ["none", "selective", "full", "auto"])
 Order = StrEnum("Order", {"auto": "auto", "gpipe": "gpipe", "one_forward_one_backward": "1f1b",
                           "interleaved": "interleaved", "zero_bubble": "zero_bubble"})  # fmt: skip
@@ -66,9 +66,13 @@ class SharedOptions:
         str | None,
         _option("With --hf: tokens in each (2048, or the model's limit if less); with simulate several, 2048,4096."),
     ] = None
-    dtype: Annotated[Dtype | None, _option("With --hf: of parameters and state (bfloat16).")] = None
+    dtype: Annotated[Dtype | None, _option("With --hf: of parameters, gradients and optimizer state (float32).")] = None
     precision: Annotated[
-        Precision | None, _option("bf16: float32 parameters compute in it; fp8: large linear layers multiply in it.")
+        Precision | None,
+        _option(
+            "bf16: float32 parameters compute in it (with --hf); fp8: large linear layers multiply in it; stored: "
+            "parameters compute in their own dtype (with MODEL)."
+        ),
     ] = None
     optimizer: Annotated[Optimizer | None, _option("With --hf (adamw).")] = None
     style: Annotated[Style | None, _option("The data-parallel style (fully_shard).")] = None
@@ -180,19 +184,22 @@ class SharedOptions:
         return tuple(dict.fromkeys(map(int, numbers)))
 
     def capture_options(self, target: Target, hardware: Hardware) -> CaptureOptions:
-        """With the kernels of `hardware`. By `--precision`, float32 computes in bfloat16 and is reduced in float32."""
+        """With the kernels of `hardware`. By `--precision`, which is bf16 for a model of `--hf`, float32 computes in
+        bfloat16 and is reduced in float32.
+        """
         import torch
 
         from wholestep.capture.capture_options import CaptureOptions
         from wholestep.precision import Float8, MixedPrecision
 
         kernels = "cuda" if hardware.has_gpus else None
-        if self.precision is None:
+        precision = self.precision or (Precision.stored if self.hf is None else Precision.bf16)
+        if precision is Precision.stored:
             return CaptureOptions(kernels=kernels)
         mixed = any(p.dtype is torch.float32 for model in target.models() for p in model.parameters())
         half = MixedPrecision(torch.bfloat16, torch.float32) if mixed else None
         recipes = {Precision.fp8: Float8("tensorwise"), Precision.fp8_rowwise: Float8("rowwise")}
-        return CaptureOptions(mixed_precision=half, float8=recipes.get(self.precision), kernels=kernels)
+        return CaptureOptions(mixed_precision=half, float8=recipes.get(precision), kernels=kernels)
 
     def recomputes(self, default: RecomputeKind = "none") -> RecomputeKind:
         """The kind of `--recompute`."""

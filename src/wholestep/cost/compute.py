@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import prod
 
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
+from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
@@ -17,6 +19,7 @@ from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
+from ..precision import StepPrecision
 from .fused import fused_flops, is_fused
 
 aten = torch.ops.aten
@@ -51,14 +54,14 @@ def work(node: Node) -> Work | None:
     if node.op != "call_function" or is_free(node):
         return None
     made = next((m for m in meta.tensors(node) if m is not None), None)
-    dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
+    dtype = _name(made.dtype) if made else "float32"
     product, found = _matmul(node), arithmetic(node.target)
     if product is not None and made is not None:
         b, m, n, k = product
         given = _multiplied(node)
         each = b * ((m * k + k * n) * given.itemsize + m * n * made.dtype.itemsize)
         moved = _moved(node) if _is_grouped(node) else each
-        return Work(moved, flops(node), str(given).removeprefix("torch."), product)
+        return Work(moved, flops(node), _name(given), product)
     attends, backward = (found.kind == "attention", found.backward) if found else (False, False)
     return Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
@@ -117,9 +120,33 @@ def peak_us(
         count = times * flops(node) if node.op == "call_function" and meta.runs_on_first(node) else 0.0
         if not count or not node.all_input_nodes:
             continue
-        us = count / hardware.peak_flops_per_us(str(_multiplied(node)).removeprefix("torch."))
+        us = count / hardware.peak_flops_per_us(_name(_multiplied(node)))
         once, again = (once, again + us) if _runs_again(node) else (once + us, again)
     return once, again
+
+
+def precision_of(step: TrainGraph | LocalGraph) -> StepPrecision:
+    """The dtypes of weights, of what products multiply, and of optimizer state; those of a hundredth are left out."""
+    stored = {role: Counter[str]() for role in (Role.PARAM, Role.STATE)}
+    count = size = 0
+    for given in step.inputs:
+        if given.role in stored:
+            stored[given.role][_name(given.meta.dtype)] += given.meta.size_bytes
+            size += (1 + given.trainable) * given.meta.size_bytes
+            count += prod(given.meta.shape) if given.role is Role.PARAM else 0
+    weights, state = map(_mostly, stored.values())
+    products = (node for node, _ in with_bodies(step.graph) if node.all_input_nodes and arithmetic(node.target))
+    compute = Counter(_name(_multiplied(node)) for node in products)
+    return StepPrecision(weights, _mostly(compute) or weights, state, size / max(count, 1))
+
+
+def _mostly(counted: Counter[str]) -> str:
+    least = sum(counted.values()) / 100
+    return ", ".join(name for name, count in counted.most_common() if count > least)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _runs_again(node: Node) -> bool:

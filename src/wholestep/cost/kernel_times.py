@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,6 @@ from ..graph import meta
 from ..graph.nodes import operands
 from ..graph.op_kinds import PRODUCTS, arithmetic, packet_name
 from ..typed_json import MalformedError, as_list, as_object, parse, read, wrong
-from ..typed_values import check_arguments
 
 Shapes = tuple[tuple[int, ...], ...]
 _DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
@@ -65,7 +64,7 @@ class KernelTimes:
     host: float = 1.0
 
     @staticmethod
-    def of(times: Iterable[tuple[Node, float]]) -> KernelTimes:
+    def of(times: Sequence[tuple[Node, float]]) -> KernelTimes:
         """The kernels of call nodes whose microseconds were measured; of what is no ATen op there are none.
 
         Example:
@@ -86,7 +85,6 @@ class KernelTimes:
         Raises:
             PlanError: the file cannot be read, or an entry is malformed; the message names it.
         """
-        check_arguments("load", path=(path, str | Path))
         try:
             body = as_object(parse(Path(path).read_bytes()), "")
             if "traceEvents" in body:

@@ -16,7 +16,6 @@ from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.storage import PIECES, Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
-from ..typed_values import check_arguments
 
 _ROLES = {
     Role.PARAM: "parameter", Role.BUFFER: "buffer", Role.STATE: "state", Role.GRAD: "gradient", Role.HYPER: "number",
@@ -104,7 +103,6 @@ def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
     Example:
         >>> name, size_bytes = max(ws.memory_curve(local), key=lambda row: row[1])
     """
-    check_arguments("memory_curve", local=(local, LocalGraph))
     return tuple(zip((n.name for n in _calls(local.graph)), bytes_held(local), strict=True))
 
 
@@ -140,7 +138,6 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     Example:
         >>> print(wholestep.peak_memory(step.local_graph))
     """
-    check_arguments("peak_memory", local=(local, LocalGraph))
     if local.stage_axis and local.stage is None:
         return _of_stages(local)
     held, calls = storages_here(local, storages(local.graph)), _calls(local.graph)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..graph.stage_part import StageParts
 from ..graph.text import human, seconds, table
+from ..precision import StepPrecision
 from .block_runs import BlockCost, OrderResult, Orders, Spent, on_shared_cores, simulate_orders
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
@@ -59,6 +60,7 @@ class StagedStep:
         model_us, again_us: arithmetic at the peak rate of the hardware, of a rank on average; and what is recomputed.
         sent_bytes, collectives: of the rank that sends most in collectives.
         spans: of all stages.
+        precision: of the whole step.
     """
 
     order: str
@@ -71,6 +73,7 @@ class StagedStep:
     sent_bytes: int
     collectives: int
     spans: tuple[Span, ...]
+    precision: StepPrecision | None = None
 
     @property
     def bubble(self) -> float:

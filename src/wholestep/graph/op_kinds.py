@@ -200,8 +200,8 @@ def is_uninitialized(target: object) -> bool:
 
 def depends_on_strides(target: object) -> bool:
     """True for an op that reads where its operands lie in memory, so that their strides must be as on one device.
-    Kernels are called with no wrapper that makes their operands contiguous. `check-rules` tries every op with operands
-    that have offsets and odd strides; these are the ops that it finds wrong.
+    Kernels are called with no wrapper that makes their operands contiguous. `tools.check_rules` tries every op with
+    operands that have offsets and odd strides; these are the ops that it finds wrong.
     """
     name = packet_name(target)
     return bool(name) and (name in _GOES_BY_MEMORY or str(target).removeprefix("aten.") in _GOES_BY_MEMORY)

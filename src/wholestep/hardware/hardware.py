@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -13,7 +13,6 @@ from pathlib import Path
 from ..errors import PlanError
 from ..mesh import TIME, Mesh
 from ..tuning import TUNING
-from ..typed_values import as_plain, check_arguments
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
@@ -114,7 +113,7 @@ class Hardware:
         bucket_copy_bytes_per_us: float = 0.0,
         product_bytes_per_us: float = 0.0,
         ranks_per_core: float = 1.0,
-        collectives: Iterable[CollectiveCost] = (),
+        collectives: Sequence[CollectiveCost] = (),
         name: str = "measured",
     ) -> Hardware:
         """Hardware from the rates of one rank, with one link that all ranks share. The default rates are those of a
@@ -138,11 +137,7 @@ class Hardware:
         Example:
             >>> gigabit = ws.Hardware.measured(link_bytes_per_us=119)  # 1 Gbit/s
         """
-        check_arguments(
-            "measured", link_bytes_per_us=(link_bytes_per_us, float), collectives=(collectives, Iterable),
-        )  # fmt: skip
-        several, link_bytes_per_us = tuple(collectives), as_plain(link_bytes_per_us, float)
-        check_arguments("measured", collectives=(several, tuple[CollectiveCost, ...]))
+        several = tuple(collectives)
         if not link_bytes_per_us > 0:
             raise PlanError(f"link_bytes_per_us={link_bytes_per_us}", "a number above 0", "correct it")
         device = MeasuredDevice(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import PlanError, shown
 from ..typed_json import MalformedError, parse, read
-from ..typed_values import check_arguments, check_fields
+from ..typed_values import check_fields
 from .curves import ALGORITHMS, KINDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def load(path: str | Path) -> Hardware:
     Raises:
         PlanError: the file is missing or not JSON, or a field is missing, unknown or of the wrong type.
     """
-    check_arguments("load", path=(path, str | Path))
     try:
         body = parse(Path(path).read_bytes())
     except (OSError, ValueError, MalformedError) as error:  # also a path with a null

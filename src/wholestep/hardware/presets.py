@@ -10,7 +10,6 @@ import functools
 from dataclasses import replace
 
 from ..errors import PlanError, shown
-from ..typed_values import check_arguments
 from .curves import Curve, Regime
 from .data_sheets import (
     INFINITY_FABRIC,
@@ -284,7 +283,6 @@ def _by_sheet() -> list[Hardware]:
 
 def preset(name: str) -> Hardware:
     """One of `presets()`, or with another link between its nodes (`fabrics.wired` for how they are wired)."""
-    check_arguments("preset", name=(name, str))
     made = presets()
     base, _, link = name.partition("+")
     many = base in made and len(made[base].levels) > 1

@@ -16,7 +16,6 @@ from ..graph.nodes import copy_graph, is_collective
 from ..graph.stage_part import part_of
 from ..graph.verify import check_local_graph
 from ..partition.stage_program import POINT_TO_POINT
-from ..typed_values import check_arguments
 
 Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
@@ -63,7 +62,6 @@ def run_passes(
     Raises:
         GraphError: a pass is out of order, or one left a malformed graph; names the passes since the last check.
     """
-    check_arguments("run_passes", local=(local, LocalGraph), passes=(passes, Sequence[Pass]))
     if local.stage_axis and local.stage is None:
         found = "passes on the program of all stages, which does not run"
         raise GraphError(found, "the program of one stage", "give wholestep.stage_program(local, coordinate)")

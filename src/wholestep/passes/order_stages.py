@@ -22,7 +22,6 @@ from ..partition.stage_blocks import StageCut, cuts_for, in_order_of, is_staged,
 from ..partition.stage_program import orders_in, stage_program
 from ..plan.check_plan import check_plan
 from ..plan.plan import Plan
-from ..typed_values import check_arguments
 from .bucket_sizes import SizeBuckets
 from .in_bodies import InBodies
 from .schedule import Schedule
@@ -44,7 +43,6 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
     Raises:
         PlanError, LayoutError: the plan was not made for this graph, or the step cannot be computed by its layouts.
     """
-    check_arguments("partition", graph=(graph, TrainGraph), plan=(plan, Plan))
     return ordered(written(check_plan(plan, graph), plan), plan)
 
 

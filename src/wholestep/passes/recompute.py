@@ -12,7 +12,6 @@ from ..graph.graph import LocalGraph
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
-from ..typed_values import check_fields
 from .reinplace import Reinplace
 from .remat_frontier import RematChoice
 from .saved_values import SavedValues
@@ -48,9 +47,6 @@ class Recompute:
     gathers: bool = False
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step within the budget; `local` itself if that fits."""

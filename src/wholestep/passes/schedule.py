@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
-from ..typed_values import check_fields
 from .async_tensor_parallel import AsyncTensorParallel
 from .base import Pass, run_passes
 from .bucket import Bucket
@@ -48,9 +47,6 @@ class Schedule:
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
     across_steps: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step with fewer, larger and reordered collectives."""

@@ -13,7 +13,6 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout, owned_by
 from ..mesh import Mesh
 from ..tuning import TUNING
-from ..typed_values import check_fields
 from .decision import Decision
 from .owned_updates import owners_of_nodes
 from .storage_styles import STYLES, StorageStyle, Store, style_named
@@ -68,14 +67,9 @@ class DataParallel:
     owners: bool | Mapping[str, int] = False
 
     def __post_init__(self) -> None:
-        choices = {"style": tuple(STYLES), "semantics": ("per_rank", "global"), "reduce": ("mean", "sum"),
-                   "inputs": ("local", "global")}  # fmt: skip
-        for name, allowed in choices.items():
-            given = getattr(self, name)
-            if isinstance(given, str) and given not in allowed:
-                names = ", ".join(map(repr, allowed)) + (" or a function" if name == "style" else "")
-                raise PlanError(f"DataParallel({name}={given!r})", f"{name} one of {names}", "correct the name")
-        check_fields(self)
+        if isinstance(self.style, str) and self.style not in STYLES:
+            names = ", ".join(map(repr, STYLES)) + " or a function"
+            raise PlanError(f"DataParallel(style={self.style!r})", f"style one of {names}", "correct the name")
         if self.owners is not False and (self.kind.gathers_parameters or not self.kind.shards_state):
             needed = "a style in which ranks share out the state of parameters that rest whole"
             raise PlanError(f"owners= with style {self.kind.name!r}", needed, 'give "zero1" or "zero2"')

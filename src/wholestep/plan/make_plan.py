@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
+from ..cost.compute import precision_of
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import ROUNDS, expand, expandable
@@ -96,6 +97,7 @@ def make_plan(
     made = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
+        precision=precision_of(graph),
         async_axes=strategies.async_axes(mesh), owners=owners,
         owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip

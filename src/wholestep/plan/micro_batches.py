@@ -9,7 +9,6 @@ from typing import Literal
 from ..errors import PlanError
 from ..graph.graph import TrainGraph
 from ..mesh import TIME, Mesh
-from ..typed_values import check_fields
 from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .strategy import BatchCut, Pins, Resting
@@ -41,7 +40,6 @@ class MicroBatches:
     input_batch_dim: BatchDim = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.pieces != "auto" and self.pieces < 1:
             raise PlanError(f"MicroBatches({self.pieces})", "at least one piece", "correct the number")
 

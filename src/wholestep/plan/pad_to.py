@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import PlanError, shown
-from ..typed_values import check_fields
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class PadTo:
     fill: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not self.lengths or min(self.lengths) < 2:
             raise PlanError(f"PadTo(lengths={shown(self.lengths)})", "lengths of 2 or more", "correct it")
         if not self.dims or min(self.dims.values()) < 0:

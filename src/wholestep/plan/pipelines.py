@@ -12,7 +12,6 @@ from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import owned_by
 from ..mesh import Mesh
-from ..typed_values import check_fields
 from .balance import balanced
 from .decision import Decision
 from .module_map import Modules
@@ -63,7 +62,6 @@ class Pipeline:
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
         for name in ("micro_batches", "chunks"):

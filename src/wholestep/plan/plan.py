@@ -16,9 +16,8 @@ from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
-from ..precision import MixedPrecision
+from ..precision import MixedPrecision, StepPrecision
 from ..typed_json import MalformedError, hints_of, parse
-from ..typed_values import check_arguments
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .for_pieces import for_pieces
@@ -54,6 +53,7 @@ class Plan:
         objective: estimates, if `Auto` chose the plan.
         strategies: the strategies; None if a file could not store them.
         mixed_precision: of the captured graph.
+        precision: dtypes of weights, compute and optimizer state.
         offload: of the captured graph.
         hardware: prices layouts and resharding.
         async_axes: the axes of `TensorParallel(async_tp=...)`, each with its value.
@@ -84,6 +84,7 @@ class Plan:
     objective: Objective | None = None
     strategies: Strategies | None = field(default=None, compare=False)
     mixed_precision: MixedPrecision | None = None
+    precision: StepPrecision | None = None
     offload: bool = False
     hardware: Hardware = field(default_factory=one_host)
     async_axes: tuple[tuple[str, str], ...] = ()
@@ -97,7 +98,6 @@ class Plan:
         Raises:
             PlanError: the plan has no such name; lists similar ones.
         """
-        check_arguments("explain", name=(name, str))
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
@@ -190,7 +190,6 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file for `load`; missing folders are created."""
-        check_arguments("save", path=(path, str | Path))
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(self.to_json(), encoding="utf-8")
@@ -206,7 +205,6 @@ class Plan:
         Raises:
             PlanError: the file does not exist, or has no plan; names the file.
         """
-        check_arguments("load", path=(path, str | Path))
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # also a path with a null
@@ -218,7 +216,6 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """Layouts and bytes of a rank that differ in `other`."""
-        check_arguments("diff", other=(other, Plan))
         return diff(self, other)
 
     @staticmethod
@@ -228,7 +225,6 @@ class Plan:
         Raises:
             PlanError: not a plan, of another version, or malformed; names the field.
         """
-        check_arguments("from_json", text=(text, str))
         try:
             data = parse(text)
         except MalformedError as error:

@@ -70,7 +70,7 @@ def _encoded(given: Any, table: dict[Layout, int]) -> Any:
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
     data, made = dict[str, Any](objective=None, strategies=None, async_axes=[], owners={}) | {**data}, dict[str, Any]()
-    data = dict[str, Any](owner_axis="", update_owners={}) | data
+    data = dict[str, Any](owner_axis="", update_owners={}, precision=None) | data
     readers = _READERS
     for name, kind in {"layouts": tuple[Layout, ...], **kinds}.items():
         if name not in data:

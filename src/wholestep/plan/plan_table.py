@@ -26,6 +26,7 @@ def show_plan(plan: Plan) -> str:
         f"  stored per rank: {human(params)} parameters + {human(state)} state, "
         f"of {human(whole)} in all ({(params + state) / max(whole, 1):.1%})"
     )
+    lines += [f"  precision: {plan.precision}"] if plan.precision else []
     lines += [f"  {line}" for line in _movement(plan)]
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")

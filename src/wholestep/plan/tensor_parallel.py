@@ -21,7 +21,6 @@ from ..graph.op_kinds import arithmetic
 from ..hardware.hardware import Hardware
 from ..layout import REPLICATED, AxisState
 from ..mesh import Mesh
-from ..typed_values import check_fields, is_a
 from .data_parallel import BatchDim, batch_dim
 from .decision import Decision
 from .module_map import Modules
@@ -116,7 +115,6 @@ class TensorParallel(_OneAxis):
     replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, besides=("plan",))
         if self.is_open:
             if self.loss_parallel:
                 found = 'loss_parallel with TensorParallel("auto")'
@@ -126,7 +124,7 @@ class TensorParallel(_OneAxis):
         if unused:
             needed = f'TensorParallel("auto", {unused}=...)'
             raise PlanError(f"{unused} with a plan by module", needed, f"drop {unused}")
-        if not is_a(self.plan, Mapping[str, object]) or not self.plan:
+        if not self.plan:
             raise PlanError(
                 f"TensorParallel({shown(self.plan)})",
                 'styles by module path, as {"layers.*.wq": "colwise"}',

@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
-from ..typed_values import check_fields, is_a
+from ..typed_values import is_a
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
 from .constraints import Pinned, ReplicatedAxes, check_form, constraints_of
@@ -94,9 +94,8 @@ class Auto:
     replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        check_fields(self, besides=("memory_bytes", "styles", "solved_meshes", "pinned", "replicated"))
         check_form(self.pinned, self.replicated)
-        if type(self.solved_meshes) is not int or self.solved_meshes < 0:
+        if self.solved_meshes < 0:
             raise PlanError(f"Auto(solved_meshes={shown(self.solved_meshes)})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))

@@ -28,6 +28,7 @@ from ..passes.forward_backward import forward_backward
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
+from ..precision import StepPrecision
 from .recompute_kinds import passes_of
 
 
@@ -56,6 +57,7 @@ class Costs:
     held: Mapping[str, int] = field(default_factory=dict[str, int])
     reserved_bytes: int | None = None
     idle_s: float = 0.0
+    precision: StepPrecision | None = None
 
     @property
     def mfu(self) -> float:
@@ -78,7 +80,7 @@ class Costs:
         return Costs(
             round(line("rest_bytes")), round(line("peak_bytes")), round(line("sent_bytes")), round(line("collectives")),
             line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
-            {kind: round(size) for kind, size in held.items() if size > 0},
+            {kind: round(size) for kind, size in held.items() if size > 0}, precision=self.precision,
         )  # fmt: skip
 
     def grown(self, few: Costs, more: Costs) -> Costs:
@@ -126,6 +128,7 @@ def costs_from(program: LocalGraph, planned: Plan, took: SimulationResult, peak:
         (took.hfu - took.mfu) * step_s,
         took.host_us / 1e6,
         peak.by_kind(),
+        precision=planned.precision,
     )
 
 

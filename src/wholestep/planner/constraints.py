@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx import Node
@@ -153,34 +152,19 @@ def constraints_of(
     return Constraints(found, pinned, replicated)
 
 
-def check_form(pinned: object, replicated: object) -> None:
-    """Raise PlanError for malformed constraints."""
-    for pattern, by in _items(pinned, "pinned"):
-        places = cast(Mapping[Any, Any], by) if isinstance(by, Mapping) else dict[Any, Any]()
-        good = all(isinstance(axis, str) and isinstance(at, (Shard, Replicate)) for axis, at in places.items())
-        if not (places and good):
-            raise PlanError(
-                f"pinned={{{shown(pattern)}: {shown(cast(object, by))}}}",
-                "a layout for each axis, Shard(dim) or Replicate()",
+def check_form(pinned: Pinned, replicated: ReplicatedAxes) -> None:
+    """Raise PlanError for constraints that say nothing."""
+    for pattern, by in pinned.items():
+        if not by:
+            found, next_step = (
+                f"pinned={{{shown(pattern)}: {{}}}}",
                 f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}',
-            )  # fmt: skip
-    for pattern, axes in _items(replicated, "replicated"):
-        several = isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in cast(Sequence[Any], axes))
-        if not (isinstance(axes, str) or several) or not axes:
-            raise PlanError(
-                f"replicated={{{shown(pattern)}: {shown(cast(object, axes))}}}", "names of axes",
-                f'give replicated={{{pattern!r}: ("dp", "tp")}}',
-            )  # fmt: skip
-
-
-def _items(given: object, name: str) -> list[tuple[str, object]]:
-    if isinstance(given, Mapping) and all(isinstance(key, str) for key in cast(Mapping[Any, Any], given)):
-        return list(cast(Mapping[str, object], given).items())
-    raise PlanError(
-        f"{name}={shown(cast(object, given))}",
-        "constraints by the names of parameters and modules",
-        f"give {name}={{...}}",
-    )
+            )
+            raise PlanError(found, "a layout for each axis, Shard(dim) or Replicate()", next_step)
+    for pattern, axes in replicated.items():
+        if not axes:
+            found, next_step = f"replicated={{{shown(pattern)}: ()}}", f'give replicated={{{pattern!r}: ("dp", "tp")}}'
+            raise PlanError(found, "names of axes", next_step)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from ..cost.stage_costs import BlockPrices
 from ..cost.timeline import Timeline
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
-from ..typed_values import check_arguments
 from .staged_plan import staged
 
 
@@ -36,7 +35,7 @@ def simulate(
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    software = _software("simulate", local, hardware, compiled, stack, profile)
+    software = Software(compiled, stack, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline.simulated
     return software.simulate(local, hardware)
@@ -62,20 +61,10 @@ def timeline(
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    software = _software("timeline", local, hardware, compiled, stack, profile)
+    software = Software(compiled, stack, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline
     return software.timeline(local, hardware)
-
-
-def _software(
-    what: str, local: LocalGraph, hardware: Hardware, compiled: bool, stack: Stack | None, profile: KernelTimes | None
-) -> Software:
-    check_arguments(
-        what, local=(local, LocalGraph), hardware=(hardware, Hardware), compiled=(compiled, bool),
-        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
-    )  # fmt: skip
-    return Software(compiled, stack, profile)
 
 
 def _is_of_all_stages(local: LocalGraph) -> bool:

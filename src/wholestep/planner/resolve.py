@@ -17,7 +17,6 @@ from ..plan.plan import Plan
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Chooser, Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
-from ..typed_values import check_arguments
 from .ilp.build_problem import problem_spec
 from .ilp.solve import solve_layouts
 
@@ -50,10 +49,6 @@ def plan(
     Raises:
         PlanError, MeshError: the strategy does not fit the mesh or the graph.
     """
-    check_arguments(
-        "plan", graph=(graph, TrainGraph), mesh=(mesh, Mesh | str), placed=(placed, Mapping[str, Layout] | None),
-        hardware=(hardware, Hardware | None),
-    )  # fmt: skip
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     _check_placed(graph, mesh, placed or {})
     if isinstance(parallel, type):

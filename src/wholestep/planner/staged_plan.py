@@ -16,6 +16,7 @@ from torch import nn
 
 from ..backend.pipeline import as_run_by, pipeline, stage_pipeline
 from ..cost.block_runs import BlockCost
+from ..cost.compute import precision_of
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices, block_costs
@@ -242,10 +243,11 @@ def staged(
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
-    return staged_step(
+    made = staged_step(
         [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
         loops[0].pieces if loops else 1, order or shared or named, prices.hardware.ranks_per_core,
     )  # fmt: skip
+    return replace(made, precision=precision_of(local))
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,9 @@ class ShortPipelines:
             for rank in range(setup.ranks)
         ]  # fmt: skip
         outside = _exchanges(found.steps[0].local, prices, setup.ranks)
-        return staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, prices.hardware.ranks_per_core)
+        crowd = prices.hardware.ranks_per_core
+        made = staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, crowd)
+        return replace(made, precision=precision_of(found.steps[0].local))
 
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
@@ -494,4 +498,5 @@ def costs_of_staged(made: StagedStep) -> Costs:
     return Costs(
         full.rest_bytes, full.peak_bytes, made.sent_bytes, made.collectives, made.step_us / 1e6, made.waited_us / 1e6,
         made.model_us / 1e6, made.again_us / 1e6, 0.0, full.kinds, idle_s=made.bubble * made.step_us / 1e6,
+        precision=made.precision,
     )  # fmt: skip

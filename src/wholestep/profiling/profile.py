@@ -164,7 +164,7 @@ def measured_kernels(local: LocalGraph, seen: Timeline) -> KernelTimes:
     """The ops of a measured timeline: what computes, without starts of collectives."""
     nodes = {node.name: node for node in local.graph.nodes if not is_collective(node)}
     computed = [span for span in seen.spans if span.stream == COMPUTE and span.name in nodes]
-    return KernelTimes.of((nodes[span.name], span.us) for span in computed)
+    return KernelTimes.of([(nodes[span.name], span.us) for span in computed])
 
 
 def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:

@@ -73,6 +73,7 @@ class Figures:
             "hfu": costs.hfu, "peak_bytes": costs.peak_bytes, "peak_bytes_by_kind": dict(costs.held),
             "reserved_bytes": costs.reserved_bytes, "memory_bytes": self.memory_bytes, "exposed_s": costs.exposed_s,
             "idle_s": costs.idle_s, "host_s": costs.host_s,
+            "precision": asdict(costs.precision) if costs.precision else None,
             "run_tokens": self.run_tokens, "run_s": self.run_s, "run_price": self.run_price,
             "validation": asdict(validated) if validated else None,
         }  # fmt: skip
@@ -91,6 +92,8 @@ class Figures:
         else:
             yield "tokens/s", "unknown: give --batch-tokens, the tokens in the batch"
         yield "MFU, HFU", f"{costs.mfu:.1%}, {costs.hfu:.1%} with what is recomputed"
+        if costs.precision is not None:
+            yield "precision", str(costs.precision)
         yield "peak a GPU", self._memory()
         if self.hardware.has_gpus and (costs.reserved_bytes is not None or not costs.idle_s):
             yield "reserved", self._reserved()

@@ -21,7 +21,6 @@ from ..passes.order_stages import partition
 from ..plan.plan import Plan
 from ..planner.recompute_kinds import passes_of
 from ..planner.staged_plan import staged
-from ..typed_values import check_arguments
 from .compare import PlanRow
 from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
 from .what_if import WhatIf
@@ -70,13 +69,6 @@ def report(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    check_arguments(
-        "report", path=(path, str | Path), plan=(plan, Plan), graph=(graph, TrainGraph | LocalGraph),
-        hardware=(hardware, Hardware | None), model=(model, str), alternatives=(alternatives, Sequence[PlanRow]),
-        chosen=(chosen, str), what_if=(what_if, Sequence[WhatIf]), compiled=(compiled, bool),
-        stack=(stack, Stack | None), profile=(profile, KernelTimes | None),
-        measured=(measured, Timeline | None),
-    )  # fmt: skip
     if chosen and chosen not in [row.name for row in alternatives]:
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
         next_step = "pass the name of the row of this plan, or omit chosen"

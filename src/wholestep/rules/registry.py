@@ -13,7 +13,6 @@ from .. import _torch
 from ..errors import RuleError, shown
 from ..graph.meta import TensorMeta
 from ..sizes import SizeFloat, SizeGuards, SizeInt, UnitInt, text_of, unit_of
-from ..typed_values import check_arguments
 from .apply import apply, choose
 from .call import Call
 from .cut_in_units import in_whole_units
@@ -107,7 +106,7 @@ def rule(
             start and the length of the rank's piece, then those of the op.
         by_shape: inputs of which the op reads only the shape.
         filled: factors of which no rank may get an empty piece.
-        samples: makes tuples of arguments, for `wholestep check-rules`.
+        samples: makes tuples of arguments, on which `tools.check_rules` tries it.
         origin: the author of the rule, as plans show it.
 
     Raises:
@@ -122,13 +121,6 @@ def rule(
         >>> ws.check_rule(swish, torch.randn(4, 6), torch.randn(4, 6)).ok
         True
     """
-    if origin != BUILT_IN:
-        check_arguments(
-            "rule", RuleError, text=(text, str), linear=(linear, str), moves=(moves, str), origin=(origin, str),
-            reduces=(reduces, Mapping[str, str] | None), sizes=(sizes, Mapping[str, str] | None),
-            local=(local, Mapping[str, Callable[..., Any]] | None), by_shape=(by_shape, Collection[int]),
-            filled=(filled, Collection[str]), samples=(samples, Callable | None),
-        )  # fmt: skip
     found = targets_of(op)
 
     def add(body: Bind | Function) -> None:

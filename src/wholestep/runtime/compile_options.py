@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..backend.build import backend_of
 from ..backend.eager import Eager
@@ -18,6 +17,7 @@ from ..backend.inductor.inductor_backend import Inductor
 from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
+from ..capture.call_structure import Modules, Optimizers
 from ..capture.capture_options import CaptureOptions
 from ..distributed.launch import World
 from ..errors import BackendError, MeshError, PlanError, shown
@@ -122,8 +122,8 @@ class CompileOptions:
     backend: Backend | str = "eager"
     cuda_graphs: bool | Literal["auto"] = "auto"
     max_recordings: int = 8
-    model: nn.Module | Sequence[nn.Module] | None = None
-    optimizer: Optimizer | Sequence[Optimizer] | None = None
+    model: Modules | None = None
+    optimizer: Optimizers | None = None
     module_overrides: Mapping[str, nn.Module] | None = None
     passes: Edit | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
@@ -148,15 +148,7 @@ class CompileOptions:
     cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, str) and self.schedule not in ("auto", "across_steps"):
-            found, one_of = f"schedule={shown(self.schedule)} is unknown", "'auto', 'across_steps', a Schedule or None"
-            raise PlanError(found, one_of, "correct it")
-        if self.tune not in ("auto", "off"):
-            raise PlanError(f"tune={shown(self.tune)}", "'auto' or 'off'", "correct it")
-        if isinstance(self.on_nonfinite, str) and self.on_nonfinite not in ("skip", "raise"):
-            found, one_of = f"on_nonfinite={shown(self.on_nonfinite)}", "'skip', 'raise', a function or None"
-            raise PlanError(found, one_of, "correct it")
-        check_fields(self, besides=("model", "optimizer", "memory_bytes", "timeout", "agree_timeout"))
+        check_fields(self)
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")

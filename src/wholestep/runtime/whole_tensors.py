@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, cast
@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..cache.key import digest
-from ..capture.call_structure import by_name
+from ..capture.call_structure import Modules, Optimizers, by_name
 from ..capture.state import StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
 from ..errors import RankMismatchError, StateError
-from ..typed_values import as_plain, check_arguments
 from .between_steps import flush_pending, stand_in
 from .replica_check import checksum
 
@@ -27,8 +26,8 @@ _INSIDE = "`with ws.whole(...)`"
 
 @contextmanager
 def whole(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    model: Modules,
+    optimizer: Optimizers | None = None,
     *,
     writeback: bool = True,
     timeout: float = 120.0,
@@ -58,10 +57,9 @@ def whole(
         StateError: a block inside another one, or a compiled step inside it; a parameter got another shape or
             dtype; the model is still on `meta`.
     """
-    check_arguments("whole", StateError, writeback=(writeback, bool), timeout=(timeout, float))
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
     names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
-    rendezvous = Rendezvous.of_job(as_plain(timeout, float))
+    rendezvous = Rendezvous.of_job(timeout)
     rendezvous.barrier(f"`with ws.whole({names})`")
     flush_pending()
     swap = _Swap(state)

@@ -1,4 +1,4 @@
-"""`wholestep check-rules`: checks every sharding rule against the real op."""
+"""Checks every sharding rule against the real op: python -m tools.check_rules --op 'aten.sum*'"""
 
 import os
 import sys
@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tests.rule_samples import samples_of, table
+from wholestep.rules.testing.check import Row, check_op
+
 _COLORS = {"holds": "green", "shapes hold": "green", "wrong": "bold red", "no sample": "red"}
 _SHOWN = 20  # failures that are listed
 
@@ -22,13 +25,10 @@ def check_rules(
 
     Samples come from PyTorch's test database. Exit status 1 if a rule is wrong or never tried.
     """
-    from wholestep.rules.testing.check import Row, check_op
-    from wholestep.rules.testing.samples import samples_of, table
-
     console = Console()
     targets = table(op)
     if not targets:
-        typer.echo(f"wholestep check-rules: no op with a rule matches {op!r}", err=True)
+        typer.echo(f"check_rules: no op with a rule matches {op!r}", err=True)
         raise typer.Exit(2)
     columns = (TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
     rows: list[Row] = []
@@ -71,3 +71,7 @@ def _quiet() -> Generator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nothing)
+
+
+if __name__ == "__main__":
+    typer.run(check_rules)

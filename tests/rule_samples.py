@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..registry import RULES, SAMPLES, find
-from .check import Sample
-from .harness import tensors_in, with_tensors
+from wholestep import _torch
+from wholestep.rules.registry import RULES, SAMPLES, find
+from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.harness import tensors_in, with_tensors
 
 EACH_OP = 10  # samples kept for an op
 _EACH_INFO = 16  # samples of one entry of PyTorch's database
