@@ -1,5 +1,6 @@
 """Classes whose objects people give to a step as a batch: each holds `x` and `y`, a number `k` and a `name`."""
 
+import abc
 import collections
 import dataclasses
 import types
@@ -169,6 +170,7 @@ def _of_items(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 CLASSES: dict[str, Callable[[Tensor, Tensor, float, str], Any]] = {
     "plain": Plain,
+    "made by code of Python": abc.ABCMeta("Made", (Plain,), {}),
     "slots": Slotted,
     "slots and a dict": SlottedBelow,
     "answers names": Hidden,

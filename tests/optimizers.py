@@ -138,7 +138,7 @@ SCHEDULE_FREE = """
 """
 _READS, _OBJECT = "the step reads the value of a tensor", "in its state, which (is a|belongs to no parameter)"
 _REFUSED = {
-    "AdaShift": _OBJECT, "AggMo": _OBJECT, "MADGRAD": _OBJECT, "SOAP": _OBJECT, "SPAM": _OBJECT, "SPlus": _OBJECT,
+    "AdaShift": _OBJECT, "MADGRAD": _OBJECT, "SPAM": _OBJECT,
     "ScalableShampoo": "the step creates an object", "Kron": "draws numbers from numpy.random",
     "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "Prodigy": _READS, "SGDP": _READS,
 }  # fmt: skip

@@ -29,7 +29,9 @@ def _mlp() -> nn.Module:
 
 
 class Preconditioned(Optimizer):
-    """Keeps matrices of rows by rows and columns by columns, a vector of rows and a count, as Shampoo does."""
+    """Keeps matrices of rows by rows and columns by columns, a vector of rows and a count, as Shampoo does, in a list
+    whose items are replaced and in a tuple that is.
+    """
 
     def __init__(self, params: Any, at_once: bool) -> None:
         super().__init__(params, {"lr": 0.005})
@@ -39,8 +41,8 @@ class Preconditioned(Optimizer):
     def _begin(self, p: Tensor) -> None:
         rows, columns = p.shape[0], p[0].numel()
         self.state[p] = {
-            "m": torch.zeros_like(p), "L": p.new_zeros(rows, rows), "rows": p.new_zeros(rows),
-            "R": p.new_zeros(columns, columns), "count": p.new_zeros(()),
+            "m": torch.zeros_like(p), "LR": [p.new_zeros(rows, rows), p.new_zeros(columns, columns)],
+            "rows": p.new_zeros(rows), "first": (torch.zeros_like(p), {"count": p.new_zeros(())}),
         }  # fmt: skip
 
     @torch.no_grad()
@@ -50,15 +52,27 @@ class Preconditioned(Optimizer):
                 if not self.state[p]:
                     self._begin(p)
                 state, grad = self.state[p], p.grad.reshape(p.shape[0], -1)
-                left, right = (torch.eye(state[k].shape[0], dtype=p.dtype) for k in ("L", "R"))
-                state["L"].mul_(0.9).add_(grad @ grad.T, alpha=0.1)
-                state["R"].mul_(0.9).add_(grad.T @ grad, alpha=0.1)
+                left, right = (torch.eye(one.shape[0], dtype=p.dtype) for one in state["LR"])
+                state["LR"][0] = state["LR"][0] * 0.9 + grad @ grad.T * 0.1
+                state["LR"][1].mul_(0.9).add_(grad.T @ grad, alpha=0.1)
                 state["rows"].add_(grad.square().sum(1))
-                state["count"].add_(1)
+                state["first"] = (state["first"][0] * 0.5 + p.grad, {"count": state["first"][1]["count"] + 1})
                 state["m"].mul_(0.9).add_(p.grad)
-                update = torch.linalg.solve(state["L"] + 0.1 * left, state["m"].reshape(grad.shape))
-                update = update @ (state["R"] + right) / (state["rows"].sqrt() + state["count"]).unsqueeze(1)
-                p.add_(update.reshape(p.shape), alpha=-group["lr"])
+                update = torch.linalg.solve(state["LR"][0] + 0.1 * left, state["m"].reshape(grad.shape))
+                update = update @ (state["LR"][1] + right)
+                update = update / (state["rows"].sqrt() + state["first"][1]["count"]).unsqueeze(1)
+                p.add_(update.reshape(p.shape) + 0.01 * state["first"][0], alpha=-group["lr"])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of a state, by the names of its entries."""
+    if isinstance(value, Tensor):
+        return [value]
+    return (
+        [one for _, item in sorted(value.items()) for one in _tensors(item)]
+        if isinstance(value, dict)
+        else [one for item in value for one in _tensors(item)]
+    )
 
 
 def _own_shapes(rank: int, world: int, style: str, at_once: bool, folder: str) -> dict[str, Any]:
@@ -85,7 +99,9 @@ def _own_shapes(rank: int, world: int, style: str, at_once: bool, folder: str) -
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         mine, expected = (o.state[p] for o, p in zip(optimizers, (a, b), strict=True))
         assert list(mine) == list(expected), (list(mine), list(expected))
-        worst = max(worst, difference(a, b), *(difference(mine[k], expected[k]) for k in expected))
+        pairs = [*zip(_tensors(mine), _tensors(expected), strict=True)]
+        assert len(pairs) == 6
+        worst = max(worst, difference(a, b), *(difference(x, y) for x, y in pairs))
     held = optimizers[0].state[next(iter(ours.parameters()))]["m"]
     return {"worst": worst, "captures": step.captures, "held": getattr(held, "_local_tensor", held).shape[0]}
 

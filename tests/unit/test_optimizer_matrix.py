@@ -15,7 +15,7 @@ from tests.optimizers import Kind, build, data, of_others, of_torch, train_by_cl
 from tests.steps import mse as train
 
 CALLS = 6
-MOST_USED = {"Adan", "ADOPT", "Lamb", "Lion", "SCION", "Shampoo", "StableAdamW"}  # others are `full`
+MOST_USED = {"Adan", "ADOPT", "Lamb", "Lion", "SCION", "Shampoo", "SOAP", "StableAdamW"}  # others are `full`
 
 
 def refuse(kind: Kind, dtype: torch.dtype) -> None:
@@ -42,13 +42,21 @@ def differences(kind: Kind, dtype: torch.dtype) -> float:
         for key, value in expected.state[b].items():
             found = mine.state[a][key]
             assert type(found) is type(value), key
-            if isinstance(value, Tensor):
-                worst = max(worst, apart(found, value))
-            else:
-                assert found == value, key
+            for one, other in zip(leaves(found), leaves(value), strict=True):
+                if isinstance(other, Tensor):
+                    worst = max(worst, apart(one, other))
+                else:
+                    assert one == other, key
     for a, b in zip(mine.param_groups, expected.param_groups, strict=True):
         assert {k: v for k, v in a.items() if k != "params"} == {k: v for k, v in b.items() if k != "params"}
     return worst
+
+
+def leaves(value: Any) -> list[Any]:
+    """A value of optimizer state, or what is in it."""
+    if isinstance(value, dict):
+        return [*value, *leaves([*value.values()])]
+    return [one for item in value for one in leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

@@ -53,8 +53,13 @@ def _shared(o: Any, p: Tensor, m: Tensor) -> None:
 
 
 KEPT: dict[str, tuple[Any, Any, str]] = {
-    "dict": (lambda o, p, m: o.state[p].update(m={0.9: m}), lambda o, p: o.state[p]["m"][0.9], "'m' in .* is a dict"),
-    "list": (lambda o, p, m: o.state[p].update(m=[m]), lambda o, p: o.state[p]["m"][0], "'m' in .* is a list"),
+    "item": (
+        lambda o, p, m: o.state[p].update(m=[[_Object(m)]]), lambda o, p: o.state[p]["m"][0][0].tensor, "a _Object",
+    ),
+    "twice": (
+        lambda o, p, m: o.state[p].update({"m": [m], "m.0": torch.ones(())}), lambda o, p: o.state[p]["m"][0],
+        "two things in its state that have the name 'm.0'",
+    ),
     "deque": (lambda o, p, m: o.state[p].update(m=deque([m])), lambda o, p: o.state[p]["m"][0], "which is a deque"),
     "object": (
         lambda o, p, m: o.state[p].update(m=_Object(m)), lambda o, p: o.state[p]["m"].tensor, "a _Object",
@@ -81,3 +86,138 @@ def test_what_cannot_be_carried_is_refused(kind: str, made: bool) -> None:
     assert "optimizer" in str(found.value).splitlines()[0]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert bool(optimizer.state) is made
+
+
+def _replace_item(s: Any, grad: Tensor) -> Tensor:
+    s["m"][0] = s["m"][0] * 0.9 + grad
+    return s["m"][0]
+
+
+def _replace_list(s: Any, grad: Tensor) -> Tensor:
+    s["m"] = [s["m"][0] * 0.9 + grad, s["m"][1]]
+    return s["m"][0]
+
+
+def _replace_tuple(s: Any, grad: Tensor) -> Tensor:
+    h, c = s["m"]
+    s["m"] = (h * 0.9 + grad, c + h.square())
+    return s["m"][0] + s["m"][1]
+
+
+def _change_inside(s: Any, grad: Tensor) -> Tensor:
+    for beta, m in s["m"].items():
+        m[0].mul_(beta).add_(grad)
+    return s["m"][0.9][0] + s["m"][0.5][0]
+
+
+def _come_later(s: Any, grad: Tensor) -> Tensor:
+    s["n"] += 1
+    if s["n"] == 2:
+        s["m"] = [torch.zeros_like(grad)]
+    if s["m"] is not None:
+        s["m"][0].mul_(0.9).add_(grad)
+    return grad if s["m"] is None else s["m"][0]
+
+
+def _grow(s: Any, grad: Tensor) -> Tensor:
+    s["m"].append(grad.clone())
+    if len(s["m"]) > 2:
+        s["m"].pop(0)
+    return s["m"][0]
+
+
+def _count(s: Any, grad: Tensor) -> Tensor:
+    s["m"][0] += 1
+    return s["m"][1].add_(grad / s["m"][0])
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "item": (lambda p: {"m": [torch.zeros_like(p), torch.eye(3)]}, _replace_item),
+    "list": (lambda p: {"m": [torch.zeros_like(p), torch.ones(())]}, _replace_list),
+    "tuple": (lambda p: {"m": (torch.zeros_like(p), torch.zeros_like(p))}, _replace_tuple),
+    "nested": (lambda p: {"m": {0.9: [torch.zeros_like(p)], 0.5: [torch.zeros_like(p)]}}, _change_inside),
+    "later": (lambda p: {"m": None, "n": 0}, _come_later),
+    "grows": (lambda p: {"m": []}, _grow),
+    "number": (lambda p: {"m": [0, torch.zeros_like(p), None]}, _count),
+}
+
+
+class InContainers(Optimizer):
+    """Descends along what `change` makes of the gradient and of its state, which `new` makes."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.new, self.change = CONTAINERS[kind]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p] = self.new(p)
+            p.sub_(0.1 * self.change(self.state[p], p.grad))
+
+
+def setup(kind: str) -> tuple[nn.Module, InContainers]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, InContainers(model.parameters(), kind)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Equal structures, with equal tensors."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, (dict, list, tuple)):
+        assert len(ours) == len(theirs)
+        keys = ours if isinstance(ours, dict) else range(len(ours))
+        for key in keys:
+            same(ours[key], theirs[key])
+    else:
+        assert ours == theirs
+
+
+def flat_state(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    return [dict(optimizer.state[p]) for p in model.parameters()] + list(model.parameters())
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_lists_tuples_and_dicts_are_state(kind: str, tmp_path: Any) -> None:
+    """As eager over six calls, of which the last two are after a checkpoint and after another state dict."""
+    (model, optimizer), (other, theirs) = setup(kind), setup(kind)
+    step = ws.compile(train)
+    for call in range(6):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(call))
+        if call == 4:
+            ws.save(tmp_path, step)
+            model, optimizer = setup(kind)
+            step = ws.compile(train)
+            ws.load(tmp_path, model=model, optimizer=optimizer)
+        if call == 5:
+            optimizer.load_state_dict(optimizer.state_dict())
+            with ws.whole(model, optimizer, writeback=True):
+                same(flat_state(model, optimizer), flat_state(other, theirs))
+        same(step(model, optimizer, x), train(other, theirs, x))
+        same(flat_state(model, optimizer), flat_state(other, theirs))
+    if kind == "nested":
+        assert "weight/m.0.9.0" in {i.name for i in step.train_graph.inputs}  # type: ignore[union-attr]
+
+
+def test_containers_may_be_replaced_between_calls() -> None:
+    """An item, a list by another one, a longer list, which is captured again."""
+    (model, optimizer), (other, theirs), step = setup("list"), setup("list"), ws.compile(train)
+    for call in range(6):
+        for m, o in ((model, optimizer), (other, theirs)):
+            held = o.state[m.weight].get("m") if o.state else None
+            if call == 2:
+                held[0] = torch.ones(2, 3)
+            if call == 3:
+                o.state[m.weight]["m"] = [torch.full((2, 3), 2.0), held[1]]
+            if call == 4:
+                held.append(torch.zeros(()))
+            if call == 5:
+                o.state[m.weight]["m"] = [torch.full((2, 3), 3.0), *held[1:2]]
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(call))
+        same(step(model, optimizer, x), train(other, theirs, x))
+        same(flat_state(model, optimizer), flat_state(other, theirs))
+    assert step.captures == 3

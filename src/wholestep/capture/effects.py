@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,9 +40,11 @@ class Promoted:
 
 @dataclass(frozen=True)
 class Extra:
-    """A leaf: extra result `index` of the graph, which the host needs and the step does not return."""
+    """A leaf: extra result `index` of the graph, which the host needs and the step does not return; or the state of an
+    optimizer that the step creates, by name.
+    """
 
-    index: int
+    index: int | str
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Made:
     structure: Structure
     leaves: tuple[Any, ...]
 
-    def value(self, numbers: Sequence[Any], extra: Sequence[Any]) -> Any:
+    def value(self, numbers: Sequence[Any], extra: Mapping[int | str, Any]) -> Any:
         """Build the value for one call."""
         found = [numbers[v.index] if type(v) is At else extra[v.index] if type(v) is Extra else v for v in self.leaves]
         return put_together(self.structure, found)

@@ -146,10 +146,13 @@ def form_of(kind: type) -> Form | None:
 
 
 def is_closed(kind: type) -> bool:
-    """True for classes of Python and torch whose attributes are their own affair."""
+    """True for classes of Python and torch whose attributes are their own affair. A class that code of Python's makes
+    for others has the name of its module, which does not have it.
+    """
     module = str(kind.__module__ or "")
     top = module.partition(".")[0]
     of_python = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
+    of_python = of_python and hasattr(sys.modules.get(module), kind.__qualname__.partition(".")[0])
     return of_python or module.startswith(_CLOSED)
 
 

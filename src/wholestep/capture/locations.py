@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..graph.graph import Input, Role
+from .call_structure import Structure
+from .optimizer_entries import Entry, Items, Lookup
 from .state import StepState
 
 
@@ -50,23 +50,6 @@ class Location:
             self.holder[self.key] = value
 
 
-class Lookup(ABC):
-    """A container that is looked up at each use."""
-
-    @abstractmethod
-    def _now(self) -> Any: ...
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._now()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._now()[key] = value
-
-    def pop(self, key: Any, default: Any) -> Any:
-        """Delete an entry."""
-        return self._now().pop(key, default)
-
-
 @dataclass
 class GroupEntry(Lookup):
     """The options of a parameter group, by index: loading a state dict replaces the groups."""
@@ -80,7 +63,7 @@ class GroupEntry(Lookup):
 
 @dataclass
 class StateEntry(Lookup):
-    """An optimizer's state of one parameter, by name: placement replaces the parameter."""
+    """An optimizer's state of one parameter, flat: placement replaces the parameter."""
 
     state: StepState
     optimizer: int
@@ -88,48 +71,14 @@ class StateEntry(Lookup):
 
     def _now(self) -> Any:
         states = list(self.state.optimizers.values())[self.optimizer].state
-        return states[self.state.params[self.owner].tensor]
-
-
-@dataclass
-class TupleItems(Lookup):
-    """The items of the tuple at `holder[key]`, looked up at each use; to set one makes another tuple."""
-
-    holder: Any
-    key: Any
-
-    def _now(self) -> Any:
-        found = self.holder[self.key]
-        if not isinstance(found, tuple):
-            raise KeyError(self.key)
-        return cast(tuple[Any, ...], found)
-
-    def __len__(self) -> int:
-        """Number of items; 0 without a tuple."""
-        found = Location("", self.holder, self.key).get()
-        return len(cast(tuple[Any, ...], found)) if isinstance(found, tuple) else 0
-
-    def get(self, key: Any) -> Any:
-        """Return an item, or MISSING."""
-        return Location("", self, key).get()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        items = self._now()
-        if items[key] is not value:
-            self.holder[self.key] = remade(items, [value if i == key else item for i, item in enumerate(items)])
-
-
-def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a tuple of the class of another one."""
-    make: Any = getattr(type(like), "_make", type(like))
-    return make(items)
+        return Entry(states[self.state.params[self.owner].tensor])
 
 
 def tensors_of(value: Any, place: Location) -> dict[str, tuple[torch.Tensor, Location]]:
     """Return the tensors of a tuple, and of tuples inside it, by path, each with its place."""
     found: dict[str, tuple[torch.Tensor, Location]] = {}
     if isinstance(value, tuple):
-        holder = TupleItems(place.holder, place.key)
+        holder = Items(place.holder, place.key, cast(Any, type(cast(Any, value))))
         for i, item in enumerate(cast(tuple[Any, ...], value)):
             found |= tensors_of(item, Location(f"{place.path}[{i}]", holder, i))
     elif isinstance(value, torch.Tensor):
@@ -273,6 +222,8 @@ def shown(value: object) -> str:
         return value
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Structure):
+        return f"a {value.outline[0].__name__} of {len(value.outline[3])}"
     if isinstance(value, (list, dict, set, tuple)):
         sized: Any = cast(Any, value)
         text = repr(sized) if all(isinstance(v, SIMPLE) for v in sized) else ""

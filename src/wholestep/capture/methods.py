@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_a
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
+from .optimizer_entries import Entry
 from .random_numbers import refuse_seeds
 
 _SEEDED: tuple[Any, ...] = (torch.random, torch.cuda, torch.mps, torch.xpu, torch.mtia)
@@ -212,12 +213,19 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
 
 
 def _updated(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    return [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor))]
+    return [
+        *params,
+        *(v for p in params for v in Entry(optimizer.state.get(p, {})).leaves().values() if isinstance(v, Tensor)),
+    ]
 
 
 def _entries(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
     found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
-    return found | {(f"state {i}", k): v for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items()}
+    return found | {
+        (f"state {i}", k): v
+        for i, p in enumerate(params)
+        for k, v in Entry(optimizer.state.get(p, {})).leaves().items()
+    }
 
 
 def _update_scale(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..graph.graph import Input
+from .optimizer_entries import Entry
 
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
@@ -48,7 +49,7 @@ class Counts:
         entry: dict[str, Any] = cast(Any, optimizer.state)[param]
         fused = any(group.get("fused") for group in optimizer.param_groups)
         counts = type(optimizer).__module__.startswith("torch.optim") and given.key in _COUNTS
-        entry[given.key] = tensor
+        Entry(entry)[given.key] = tensor
         if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
             entry[given.key] = tensor.double()

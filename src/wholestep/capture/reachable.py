@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _torch
 from ..graph.origin import is_own_code, is_own_function, is_own_module
-from .call_structure import codes_in
+from .call_structure import Structure, codes_in
 from .function_caches import CACHE, results_of
 from .holdings import dict_of, form_of, is_closed
 from .locations import (
@@ -45,12 +45,12 @@ from .locations import (
     Attribute,
     GroupEntry,
     Location,
-    Lookup,
     Slots,
     StateEntry,
     TensorAttributes,
     tensors_of,
 )
+from .optimizer_entries import Entry, Lookup
 from .state import StepState, is_users
 from .wrappers import attributes_of
 
@@ -86,6 +86,8 @@ class Container:
         """Return the current contents, by key."""
         if self.opaque is not None:
             return {"": self.opaque()}
+        if isinstance(self.holder, Entry):
+            return self.holder.now()
         if isinstance(self.holder, (list, tuple)):
             return dict(enumerate(cast(Sequence[Any], self.holder)))
         if self.keys is not None:
@@ -123,6 +125,10 @@ class Container:
         now = self.now()
         if self.opaque is not None:
             return [("", self.before[""], now[""])] if now != self.before else []
+        now = {
+            key: self.before[key] if type(one) is Structure and one == self.before.get(key) else one
+            for key, one in now.items()
+        }
         pairs = zip(now.items(), self.before.items(), strict=False)
         if len(now) == len(self.before) and all(k is had and v is was for (k, v), (had, was) in pairs):
             return []
@@ -403,7 +409,9 @@ def state_containers(state: StepState, number: int, path: str) -> list[Container
     """Return the containers of the state that optimizer `number`, at `path`, has for each parameter."""
     held = cast(Mapping[Any, dict[Any, Any]], list(state.optimizers.values())[number].state)
     return [
-        Container(f"{path}.state[{owner!r}]", held[param.tensor], "item", lookup=StateEntry(state, number, owner))
+        Container(
+            f"{path}.state[{owner!r}]", Entry(held[param.tensor]), "item", lookup=StateEntry(state, number, owner)
+        )
         for owner, param in state.params.items()
         if param.tensor in held
     ]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import CaptureError
 from ..graph.ops import ROUND_AT_RANDOM
+from .optimizer_entries import Entry
 
 _COUNT = "step"  # the key of torch.optim for how many updates a parameter has had
 _OPTION = "MixedPrecision(stochastic_rounding=True)"
@@ -45,7 +46,7 @@ class RoundedUpdates:
                 self._check(optimizer, param, state.get(param, {}))
                 wide = param.detach().float()
                 wide.grad = param.grad.detach().float()
-                state[wide] = {key: _widened(value) for key, value in state[param].items()}
+                state[wide] = Entry(state[param]).copy(_widened)
                 group["params"][place] = wide
                 self._wide.append((optimizer, group, place, param, wide))
 
@@ -58,9 +59,10 @@ class RoundedUpdates:
             shape = list(param.shape)
             with torch.no_grad():
                 param.copy_(ROUND_AT_RANDOM(wide, made[_COUNT], [0] * len(shape), shape, salt))
-                for key, value in made.items():
-                    if isinstance(value, Tensor) and value is not kept.get(key):
-                        kept[key].copy_(value)
+                held = Entry(kept).leaves()
+                for key, value in Entry(made).leaves().items():
+                    if isinstance(value, Tensor) and value is not held.get(key):
+                        held[key].copy_(value)
             self.used = True
         self._restore()
 

@@ -21,6 +21,7 @@ from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .call_structure import walk
+from .optimizer_entries import Entry
 from .replacements import warn_once
 from .wrappers import unwrapped
 
@@ -222,9 +223,14 @@ def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
     return found
 
 
+def state_name(owner: str, key: str, number: int, label: str) -> str:
+    """Return the name of one tensor of optimizer state: with the optimizer's label, except for the first."""
+    return f"{owner}/{key}" + (f"@{label}" if number else "")
+
+
 def state_input(owner: str, key: str, tensor: torch.Tensor, number: int, label: str) -> Input:
-    """Return the input for one tensor of optimizer state; its name has the optimizer's label, except for the first."""
-    plain = _input(f"{owner}/{key}" + (f"@{label}" if number else ""), Role.STATE, tensor, owner, key)
+    """Return the input for one tensor of optimizer state."""
+    plain = _input(state_name(owner, key, number, label), Role.STATE, tensor, owner, key)
     return dataclasses.replace(plain, optimizer=number)
 
 
@@ -237,26 +243,28 @@ def optimizer_state(state: StepState) -> list[StepTensor]:
     the optimizer made it.
     """
     return [
-        StepTensor(state_input(name, key, value, o, label), [(entry, key)])
+        StepTensor(state_input(name, key, value, o, label), [(Entry(entry), key)])
         for o, (label, optimizer) in enumerate(state.optimizers.items())
         for name, held in state.params.items()
         if (entry := optimizer.state.get(held.tensor))
-        for key, value in entry.items()
+        for key, value in Entry(entry).leaves().items()
         if isinstance(value, torch.Tensor)
     ]
 
 
-def in_order(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the state of one parameter in the order of the keys, which may be of any type before they are refused.
+def in_order(entry: dict[Any, Any]) -> list[tuple[str, Any]]:
+    """Return the state of one parameter, flat, in the order of the keys, which may be of any type before they are
+    refused.
 
     Inputs of a program are in this order, which ranks compare: an entry has that of the first step, or of what was
     loaded.
     """
-    return sorted(entry.items(), key=lambda item: str(item[0]))
+    return sorted(Entry(entry).leaves().items(), key=lambda item: str(item[0]))
 
 
 def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
-    """Refuse optimizer state that is not a tensor or number of one parameter under its own name.
+    """Refuse optimizer state that is not a tensor or number of one parameter, also in lists, tuples and dicts, under a
+    name of its own.
 
     `numbers` are Python numbers that a trace represents as tensors.
     """
@@ -265,7 +273,10 @@ def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] =
         for owner, entry in cast(dict[Any, Any], optimizer.state).items():
             if not isinstance(owner, torch.Tensor):
                 raise _lost(optimizer, f"{owner!r} in its state, which belongs to no parameter")
-            for key, value in cast(dict[Any, Any], entry).items():
+            flat = Entry(cast(dict[Any, Any], entry))
+            if (double := flat.double()) is not None:
+                raise _lost(optimizer, f"two things in its state that have the name {double!r}")
+            for key, value in flat.leaves().items():
                 if not isinstance(value, _STATE):
                     raise _lost(optimizer, f"{key!r} in its state, which is a {type(value).__name__}")
                 if not isinstance(key, str) or set(key) & set("/@"):
@@ -279,8 +290,8 @@ def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] =
 def _lost(optimizer: Optimizer, what: str) -> CaptureError:
     return CaptureError(
         f"optimizer {type(optimizer).__name__} keeps {what}",
-        "tensors and numbers in `optimizer.state[parameter]`, each under a name of its own: other state is not carried "
-        "to the next call",
+        "tensors and numbers in `optimizer.state[parameter]`, also in lists, tuples and dicts, each under a name of "
+        "its own: other state is not carried to the next call",
         "store it there, or call this optimizer outside the compiled step",
     )
 

@@ -28,8 +28,9 @@ from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
 from .host_numbers import Numbers
-from .locations import MISSING, GroupEntry, Location, NumberLocation, TupleItems, places_of, same_kind
+from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
+from .optimizer_entries import Entry, Items
 from .optimizer_scalars import Counts
 from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
@@ -339,7 +340,7 @@ class Traced:
         now = found[0]
         if now is was or (now is MISSING and given.role is Role.STATE):  # others look at what the step deletes
             return was
-        if isinstance(places[0].holder, TupleItems) and not _torch.is_fake(now):  # the step replaces all of the tuple
+        if isinstance(places[0].holder, Items) and not _torch.is_fake(now):  # the step replaces all of the tuple
             return was
         if any(value is not now for value in found):
             raise CaptureError(
@@ -461,10 +462,12 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _plain_state(state: StepState) -> list[tuple[Any, str, dict[str, Any]]]:
-    """Return the entries of optimizer state that are not tensors, as (optimizer, name of the parameter, entries)."""
+    """Return copies of what optimizers have for each parameter, as (optimizer, name of the parameter, entries): without
+    tensors, but in their lists, tuples and dicts.
+    """
     names = {id(held.tensor): name for name, held in state.params.items()}
     return [
-        (optimizer, names[id(param)], {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)})
+        (optimizer, names[id(param)], Entry({k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}).copy())
         for optimizer in state.optimizers.values()
         for param, entry in optimizer.state.items()
         if id(param) in names

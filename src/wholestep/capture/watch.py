@@ -28,7 +28,7 @@ from ..errors import CaptureError
 from ..graph.meta import meta_of, show_line
 from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
 from .assumptions import Assumption, contents, expect, owned_by_callbacks
-from .call_structure import take_apart
+from .call_structure import Structure, take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .function_caches import CachedCall, KeptResults, is_data, is_drawn, results_of
 from .host_numbers import At, Numbers
@@ -48,6 +48,7 @@ from .locations import (
     tensors_of,
 )
 from .lr_schedulers import Schedulers
+from .optimizer_entries import Entry
 from .outside import Outside
 from .own_tensors import OwnTensors
 from .reachable import (
@@ -57,7 +58,7 @@ from .reachable import (
     can_change,
     state_containers,
 )
-from .state import StepState
+from .state import StepState, state_name
 from .text_of_tensors import refuse_text_of_tensors
 from .unread import Unread, place_of
 from .wrappers import attributes_of
@@ -137,6 +138,7 @@ class Watch:
         those of positions. `opened` are the objects that hold leaves.
         """
         changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
+        self._inputs = {*given}
         of_call = argument_containers(called, names, self._arguments, opened)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
         containers = [*self.reach.containers, *self._state_entries(), *of_call]
@@ -258,19 +260,48 @@ class Watch:
         return container.before.get(key, MISSING)
 
     def _compare(self, containers: Sequence[Container]) -> None:
-        known = {id(c.holder) for c in containers}
+        known = {id(c.holder.held) for c in containers if isinstance(c.holder, Entry)}
         for container, original in zip(containers, self._originals, strict=True):
-            for key, _, after in container.changes():
+            changes = container.changes()
+            rebuilt = {key for key, before, after in changes if Structure in (type(before), type(after))}
+            for key, _, after in changes:
                 replaced = container.path_of(key) in self._carried_tuples and alike(container.before.get(key), after)
                 if (id(container.holder), key) in self._held or replaced:
                     self._note_rebound(container.before[key], after, container.place_of(key))
+                elif key in rebuilt:
+                    self._rebuild(container, key, original.get(key, MISSING))
+                elif rebuilt and str(key).partition(".")[0] in rebuilt:
+                    continue
                 elif not self._is_state(container, after):
                     self._record_change(container, key, original.get(key, MISSING), after)
         for container in self._state_entries():
-            for key, value in container.before.items() if id(container.holder) not in known else ():
-                if not self._is_state(container, value):
+            for key, value in container.before.items() if id(container.holder.held) not in known else ():
+                if isinstance(value, Structure):
+                    self._rebuild(container, key, MISSING)
+                elif key in container.holder.held and not self._is_state(container, value):
                     self._record_change(container, key, MISSING, value)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
+
+    def _rebuild(self, container: Container, key: Any, before: Any) -> None:
+        """Record that a step makes a container in the state of its optimizer, or another one in place of one."""
+        entry, place = cast(Entry, container.holder), container.place_of(key)
+        if before is not MISSING:
+            self._expected.append(Assumption(place, "equal", before))
+        if key not in entry.held:
+            return self.assign(place, MISSING)
+        of = cast(StateEntry, container.lookup)
+        label = list(self.state.optimizers)[of.optimizer]
+        new = {id(v): state_name(of.owner, n, of.optimizer, label) for n, v in entry.leaves().items()}
+        new = {at: name for at, name in new.items() if name not in self._inputs}
+        call = take_apart(entry.held[key], objects=False)
+        leaves = tuple(
+            Extra(new[id(v)])
+            if id(v) in new and _torch.is_fake(v) and v not in self.numbers
+            else self._leaf(v, place.path)
+            for v in call.leaves
+        )
+        self._writes.append(Write(place, Made(call.structure, leaves)))
+        return None
 
     def _note_rebound(self, before: Any, after: Any, place: Location) -> None:
         """Note the carried tensors, of a place or of a tuple there, that the step replaces by others of their kind."""

@@ -6,13 +6,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..capture.optimizer_entries import Entry
 from ..capture.scheduled_numbers import note
 from ..capture.state import StepState
 from ..distributed.full_tensors import copy
@@ -52,9 +53,11 @@ def take(state: StepState) -> Snapshot:
         entries = cast(dict[Any, Any], optimizer.state)
         plain = values[label] = {"": {k: v for k, v in entries.items() if not isinstance(k, torch.Tensor)}}
         for owner, held in state.params.items():
-            for key, value in entries.get(held.tensor, {}).items():
+            entry = Entry(entries.get(held.tensor, {}))
+            rest = {k: v for k, v in entry.copy(_unless_tensor).items() if not isinstance(entry.held[k], torch.Tensor)}
+            plain |= {owner: rest} if rest else {}
+            for key, value in entry.leaves().items():
                 if not isinstance(value, torch.Tensor):
-                    plain.setdefault(owner, {})[key] = value
                     continue
                 name = f"{owner}/{key}" + (f"@{label}" if len(state.optimizers) > 1 else "")
                 tensors[name] = value.detach()
@@ -66,6 +69,10 @@ def take(state: StepState) -> Snapshot:
         for label, o in state.optimizers.items()
     }
     return Snapshot(tensors, saved, optimizers, options, values)
+
+
+def _unless_tensor(value: Any) -> Any:
+    return None if isinstance(value, torch.Tensor) else value
 
 
 def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> CheckpointTensor:
@@ -204,7 +211,7 @@ class Restore:
         for name, held in {**self.state.params, **self.state.buffers}.items():
             self.staged[self._own.get(name, name)] = torch.empty_like(held.tensor.detach())
         for name, saved, optimizer, param in self._states():
-            live = optimizer.state.get(param, {}).get(saved.key)
+            live = Entry(optimizer.state.get(param, {})).leaves().get(saved.key)
             self.staged[name] = torch.empty_like(live.detach()) if _fits(live, saved) else _new(saved, optimizer, param)
 
     def _states(self) -> Iterator[tuple[str, CheckpointTensor, Optimizer, torch.Tensor]]:
@@ -224,16 +231,18 @@ class Restore:
             optimizer, values = self.state.optimizers[label], content["values"].get(theirs, {})
             self._drop(optimizer, theirs, values, keep_primed)
             for owner, entry in values.items():
-                (optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state).update(entry)
+                held = optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state
+                held.update(Entry(entry).copy())
             for group, options in zip(optimizer.param_groups, content["options"][theirs], strict=True):
                 set_options(group, options)
             note(optimizer, content.get("scheduled", {}).get(theirs, ()))
         for name, saved, optimizer, param in self._states():
-            live = optimizer.state.get(param, {}).get(saved.key)
+            entry = Entry(optimizer.state[param])
+            live = entry.leaves().get(saved.key)
             if _fits(live, saved):
                 copy(_torch.local_tensor(live), _torch.local_tensor(self.staged[name]))
             else:
-                optimizer.state[param][saved.key] = self.staged[name]
+                entry[saved.key] = self.staged[name]
         if self.state.optimizers:
             restored(self.state)
 
@@ -260,7 +269,7 @@ def own_names(manifest: Manifest) -> dict[str, str]:
     return {n.removeprefix(prefix): n for n in own} if size == manifest.world_size else {}
 
 
-def _fits(live: Any, saved: CheckpointTensor) -> bool:
+def _fits(live: Any, saved: CheckpointTensor) -> TypeGuard[torch.Tensor]:
     return isinstance(live, torch.Tensor) and tuple(live.shape) == saved.shape
 
 

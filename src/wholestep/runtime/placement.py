@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import _torch, dtensor
 from ..capture import state as held_state
 from ..capture.call_structure import walk
+from ..capture.optimizer_entries import Entry
 from ..capture.state import StepState, StepTensor
 from ..distributed import full_tensors
 from ..distributed.launch import World
@@ -121,7 +122,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
                 if (o, name) in wanted and not optimizer.state.get(param):
                     held_state.prime(optimizer, param, group, world.device)
                 elif shared:
-                    for value in optimizer.state.get(param, {}).values():
+                    for value in Entry(optimizer.state.get(param, {})).leaves().values():
                         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                             _from_first_rank(value, world)
                 place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
@@ -135,11 +136,14 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             return
-        held = [(p, entry) for p, entry in cast(dict[Any, Any], optimizer.state).items() if isinstance(p, DTensor)]
-        away = [value for p, entry in held for value in entry.values() if _has_owner(value) and not _has_owner(p)]
+        entries = cast(dict[Any, Any], optimizer.state).items()
+        held = [(p, Entry(entry)) for p, entry in entries if isinstance(p, DTensor)]
+        away = [
+            value for p, entry in held for value in entry.leaves().values() if _has_owner(value) and not _has_owner(p)
+        ]
         whole = full_tensors.gather(away)
         for param, entry in held:
-            for key, value in entry.items():
+            for key, value in entry.leaves().items():
                 if id(value) in whole:
                     everywhere = [Replicate()] * value.device_mesh.ndim
                     value = DTensor.from_local(whole[id(value)], value.device_mesh, everywhere, run_check=False)
@@ -156,15 +160,16 @@ def _has_owner(tensor: object) -> bool:
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:
     """Put the state tensors of one parameter where the plan says; those it does not name stay as they are."""
-    for key, value in entry.items():
+    flat = Entry(entry)
+    for key, value in flat.leaves().items():
         if not isinstance(value, torch.Tensor):
             continue
         layout = plan.storage.get(held_state.state_input(owner, key, value, number, label).name)
         have = dtensor.layout_of(value, world.mesh) if isinstance(value, DTensor) else replicated(value.dim())
         if layout is not None and layout != have:
-            entry[key] = _resharded(value, have, layout, world)
+            flat[key] = _resharded(value, have, layout, world)
         elif layout is not None and value.device.type != torch.device(world.home).type:
-            entry[key] = value.to(world.home)
+            flat[key] = value.to(world.home)
 
 
 def _resharded(value: torch.Tensor, have: Layout, layout: Layout, world: World) -> DTensor:
@@ -185,13 +190,17 @@ def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
         return state.params[given.name].places[0]
     if given.role is Role.BUFFER:
         return state.buffers[given.name].places[0]
-    owner = state.params[given.owner].tensor
-    entry = list(state.optimizers.values())[given.optimizer].state.get(owner, {})
-    if given.key not in entry:
+    return Entry(entry_of(given, state)).place(given.key)
+
+
+def entry_of(given: Input, state: StepState) -> dict[str, Any]:
+    """What an optimizer has for the parameter of an input of its state. Raises StateError: it is gone."""
+    entry = list(state.optimizers.values())[given.optimizer].state.get(state.params[given.owner].tensor, {})
+    if not Entry(entry).has(given.key):
         found = f"optimizer state {given.key!r} of parameter {given.owner!r} is gone"
         needed = f"the state that the compiled step updates (found {sorted(entry) or 'nothing'})"
         raise StateError(found, needed, "load a whole optimizer state, or compile the step again")
-    return entry, given.key
+    return entry
 
 
 def materialize(state: StepState, device: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import is_
@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch, dtensor
 from ..backend.protocol import Run
-from ..capture.call_structure import put_together
+from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
+from ..capture.effects import Extra
 from ..capture.host_numbers import At
-from ..capture.locations import MISSING, Location, TupleItems, same_kind, shown
+from ..capture.locations import MISSING, Location, same_kind, shown
+from ..capture.optimizer_entries import Entry, Lookup
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..errors import StateError
@@ -25,7 +27,7 @@ from ..graph.graph import NONFINITE, Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
-from .placement import find_input, is_apart, pack_buckets, place_entry
+from .placement import entry_of, find_input, is_apart, pack_buckets, place_entry
 from .random_state import SharedRng, draws_random, kept_if_it_raises
 
 
@@ -89,6 +91,9 @@ class Program:
         self._params = [
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
         ]
+        self._built = self._structures()
+        made = (leaf for write in effects.writes if write.made for leaf in write.made.leaves)
+        self._in_containers = {leaf.index for leaf in made if isinstance(leaf, Extra)}
         self.bind_state()
 
     def _bind_numbers(self, given: Sequence[Input]) -> None:
@@ -108,9 +113,10 @@ class Program:
         state = self.capture.state
         labels = list(state.optimizers)
         for given in self._kept:
-            container, _ = find_input(given, state)
             if given.role is Role.STATE:
-                place_entry(container, given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world)
+                place_entry(
+                    entry_of(given, state), given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world
+                )
         places = [find_input(given, state) for given in self._kept]
         getters = [_getter(container) for container, _ in places]
         self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
@@ -124,6 +130,10 @@ class Program:
                 condition.add("{}[{}] is {}", container, key, tensor)
                 if isinstance(tensor, DTensor):  # `module.to(...)` swaps what is inside
                     condition.add("{}({}) is {}", _torch.local_tensor, tensor, self._held[i])
+        for optimizer in state.optimizers.values() if self._built else ():
+            for entry in optimizer.state.values():
+                for holder, key, held in Entry(entry).containers():  # the program has their items
+                    condition.add("{}[{}] is {} and len({}) == {}", holder, key, held, held, len(held))
         self._others_hold = condition.compiled()
         self._check_pieces()
         self._packed = pack_buckets(self.local, self._held)
@@ -176,16 +186,26 @@ class Program:
                 return f"parameter {given.name!r} was replaced"
             if given.role is Role.STATE:
                 entry = optimizers[given.optimizer].state.get(state.params[given.owner].tensor, {})
-                if given.key not in entry:
+                if not Entry(entry).has(given.key):
                     return f"optimizer state {given.key!r} of {given.owner!r} is gone"
             if given.role is not Role.PARAM:
                 now = Location("", *find_input(given, state)).get()
                 if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
                     return f"{given.name!r} is {shown(now)}, it was {shown(tensor)}"
         for number, owner, key in self._makes:
-            if key in optimizers[number].state.get(state.params[owner].tensor, {}):
+            if Entry(optimizers[number].state.get(state.params[owner].tensor, {})).has(key):
                 return f"optimizer state {key!r} of {owner!r} exists now"
-        return ""
+        return "" if self._structures() == self._built else "a list, tuple or dict of optimizer state holds other items"
+
+    def _structures(self) -> dict[tuple[str, str], dict[Any, Structure]]:
+        """How the containers in the state of optimizers are built, by optimizer and parameter."""
+        found = {
+            (label, name): Entry(entry).structures()
+            for label, optimizer in self.capture.state.optimizers.items()
+            for name, held in self.capture.state.params.items()
+            if (entry := optimizer.state.get(held.tensor))
+        }
+        return {at: built for at, built in found.items() if built}
 
     def _made_by(self, name: str) -> tuple[int, str, str]:
         """Number of the optimizer, parameter and key of state that the step creates."""
@@ -235,10 +255,9 @@ class Program:
         for param in self._params:
             if param.grad is not None:
                 param.grad = None
-        if self._created:
-            self._keep_created(dict(zip(self._created, out[self._first_created :], strict=True)))
+        made = self._keep_created(dict(zip(self._created, out[self._first_created :], strict=True)))
         if self.acts:
-            self._act(out[self._count : self._all_results])
+            self._act({**made, **dict(enumerate(out[self._count : self._all_results]))})
         if self.capture.checked:
             self.nonfinite = out[self._all_results : self._first_created]
         self.phase = Phase.AFTER
@@ -266,7 +285,7 @@ class Program:
         for i in self._rebound:
             self._held[i].copy_(self._slots[i][2])
 
-    def _act(self, extra: Sequence[Any]) -> None:
+    def _act(self, extra: Mapping[int | str, Any]) -> None:
         """Replace the tensors that the step replaces; then make its assignments, and its callbacks in order."""
         for i in self._rebound:
             get, key, _ = self._slots[i]
@@ -284,8 +303,11 @@ class Program:
             called.fn(*args, **kwargs)
         effects.arguments.clear()
 
-    def _keep_created(self, made: dict[str, torch.Tensor]) -> None:
-        """State and gradients that this step created go where the optimizer would have put them."""
+    def _keep_created(self, made: dict[str, torch.Tensor]) -> dict[int | str, Any]:
+        """State and gradients that this step created go where the optimizer would have put them; those inside of lists,
+        tuples and dicts, which are made later, are returned.
+        """
+        inside: dict[int | str, Any] = {}
         state = self.capture.state
         optimizers = list(state.optimizers.values())
         for name, tensor in made.items():
@@ -299,11 +321,15 @@ class Program:
                 value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, shape)
             if key == "grad":
                 like.grad = value
+            elif name in self._in_containers:
+                inside[name] = value
+                optimizers[number].state[like].setdefault(key.partition(".")[0])  # in the order of the optimizer
             else:
                 optimizers[number].state[like][key] = value
+        return inside
 
 
 def _getter(container: Any) -> Callable[[Any], Any]:
     """Looks up a key that may be gone; containers are dicts, and lists that do not shrink."""
     whole: Any = container
-    return whole.get if isinstance(container, (dict, TupleItems)) else whole.__getitem__
+    return whole.get if isinstance(container, (dict, Lookup)) else whole.__getitem__

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..cache.key import digest
 from ..capture.call_structure import Modules, Optimizers, by_name
+from ..capture.optimizer_entries import Entry
 from ..capture.state import StepState, collect, put
 from ..distributed.full_tensors import copy, gather, put_piece
 from ..distributed.rendezvous import Rendezvous
@@ -161,15 +162,15 @@ class _Swap:
 
 
 def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
-    items = cast(dict[Any, Any], entry).items() if isinstance(entry, dict) else ()
+    items = Entry(cast(dict[Any, Any], entry)).leaves().items() if isinstance(entry, dict) else ()
     return [(key, value) for key, value in items if isinstance(value, Tensor)]
 
 
 def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
     if not isinstance(entry, dict):
         return deepcopy(entry)
-    items = cast(dict[Any, Any], entry).items()
-    return {key: whole[id(value)] if id(value) in whole else deepcopy(value) for key, value in items}
+    flat = Entry(cast(dict[Any, Any], entry))
+    return flat.copy(lambda value: whole[id(value)] if id(value) in whole else deepcopy(value))
 
 
 def _write(old: Tensor, now: Tensor) -> None:
@@ -180,15 +181,16 @@ def _kept_entry(old: Any, now: Any) -> Any:
     """The state of one parameter: what is there already keeps its tensors; what is new is cut by the next step."""
     if not isinstance(old, dict) or not isinstance(now, dict):
         return now
-    kept, entry = cast(dict[Any, Any], old), cast(dict[Any, Any], now)
-    for key in [key for key in kept if key not in entry]:
-        del kept[key]
-    for key, value in entry.items():
-        was = kept.get(key)
-        if isinstance(was, Tensor) and isinstance(value, Tensor) and _about(was) == _about(value):
-            _write(was, value)
-        else:
-            kept[key] = value
+    kept, entry = cast(dict[Any, Any], old), {**cast(dict[Any, Any], now)}
+    was = Entry({**kept}).leaves()
+    kept.clear()
+    kept.update(entry)
+    flat = Entry(kept)
+    for key, value in flat.leaves().items():
+        before = was.get(key)
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and _about(before) == _about(value):
+            _write(before, value)
+            flat[key] = before
     return kept
 
 
