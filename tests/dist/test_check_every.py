@@ -60,7 +60,7 @@ def scheduled(rank: int, world: int, style: str) -> tuple[int, str]:
     "style", [pytest.param(s, marks=() if s in ("replicate", "global") else pytest.mark.full) for s in STYLES]
 )
 def test_a_schedule_that_differs_is_named(style: str) -> None:
-    text = f"lr of group 0: {0.1 / 5!r} on rank 1, {0.1 / 3!r} on rank 0; found after call 3, with check_every=3"
+    text = f"lr of group 0: {0.1 / 5!r} on rank 1, {0.1 / 3!r} on rank 0; found before call 3, with check_every=3"
     assert run_ranks(scheduled, 2, style) == [(3, f"ranks differ in options of optimizers: {text}")] * 2
 
 
@@ -78,7 +78,7 @@ def touched(rank: int, world: int, mesh: str, parallel: list[Any], who: int) -> 
 def test_a_weight_that_only_one_rank_changes_is_named() -> None:
     text = (
         "'last.bias' is not the same on ranks that hold the same of it: one value on {}, another on rank {}; "
-        "found after call 6, with check_every=3"
+        "found before call 6, with check_every=3"
     )
     found = run_ranks(touched, 3, "dp=3", [ws.DataParallel("replicate")], 1)
     assert found == [(6, text.format("ranks 0, 2", 1))] * 3
@@ -142,6 +142,95 @@ def alone(rank: int, world: int) -> tuple[float, int]:
 
 def test_what_one_rank_calls_alone_is_not_counted() -> None:
     assert [calls for _, calls in run_ranks(alone, 2)] == [7, 7]
+
+
+TENSOR = ws.TensorParallel({"0": "colwise", "2": "rowwise"}, axis="tp")
+SHARED: dict[str, dict[str, Any]] = {
+    "tp": {"parallel": TENSOR, "mesh": "tp=2"},
+    "pp": {"parallel": ws.Pipeline(micro_batches=2), "mesh": "pp=2"},
+    "dp": {"parallel": ws.DataParallel("fully_shard", semantics="global")},
+    "dp of the whole": {"parallel": ws.DataParallel("zero1", semantics="global", inputs="global")},
+    "dp of each": {"parallel": ws.DataParallel("fully_shard")},
+    "tp of parts": {"parallel": ws.TensorParallel({"0": "colwise", "2": "rowwise"}, input_dim=0), "mesh": "tp=2"},
+    "dp, tp": {"parallel": [ws.DataParallel("fully_shard", axis="dp"), TENSOR], "mesh": "dp=2,tp=2"},
+}
+
+
+def pieces(model: nn.Module) -> list[torch.Tensor]:
+    params = (p.detach() for p in model.parameters())
+    return [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in params]
+
+
+def shared_batches(rank: int, world: int, rows: list[tuple[str, str, int]]) -> list[list[str]]:
+    """For each layout, kind of difference between ranks and first call that has it: which calls raised, and what."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch["x"]).square().mean() * batch["weight"]
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found: list[list[str]] = []
+    for layout, kind, first in rows:
+        model = square_net()
+        step = ws.compile(train, check_every=EVERY, **SHARED[layout])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        said: list[str] = []
+        for call in range(1, 5):
+            differs = first <= call < first + 2
+            batch: dict[str, Any] = {"x": drawn(call, rank if kind == "rows" and differs else rank // 2), "weight": 1.0}
+            if kind == "order" and differs:
+                batch["x"] = batch["x"].roll(rank, 0)
+            if kind in ("0-dim", "number") and differs:
+                batch["weight"] = 1.0 + rank
+            if kind == "0-dim":
+                batch["weight"] = torch.tensor(batch["weight"])
+            before = pieces(model)
+            try:
+                step(model, optimizer, batch)
+            except ws.RankMismatchError as error:
+                said.append(error.found)
+                if call > 1:  # the first call places parameters
+                    assert all(map(torch.equal, before, pieces(model))), "the call has not happened"
+        found.append(said)
+    return found
+
+
+def test_ranks_that_share_a_batch_were_given_the_same() -> None:
+    """Before the first call and each third one, by argument; where each rank has its part, or its own, nothing is."""
+    text = (
+        "{} is not the same on ranks that share a batch along axis '{}': one value on rank {}, another on rank {}; "
+        "found before call {}, with check_every=3"
+    ).format
+    x, weight, graph = (
+        "argument batch['x']",
+        "argument batch['weight']",
+        "the captured step, with Python values of its ",
+    )
+    expected: list[tuple[tuple[str, str, int], list[str]]] = [
+        (("tp", "rows", 1), [text(x, "tp", 0, 1, 1)] * 2),
+        (("tp", "order", 3), [text(x, "tp", 0, 1, 3)] * 2),
+        (("pp", "rows", 3), [text(x, "pp", 0, 1, 3)] * 2),
+        (("dp", "0-dim", 1), [text(weight, "dp", 0, 1, 1)] * 2),
+        (("tp", "number", 1), [text(graph + "arguments,", "tp", 0, 1, 1)] * 4),
+        (("dp of the whole", "rows", 3), [text(x, "dp", 0, 1, 3)] * 2),
+        (("tp of parts", "rows", 1), []),
+        (("dp", "rows", 1), []),
+        (("dp of each", "number", 1), []),
+    ]
+    rows = [row for row, _ in expected]
+    assert run_ranks(shared_batches, 2, rows) == [[said for _, said in expected]] * 2
+
+
+@pytest.mark.full
+def test_ranks_that_share_a_batch_along_one_axis_of_two() -> None:
+    found = run_ranks(shared_batches, 4, [("dp, tp", "", 1), ("dp, tp", "rows", 1)], timeout=240)
+    for same, other in found:
+        assert same == []
+        assert [said.split(":")[0] for said in other] == [
+            "argument batch['x'] is not the same on ranks that share a batch along axis 'tp'"
+        ] * 2
 
 
 CALLS = 4

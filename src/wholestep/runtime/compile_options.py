@@ -93,8 +93,8 @@ class CompileOptions:
             that names it: `"60s"`, `"5min"`, or a number of seconds. A rank hangs if others have waited for it for
             three quarters of the time. None watches no rank. [When a rank fails](launching.md#when-a-rank-fails).
         agree_timeout: how long a rank may compile its program while the others wait.
-        check_every: number of calls between two comparisons of replicated state (parameters, optimizer state, options
-            of optimizers) over the ranks, by checksum; 0 for never.
+        check_every: number of calls between two comparisons over the ranks, by checksum, of replicated state
+            (parameters, optimizer state, options of optimizers) and of batches that ranks share; 0 for never.
         verify: trace the step again and compare it with the program that the call is about to run: a value that the
             step reads and that nothing else compares is found ([page](effects.md#what-is-compared-before-a-call)).
             `"auto"`: on one rank, at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run

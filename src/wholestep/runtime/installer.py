@@ -96,9 +96,8 @@ class Installer:
                 program.guards.sizes.besides = partial(_over, self._options.memory_bytes, program)
         every = self._options.given.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
-            data = strategies.data
-            self._check = self._check or ReplicaCheck(every, world, data.axes(world.mesh) if data else ())
-            program.check = self._check.count
+            self._check = self._check or ReplicaCheck(every, world, strategies.options)
+            program.check = self._check.before
         return program
 
     def _across_steps(self, program: Program, parts: tuple[LocalGraph, LocalGraph], leaves: Sequence[Any]) -> Run:

@@ -33,7 +33,7 @@ from .random_state import SharedRng, draws_random, kept_if_it_raises
 
 class Phase(Enum):
     """What a call of a program does. It computes while it `RUNS`; then it puts what it has computed where it belongs
-    (`KEEPS`), and calls what Python does in each call (`ACTS`). Then ranks may compare what they hold (`AFTER`).
+    (`KEEPS`), calls what Python does in each call (`ACTS`), and puts results together (`AFTER`).
     """
 
     BEFORE, RUNS, KEEPS, ACTS, AFTER, DONE = range(6)
@@ -44,7 +44,7 @@ class Program:
     """A compiled step for one kind of call. `shard_batch` makes this rank's part of the batch of a call.
 
     `Installer.finish` sets `run`, which maps the flat list from `gather_inputs` to results, followed by state that the
-    step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called after
+    step creates; it keeps values that are carried to the next call itself (`CrossStepRunner`). `check` is called before
     each call. Ranks remember to have compared it as `compared`. `before`: the program before passes, of all stages.
     `nonfinite` is whether the last call was skipped, and which of `capture.checked` were not finite.
     """
@@ -60,7 +60,7 @@ class Program:
     compared: str = ""
     before: LocalGraph | None = None
     run: Run = field(init=False)
-    check: Callable[[Program], None] | None = None
+    check: Callable[[Program, Sequence[Any]], None] | None = None
     nonfinite: Sequence[torch.Tensor] = ()
     phase: Phase = Phase.BEFORE
 
@@ -153,6 +153,15 @@ class Program:
             if rest[given.name].state(axis) == REPLICATED
         }
 
+    def shared_along(self, axis: str, leaves: Sequence[Any], whole: bool) -> dict[str, torch.Tensor]:
+        """Tensors of a batch of which ranks along `axis` are given the same, by name. `whole`: also those of which each
+        takes a part.
+        """
+        given = dict(zip(self.names, leaves, strict=True))
+        states = {i.name: self.plan.storage[i.name].state(axis) for i in self.plan.inputs if i.role is Role.BATCH}
+        shared = [n for n, at in states.items() if at == REPLICATED or (whole and at.kind == "S")]
+        return {f"argument {name}": given[name] for name in shared}
+
     def _check_pieces(self) -> None:
         """Every rank's piece has the shape that the plan gives it."""
         for given, piece in zip(self._kept, self._held, strict=True):
@@ -244,6 +253,8 @@ class Program:
         self._read_numbers()
         if self.acts:
             self._prepare(leaves)
+        if self.check is not None:
+            self.check(self, leaves)
         inputs = self.gather_inputs(leaves)
         self.phase = Phase.RUNS
         if self._drawing is None:

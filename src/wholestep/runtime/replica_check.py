@@ -1,9 +1,11 @@
-"""Every few calls, ranks compare a checksum of the tensors that should be equal on them, in one small collective."""
+"""Before the first call, and every few calls, ranks compare checksums of what has to be equal on them, in one small
+collective: the state that they hold alike, and the batch of ranks that compute one result together.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import cast
@@ -18,13 +20,32 @@ from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.loop import with_bodies
 from ..graph.nodes import communicates
+from ..plan.data_parallel import DataParallel
 from ..tuning import TUNING
-from .consistency import OPTIMIZERS, option_lines, state_lines
+from .consistency import OPTIMIZERS, constant_lines, graph_lines, option_lines, state_lines
 from .program import Program
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TIMEOUT_S = 600.0
 _POSITIVE = (1 << 62) - 1  # so that a checksum and its negative fit
+_MIXERS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, from the golden ratio and from splitmix64
+_Said = tuple[tuple[str, ...], tuple[tuple[str, str, int], ...]]
+"""Options and numbers of a rank, a line each; axis, name and checksum of what it shares in a call."""
+_STEP = "the captured step, with Python values of its arguments,"
+_ALIKE = "", "", ""
+_DRIFTS = (
+    "the same on these ranks: each computes on with what it has",
+    "look for what only some ranks do between calls: a scheduler, a load, a change of weights",
+)
+_OF_ONE_BATCH = (
+    "one batch for ranks that compute one result together",
+    "draw the batch by the rank's place on the axes of data parallelism alone (a sampler's `rank` and `num_replicas`), "
+    "or give each rank its part: TensorParallel(input_dim=...)",
+)
+_OF_PARTS = (
+    'the same on these ranks, as it is not cut by rows: with semantics="global" they compute one result together',
+    'give it a dim of rows, or all ranks the same; with semantics="per_rank" each has a batch of its own',
+)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +58,19 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.dtype.itemsize]).sum(dtype=torch.int64)
 
 
+def ordered_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, of the bits in their order, and of the shape: rows in another order are another batch."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    padded = flat.new_zeros(-(-len(flat) // 8) * 8)
+    padded[: len(flat)] = flat
+    words = padded.view(torch.int64)
+    words += torch.arange(1, len(words) + 1, device=words.device) * _MIXERS[0]
+    for mixer in _MIXERS:
+        words ^= words >> 31
+        words *= mixer
+    return words.sum() + hash((*tensor.shape,))
+
+
 def connects_all_ranks(local: LocalGraph) -> bool:
     """True where the collectives of a program connect all ranks, so that all of them call it as often."""
     met = {str(node.args[-1]) for node, _ in with_bodies(local.graph) if communicates(node)}
@@ -45,29 +79,31 @@ def connects_all_ranks(local: LocalGraph) -> bool:
 
 @dataclass
 class ReplicaCheck:
-    """Compares replicas after each `every` calls. Along the axes of `data` they are equal to the bit; along other axes
-    each rank may have computed its own, and rounded differently.
+    """Compares what ranks hold alike before the first call and before each `every`-th one. Along the axes of `data`
+    replicas are equal to the bit; along other axes each rank may have computed its own, and rounded differently.
     """
 
     every: int
     world: World
-    data: Sequence[str]
+    data: DataParallel
     calls: int = 0
 
-    def count(self, program: Program) -> None:
+    def before(self, program: Program, leaves: Sequence[object]) -> None:
         """Count a call of `program`, and compare if it is time. Raises RankMismatchError, on every rank."""
+        if self.calls == 0 or (self.calls + 1) % self.every == 0:
+            self._compare(program, leaves)
         self.calls += 1
-        if self.calls % self.every == 0:
-            self._compare(program)
 
-    def _compare(self, program: Program) -> None:
+    def _compare(self, program: Program, leaves: Sequence[object]) -> None:
         state = program.capture.state
-        said = [*chain(*option_lines(state, ())), *state_lines(state)]
+        lines = [*chain(*option_lines(state, ())), *state_lines(state)]
         axes = [axis.name for axis in self.world.mesh.axes if axis.size > 1]
         held = {axis: program.alike_along(axis) for axis in axes}
-        sums = {axis: self._sums(held[axis]) for axis in axes}
-        number = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:8], "big") & _POSITIVE
-        differs = {axis: self._differs(sums[axis], number, axis) for axis in axes}
+        batch = {axis: self._shared(program, leaves, axis) for axis in axes}
+        sums = {axis: self._sums(map(checksum, held[axis].values())) for axis in axes}
+        of_batch = {axis: self._sums(map(ordered_checksum, batch[axis].values())) for axis in axes}
+        number = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") & _POSITIVE
+        differs = {axis: self._differs(torch.cat([sums[axis], of_batch[axis]]), number, axis) for axis in axes}
         flags = torch.stack([differs[axis] for axis in axes])
         if len(axes) > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -76,20 +112,32 @@ class ReplicaCheck:
         flagged = [axis for axis, flag in zip(axes, cast("list[int]", flags.tolist()), strict=True) if flag]
         ranks = Rendezvous.of_job(_TIMEOUT_S)
         label, what = ranks.next_label("replicas"), "the search for what differs"
-        lines: list[tuple[str, ...]] = ranks.gather(label, said, what, tuple[str, ...])
-        own = [self._explain(axis, held[axis], sums[axis], lines) for axis in flagged]  # all take part in each
-        texts = ranks.gather(f"{label}/texts", next((text for text in own if text), ""), what, str)
-        found = next((text for text in texts if text), "")
+        numbers = {axis: cast("list[int]", of_batch[axis].tolist()) for axis in flagged}
+        shared = [(a, name, one) for a in flagged for name, one in zip(batch[a], numbers[a], strict=True)]
+        said: list[_Said] = ranks.gather(label, (tuple(lines), tuple(shared)), what, _Said)
+        own = [self._explain(axis, held[axis], sums[axis], said) for axis in flagged]  # all take part in each
+        texts = ranks.gather(f"{label}/texts", next(filter(any, own), _ALIKE), what, tuple[str, str, str])
+        found, needed, next_step = next(filter(any, texts), _ALIKE)
         if found:
-            what = f"{found}; found after call {self.calls}, with check_every={self.every}"
-            next_step = "look for what only some ranks do between calls: a scheduler, a load, a change of weights"
-            raise RankMismatchError(what, "the same on these ranks: each computes on with what it has", next_step)
+            found = f"{found}; found before call {self.calls + 1}, with check_every={self.every}"
+            raise RankMismatchError(found, needed, next_step)
 
-    def _sums(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One checksum for each tensor, on the device of the collectives."""
-        if not held:
-            return torch.zeros(0, dtype=torch.int64, device=self.world.device)
-        return torch.stack([checksum(tensor).to(self.world.device, non_blocking=True) for tensor in held.values()])
+    def _shared(self, program: Program, leaves: Sequence[object], axis: str) -> dict[str, torch.Tensor]:
+        """What has to be alike along `axis` of a call: arguments; and the step, as Python numbers among these are
+        constants of a first program.
+        """
+        shared = program.shared_along(axis, leaves, self.data.inputs == "global")
+        per_rank = self.data.semantics == "per_rank" and axis in self.data.axes(self.world.mesh)
+        if self.calls == 0 and not per_rank:
+            lines = [*graph_lines(program.capture, self.world.device), *constant_lines(program.capture)]
+            text = "\n".join(line for line in lines if not line.strip().startswith("return "))  # a rank may log more
+            shared[_STEP] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return shared
+
+    def _sums(self, sums: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Checksums as one tensor, on the device of the collectives."""
+        moved = [one.to(self.world.device, non_blocking=True) for one in sums]
+        return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=self.world.device)
 
     def _differs(self, sums: torch.Tensor, number: int, axis: str) -> torch.Tensor:
         """1 where ranks along `axis` have other checksums, or other numbers; else 0."""
@@ -104,27 +152,33 @@ class ReplicaCheck:
         return self.world.devices.get_group(axis)
 
     def _explain(
-        self, axis: str, held: Mapping[str, torch.Tensor], sums: torch.Tensor, said: Sequence[tuple[str, ...]]
-    ) -> str:
-        """What differs first along `axis`, of what each rank `said`; empty where nothing does but rounding."""
-        group = self._group(axis)
+        self, axis: str, held: Mapping[str, torch.Tensor], sums: torch.Tensor, said: Sequence[_Said]
+    ) -> tuple[str, str, str]:
+        """What differs first along `axis`, of what each rank `said` and of what it holds, what was needed and what to
+        do; empty where nothing does but rounding.
+        """
+        group, of_data = self._group(axis), axis in self.data.axes(self.world.mesh)
         ranks = dist.get_process_group_ranks(group)
-        lines = [said[rank] for rank in ranks]
+        lines = [said[rank][0] for rank in ranks]
         other = next((i for i, one in enumerate(lines) if one != lines[0]), 0)
         if other:
             theirs = [rank for rank, one in zip(ranks, lines, strict=True) if one == lines[other]]
             ours = [rank for rank, one in zip(ranks, lines, strict=True) if one == lines[0]]
-            return other_value(OPTIMIZERS, ours, lines[0], theirs, lines[other]).found
+            return other_value(OPTIMIZERS, ours, lines[0], theirs, lines[other]).found, *_DRIFTS
+        shared = [{name: one for along, name, one in said[rank][1] if along == axis} for rank in ranks]
+        for name in shared[0]:
+            if text := _sides([one.get(name, 0) for one in shared], ranks):
+                found = f"{name} is not the same on ranks that share a batch along axis {axis!r}: {text}"
+                needed, next_step = _OF_PARTS if of_data else _OF_ONE_BATCH
+                return found, needed, next_step
         rows = [torch.zeros_like(sums) for _ in ranks]
         dist.all_gather(rows, sums, group=group)
         table = cast("list[list[int]]", torch.stack(rows).tolist())
         for i, (name, tensor) in enumerate(held.items()):
-            values = [row[i] for row in table]
-            if len(set(values)) > 1 and (axis in self.data or self._is_far(tensor, ranks[0], group)):
-                sides = [[r for r, v in zip(ranks, values, strict=True) if v == one] for one in dict.fromkeys(values)]
-                parts = [f"one value on {show_ranks(sides[0])}", *(f"another on {show_ranks(s)}" for s in sides[1:3])]
-                return f"{name!r} is not the same on ranks that hold the same of it: {', '.join(parts)}"
-        return ""
+            text = _sides([row[i] for row in table], ranks)
+            if text and (of_data or self._is_far(tensor, ranks[0], group)):
+                return f"{name!r} is not the same on ranks that hold the same of it: {text}", *_DRIFTS
+        return _ALIKE
 
     def _is_far(self, tensor: torch.Tensor, first: int, group: dist.ProcessGroup) -> bool:
         """True where a tensor differs from the first rank's by more than rounding."""
@@ -137,3 +191,13 @@ class ReplicaCheck:
         far = (~(apart <= TUNING.checksum_rounding * other.abs().max().double())).to(torch.int64)
         dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
         return bool(far)
+
+
+def _sides(values: Sequence[int], ranks: Sequence[int]) -> str:
+    """`one value on rank 0, another on rank 1`; empty where all values are equal."""
+    first, *others = [[r for r, v in zip(ranks, values, strict=True) if v == one] for one in dict.fromkeys(values)]
+    return (
+        ", ".join([f"one value on {show_ranks(first)}", *(f"another on {show_ranks(s)}" for s in others[:2])])
+        if others
+        else ""
+    )

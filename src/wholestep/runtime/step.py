@@ -137,8 +137,6 @@ class CompiledStep:
                 self.calls += 1
                 if self._nonfinite is not None and program.nonfinite:
                     self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
-                if program.check is not None:
-                    program.check(program)
                 program.phase = Phase.DONE
         except BaseException as error:
             self._note_failed(error, program)
