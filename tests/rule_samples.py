@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import _torch
 from wholestep.rules.registry import RULES, SAMPLES, find
@@ -27,10 +29,22 @@ _KINDS = 40
 Progress = Callable[[float], None]
 
 
+def overloads(namespace: str) -> list[Any]:
+    """Return every overload of a namespace."""
+    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+    found: dict[Any, None] = {}
+    for name in sorted(names):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+        if _torch.is_op(op):
+            found[op] = None
+    return list(found)
+
+
 def table(pattern: str = "*") -> list[Any]:
     """Ops with a rule, from the table and from families of ATen; `pattern` is a glob."""
     found = dict.fromkeys(target for target in RULES if not isinstance(target, str))
-    for target in _torch.overloads("aten"):
+    for target in overloads("aten"):
         if not _torch.schema_of(target).is_mutable and find(target):
             found[target] = None
     named = {str(target): target for target in found}
@@ -106,16 +120,26 @@ def record(targets: Iterable[Any], progress: Progress = lambda done: None) -> di
     return recording.best()
 
 
+class _OpRecorder(TorchDispatchMode):
+    """A dispatch mode that passes every op call to `call`."""
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+
 def _record(recording: _Recording, progress: Progress) -> None:
-    infos = _torch.op_infos()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        for number, info in enumerate(infos):
+        for number, info in enumerate(op_db):
             with contextlib.suppress(Exception):  # an op that this build or this machine lacks
                 for sample in _samples(info):
                     _run(info, sample, recording)
-            progress((number + 1) / len(infos))
+            progress((number + 1) / len(op_db))
         for target, samples in SAMPLES.items():
             for sample in map(as_sample, samples()) if _torch.is_op(target) else ():
                 _run_backward(target, sample, recording)
@@ -138,7 +162,7 @@ def _run(info: Any, sample: Any, recording: _Recording) -> None:
     given = list(tensors_in([sample.input, sample.args, tuple(sample.kwargs.values())]))
     if sum(t.numel() for t in given) > _LARGEST:
         return
-    with _torch.OpRecorder(recording.call):
+    with _OpRecorder(recording.call):
         _differentiate(info.op(sample.input, *sample.args, **sample.kwargs), given)
 
 
@@ -151,7 +175,7 @@ def _run_backward(target: Any, sample: Sample, recording: _Recording) -> None:
         args, kwargs = with_tensors(sample.args, sample.kwargs, tensors)
         with contextlib.suppress(Exception):
             made = target(*args, **kwargs)
-            with _torch.OpRecorder(recording.call):
+            with _OpRecorder(recording.call):
                 _differentiate(made, tensors)
             return
 

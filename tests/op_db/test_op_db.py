@@ -9,13 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conftest import today
 from tests.op_db.run import outcomes
-from wholestep import _torch
 
 DAILY = 30
-INFOS = {f"{info.name}{'.' * bool(info.variant_test_name)}{info.variant_test_name}": info for info in _torch.op_infos()}
+INFOS = {f"{info.name}{'.' * bool(info.variant_test_name)}{info.variant_test_name}": info for info in op_db}
 
 
 def of_the_day(names: list[str], day: str, count: int) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep import _torch
+from tests.rule_samples import overloads
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import (
     PRODUCTS,
@@ -18,7 +18,7 @@ from wholestep.graph.op_kinds import (
 )
 
 aten = torch.ops.aten
-ATEN = _torch.overloads("aten")
+ATEN = overloads("aten")
 
 
 @pytest.mark.parametrize("kind", ["attention", "convolution"])

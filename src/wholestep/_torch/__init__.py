@@ -39,10 +39,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - distributed.distributed_c10d._get_default_store (1.13): ranks compare programs in it; a public store accessor.
 - distributed.distributed_c10d._abort_process_group (2.6), _set_pg_timeout (2.3): ends NCCL collectives that wait for a
   rank that failed, and sets when NCCL's watchdog does; public forms of both.
-- utils._python_dispatch.TorchDispatchMode (1.13): sees the ATen calls of sample functions; a public mode.
-- _C._dispatch_get_all_op_names, _dispatch_has_computed_kernel_for_dispatch_key (1.13): lists ops and those with a CPU
-  kernel, to check the rules of op families; a public list.
-- testing._internal.common_methods_invocations.op_db (1.7): sample arguments to check rules; a public database.
+- _C._dispatch_has_computed_kernel_for_dispatch_key (1.13): which ops have a CPU kernel, to check rules; a public list.
 - _C._cuda_endAllocateToPool, _cuda_releasePool (2.2): a failed capture leaves the allocator recording; a capture that
   cleans up. ProcessGroup.shutdown (2.4) is replaced by one that lets go of recordings first; a hook.
 - _C._storage_Use_Count (2.0): whether a storage has other users; a public count.

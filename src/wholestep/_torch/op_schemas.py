@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import GraphError, RuleError
+from ..errors import GraphError
 
 OpOverload = torch._ops.OpOverload
 SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
@@ -105,18 +104,6 @@ def is_getitem(target: object) -> bool:
     return target is GETITEM
 
 
-def overloads(namespace: str) -> list[OpOverload[..., Any]]:
-    """Return every overload of a namespace."""
-    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
-    found: dict[Any, None] = {}
-    for name in sorted(names):
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
-        if is_op(op):
-            found[op] = None
-    return list(found)
-
-
 def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
     """Return whether an op has a CPU kernel; kernels of `overrideable` ops only raise."""
     schema = target._schema
@@ -124,27 +111,3 @@ def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
         return False
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
-
-
-def op_infos() -> Sequence[Any]:
-    """Return PyTorch's database of ops with sample arguments; raise RuleError if a package that it needs is missing."""
-    try:
-        from torch.testing._internal import common_methods_invocations as known
-    except ImportError as error:
-        raise RuleError(
-            f"PyTorch's database of sample arguments cannot be imported: {error}",
-            "the packages that torch's own tests need",
-            "pip install 'wholestep[dev]', or check one op with ws.check_rule(op, ...)",
-        ) from error
-    return cast(Any, known).op_db
-
-
-class OpRecorder(TorchDispatchMode):
-    """A dispatch mode that passes every op call to `call`."""
-
-    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})

@@ -169,14 +169,10 @@ def decode_parts(values: Any, own: Strategies) -> Strategies:
     return Strategies(tuple(parts))
 
 
-def decode_strategies(values: Any, at: str = "strategies") -> Strategies | None:
+def decode_strategies(values: Any, at: str = "strategies") -> Strategies:
     """Inverse of `encode_strategies`, except that torch's tensor-parallel styles come back as a `ModuleStyle`. Raises
     MalformedError for other values.
     """
-    return None if values is None else _strategies(values, at)
-
-
-def _strategies(values: Any, at: str) -> Strategies:
     return Strategies(tuple(_strategy(value, f"{at}[{i}]") for i, value in enumerate(as_list(values, at))))
 
 
@@ -197,5 +193,5 @@ def _with_styles(part: Strategy) -> Strategy:
 
 
 _READERS: Readers = {
-    torch.dtype: _dtype, Mesh: _mesh, Hardware: _hardware, Input: _input, Strategies: _strategies,
+    torch.dtype: _dtype, Mesh: _mesh, Hardware: _hardware, Input: _input, Strategies: decode_strategies,
 }  # fmt: skip
