@@ -17,8 +17,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import _torch
+from wholestep.errors import RuleError
 from wholestep.rules.registry import RULES, SAMPLES, find
-from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.check import CheckResult, Failure, Sample, cases_of, check_case
 from wholestep.rules.testing.harness import tensors_in, with_tensors
 
 EACH_OP = 10  # samples kept for an op
@@ -256,3 +257,44 @@ def _runs(target: Any, sample: Sample) -> bool:
     except Exception:  # ops refuse samples in many ways
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Row:
+    """The check of one op. `given`: samples that it accepts; `named`: it has a row of its own, not of a family."""
+
+    result: CheckResult
+    given: int
+    runs: bool
+    named: bool
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `shapes hold` (random values), `wrong`, `no sample`, `not on CPU`, or `says nothing`."""
+        if self.result.failures:
+            return "wrong"
+        if not self.runs:
+            return "not on CPU"
+        if not self.result.samples:
+            return "says nothing" if self.given or not self.named else "no sample"
+        return "shapes hold" if self.result.shapes_only else "holds"
+
+    @property
+    def ok(self) -> bool:
+        """False if the rule is wrong or was never tried."""
+        return self.verdict not in ("wrong", "no sample") and not (self.named and self.verdict == "says nothing")
+
+
+def check_op(target: Any, samples: Sequence[Sample]) -> Row:
+    """Check one op on its samples; a rule that does not fit a sample is a failure too."""
+    runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+    cases = cases_of(target, samples) if runs else []
+    result = CheckResult(str(target))
+    for case in cases:
+        try:
+            found = check_case(case)
+        except RuleError as error:
+            failure = Failure(case.name, "the rule", "bound", "a sample", f"is refused: {error.found}", error.needed)
+            found = CheckResult(case.name, 1, failures=(failure,))
+        result = result + found if found else result
+    return Row(result, len(cases), runs, target in RULES)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.rule_samples import samples_of, table
-from wholestep.rules.testing.check import Row, check_op
+from tests.rule_samples import Row, check_op, samples_of, table
 
 _COLORS = {"holds": "green", "shapes hold": "green", "wrong": "bold red", "no sample": "red"}
 _SHOWN = 20  # failures that are listed

@@ -84,6 +84,13 @@ class Tuning:
         0.15, "x sending", "that starting takes in long rings, which get larger buckets", 28
     )
     bucket_memory_share: float = tuned(0.1, "x memory", "of a device, in flight at most, for long rings: a guess", 28)
+    device_reserve_bytes: int = tuned(
+        5 << 29,
+        "bytes",
+        "of a GPU for others than tensors: torch sees 79.1 GiB of an H100's 80, a CUDA context takes "
+        "0.5, NCCL 0.3 to 0.5 for each of some communicators",
+        69,
+    )
     most_pieces_together: int = tuned(32, "ranks", "whose pieces one kernel copies: it takes 64 tensors", 17)
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
     async_parts: tuple[int, ...] = tuned((2, 4, 8), "blocks", "of products beside collectives; more fill no GPU", 59)

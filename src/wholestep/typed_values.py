@@ -146,14 +146,13 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
     if origin is Literal:
         return lambda value: any(type(value) is type(one) and value == one for one in args)
     if origin is tuple:
-        return lambda value: isinstance(value, tuple) and _are(value, args)
+        return lambda value: isinstance(value, tuple) and _are(cast(tuple[object, ...], value), args)
     if origin in (Sequence, Collection):
         return lambda value: _is_plural(value, origin) and _are(_entries(value), (args[0], ...))
     if Iterable in (origin, kind):
         return lambda value: _is_plural(value, Iterable)
     if origin in (Mapping, dict):
-        key, entry = map(_test_of, args)
-        return lambda value: isinstance(value, origin) and all(key(k) and entry(v) for k, v in value.items())
+        return lambda value: isinstance(value, origin) and _are_entries(cast(Mapping[object, object], value), args)
     if Callable in (origin, kind):
         return callable
     if kind is None or kind is NoneType:
@@ -163,6 +162,10 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
     if kind is Any or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):
         return lambda value: True
     return lambda value: isinstance(value, origin or kind)
+
+
+def _are_entries(values: Mapping[object, object], kinds: tuple[Any, ...]) -> bool:
+    return all(map(_test_of(kinds[0]), values)) and all(map(_test_of(kinds[1]), values.values()))
 
 
 def _is_number(number: object, kind: type) -> bool:

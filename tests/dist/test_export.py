@@ -182,6 +182,6 @@ def test_all_ranks_raise_the_same_and_nothing_is_left(tmp_path: Path) -> None:
     one, other = run_ranks(fails, 2, tmp_path)
     assert one == other
     assert one[0] == ("FOLDER/full is there already\n  needed: a new folder, or an empty one\n  next: name another")
-    assert one[1] == "export(format='onnx')\n  needed: one of safetensors, dcp\n  next: correct it"
+    assert one[1] == "export(format='onnx')\n  needed: format of type 'safetensors' | 'dcp'\n  next: correct format="
     assert all("FOLDER/new could not be written: the disk is full" in text for text in one[2:5])
     assert one[5].startswith("'weight' is on 'meta'")

@@ -5,7 +5,7 @@ other, what a style may hold whole, and what a plan says that a device has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -150,3 +150,55 @@ def test_shards_are_padded_to_at_most_twice(shape: tuple[int, ...], ranks: int) 
             local = plan.storage[given.name].local_shape(shape, plan.mesh, plan.mesh.coordinate(0))
             if max(shape) >= ranks:
                 assert prod(local) * ranks <= 2 * prod(shape), (given.name, local)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_more_work_takes_at_least_as_long(name: str) -> None:
+    """Products in each of their sizes, attention by length, and bytes; what a GPU keeps for others than tensors."""
+    hardware = ws.Hardware.preset(name)
+    sizes = (1, 16, 48, 64, 100, 128, 192, 256, 384, 512, 1000, 1024, 2048, 4096, 5000, 8192, 16384)
+    timed: list[list[float]] = [[hardware.bytes_us(10.0**n) for n in range(12)]]
+    for dtype, (n, k) in product(("bfloat16", "float32"), ((512, 512), (4096, 4096), (128, 8192))):
+        timed.append([hardware.matmul_us(1, m, n, k, dtype) for m in sizes])
+        timed.append([hardware.matmul_us(1, n, m, k, dtype) for m in sizes])
+        timed.append([hardware.matmul_us(1, n, k, m, dtype) for m in sizes])
+    for backward in (False, True):
+        timed.append([hardware.attention_us(1, 8, q, q, 128, backward=backward) for q in sizes])
+    assert all(times == sorted(times) for times in timed)
+
+
+@pytest.mark.parametrize(
+    (
+        "name",
+        "torch_sees_gib",
+    ),  # `torch.cuda.get_device_properties(0).total_memory`, as published with errors of memory
+    [("dgx-h100", 79.1), ("dgx-a100", 79.1), ("h200", 139.7), ("l40s", 44.4)],
+)
+def test_what_fits_leaves_room_for_context_and_communicators(name: str, torch_sees_gib: float) -> None:
+    assert (ws.Hardware.preset(name).memory_bytes or 0) + 1.2 * 2**30 <= torch_sees_gib * 2**30
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero1", "zero2", "fully_shard"])
+def test_more_ranks_store_no_more(small: ws.TrainGraph, style: str) -> None:
+    """And what is stored in shards over twice the ranks is half of it."""
+    kept = [ws.plan(small, f"dp={ranks}", ws.DataParallel(style)).stored_bytes("state") for ranks in (1, 2, 4, 64, 512)]
+    assert kept == sorted(kept, reverse=True)
+    assert style == "replicate" or kept[0] == pytest.approx(512 * kept[-1], rel=0.01)
+
+
+def test_experts_on_more_ranks_than_there_are_rest_in_shards_of_another_dim() -> None:
+    """Eight experts along 64 and 512 ranks, and beside a pair of ranks of tensor parallelism."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 64, 1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    graph = captured(Experts, 4)
+    for mesh in ("dp=64", "dp=512", "node=8,gpu=64", "dp=64,tp=8"):
+        plan = ws.plan(graph, mesh, ws.DataParallel("fully_shard"))
+        local = plan.storage["weight"].local_shape((8, 64, 1024), plan.mesh, plan.mesh.coordinate(0))
+        assert prod(local) * plan.mesh.size == 8 * 64 * 1024, (mesh, local)

@@ -92,3 +92,30 @@ def test_what_is_refused() -> None:
     local = ws.partition(graph, ws.plan(graph, "dp=2"))
     with pytest.raises(ws.PlanError, match="recompute full: found no list of layers"):
         ws.run_passes(local, [RecomputeLayers("full")])
+
+
+class Attends(nn.Module):
+    """A residual block of attention, with dropout in it or without."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(64, 192), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+        made = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=self.dropout)
+        return x + made.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fused_attention_runs_again_where_it_draws_nothing(dropout: float) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Attends(dropout) for _ in range(3))).bfloat16()
+        x = torch.empty(2, 128, 64, dtype=torch.bfloat16)
+    options = ws.CaptureOptions(kernels="cuda")
+    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), 0.1), x, options=options)
+    local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard")))
+    for kind, expected in (("selective", 3), ("full", 3 if dropout else 6)):
+        made = RecomputeLayers(kind)(local)
+        attention = [n for n in made.graph.nodes if str(n.target) == "aten._scaled_dot_product_flash_attention.default"]
+        assert len(attention) == expected, (kind, [n.name for n in attention])

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import wholestep as ws
-from tests.rule_samples import samples_of, table
+from tests.rule_samples import Row, check_op, samples_of, table
 from tests.unit.test_imports import imports
 from tools.check_rules import check_rules
 from tools.mutate_rules import Mutation, mutate_table
@@ -24,7 +24,7 @@ from wholestep.rules.dsl import sample
 from wholestep.rules.find_rule import find_rule
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
-from wholestep.rules.testing.check import Row, Sample, check_op
+from wholestep.rules.testing.check import Sample
 from wholestep.rules.testing.discover import discover
 
 aten = torch.ops.aten

@@ -193,7 +193,9 @@ def test_what_is_not_tuned_says_why(given: dict[str, Any], device: str, why: str
 def test_a_word_that_is_none_is_named() -> None:
     with pytest.raises(ws.PlanError) as caught:
         ws.compile(mean_square, tune="on")  # pyright: ignore[reportArgumentType, reportCallIssue]
-    assert str(caught.value) == "tune='on'\n  needed: 'auto' or 'off'\n  next: correct it"
+    assert (
+        str(caught.value) == "CompileOptions(tune='on')\n  needed: tune of type 'auto' | 'off'\n  next: correct tune="
+    )
 
 
 def test_one_rank_has_nothing_to_tune() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -179,28 +179,20 @@ def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.Tr
 def _captured(
     shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions, stage: str = "capture"
 ) -> ws.TrainGraph:
-    if target.with_layers is None:
-        return capture(shown, target, stage, options)
-    with shown.stage(stage) as details:
-        graph = of_few_layers(target, hardware, lambda some: ws.capture(some.step, *some.args, options=options))
-        details.append(f"{len(graph.graph.nodes):,} operations")
-    return graph
-
-
-def of_few_layers(target: Target, hardware: ws.Hardware, made: Callable[[Target], ws.TrainGraph]) -> ws.TrainGraph:
-    """The step of a model of `--hf` as one graph, from what is `made` of few of its layers where all are equal."""
+    """Of a model of `--hf` from few of its layers where all are equal."""
     make, model = target.with_layers, target.args[0]
-    layers = getattr(model.config, "num_hidden_layers", None)
+    layers = None if make is None else getattr(model.config, "num_hidden_layers", None)
     if make is None or not isinstance(layers, int):
-        return made(target)
+        return capture(shown, target, stage, options)
 
     def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
-        if count == layers:
-            return made(target)
-        some = make(count)
-        return made(replace(some, args=(*some.args[:2], target.args[2])))
+        some = target if count == layers else make(count)
+        return ws.capture(some.step, *some.args[:2], target.args[2], options=options)
 
-    return ShortSteps(short, layers, hardware, model=model).whole_step(1)
+    with shown.stage(stage) as details:
+        graph = ShortSteps(short, layers, hardware, model=model).whole_step(1)
+        details.append(f"{len(graph.graph.nodes):,} operations")
+    return graph
 
 
 def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:
@@ -412,10 +404,10 @@ def draw(
     write_output(shown, trace, lambda path: step_of(done.made, local, hardware, software)[0].save(path))
 
 
-def simulated(shown: Screen, asked: PlanRequest, graph: ws.TrainGraph | None = None) -> tuple[ws.Timeline, Figures]:
-    """The timeline of one style, and its figures; of `graph`, where the step is captured already."""
+def simulated(shown: Screen, asked: PlanRequest) -> tuple[ws.Timeline, Figures]:
+    """The timeline of one style, and its figures."""
     strategies, hardware, software = asked.strategies, asked.hardware, asked.options.software
-    graph = graph or captured(shown, asked)
+    graph = captured(shown, asked)
     with shown.stage("plan"):
         planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
 

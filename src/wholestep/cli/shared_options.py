@@ -14,7 +14,7 @@ import typer
 
 from wholestep.units import parse_bytes, parse_count, parse_price
 
-from .hf import ModelSpec
+from .hf import ModelSpec, spec_of
 from .target import AsyncTp, Hf, Layers, Style, Target, Tp, refuse
 
 if TYPE_CHECKING:
@@ -170,8 +170,7 @@ class SharedOptions:
     def spec(self, batch: int | None) -> ModelSpec | None:
         """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""
         options = self._of_hf | {"batch": batch, "seq": max(self.lengths or (0,)) or None}
-        given: dict[str, Any] = {name: getattr(v, "value", v) for name, v in options.items() if v is not None}
-        return None if self.hf is None else ModelSpec(self.hf, **given)
+        return spec_of(self.hf, **options)
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +58,7 @@ def simulate(
             staged, figures = staged_setups.StagedSetups(shown, asked, spec).simulated()
             made = [(staged.timeline, figures)]
         elif several:
-            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, partial(planning.simulated, shown))
+            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, planning.simulated)
         else:
             made = [planning.simulated(shown, asked)]
     typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {asked.on}")

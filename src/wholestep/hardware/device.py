@@ -83,7 +83,7 @@ class Device:
 
     Args:
         name: to display.
-        memory_bytes: of the device.
+        memory_bytes: of the device, as its driver shows it.
         memory_bytes_per_us: peak, read plus written.
         ceilings: peak rates of products by dtype.
         memory_rate: share of the peak memory rate that ops reach.

@@ -203,8 +203,12 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of one device; None for measured hardware."""
-        return self.device.memory_bytes if isinstance(self.device, Device) else None
+        """Memory of one device for torch's allocator: of a GPU without what its driver, the CUDA context and NCCL take
+        (`TUNING.device_reserve_bytes`); None for measured hardware.
+        """
+        if not isinstance(self.device, Device):
+            return None
+        return max(self.device.memory_bytes - TUNING.device_reserve_bytes * self.has_gpus, 0)
 
     @property
     def has_gpus(self) -> bool:

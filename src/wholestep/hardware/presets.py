@@ -249,7 +249,7 @@ def _by_sheet() -> list[Hardware]:
     ]
     h100_pcie = like(H100, "H100 PCIe 80 GB", 80 * _GIB, 2000 * _GB, hopper, 114)
     gb200 = like(B200, "GB200 186 GB", 186 * 10**9, 8000 * _GB, grace, 148)
-    l40s = like(H100, "L40S 48 GB", 48 * _GIB, 864 * _GB, ada, 142)
+    l40s = like(H100, "L40S 48 GB", 45 * _GIB, 864 * _GB, ada, 142)
     nvlink5 = replace(NVLINK5, ranks=8)
     four = SHEETS["board of 4"]
     fitted = {

@@ -17,7 +17,7 @@ from ..graph.op_kinds import is_uninitialized
 from ..graph.storage import Storage, storages
 from ..partition import rank_ops
 from ..partition.batch_dependent import batch_dependent
-from ..rules.registry import is_random
+from ..rules.registry import draws, is_random
 from .bucket import GATHER
 
 _PURE: frozenset[Any] = frozenset({*rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged})
@@ -178,7 +178,7 @@ class SavedTensors:
             return False
         if not _torch.is_op(node.target):
             return node.target in _PURE
-        return not (is_random(node) or is_mutating(node) or is_uninitialized(node.target))
+        return not (draws(node) or is_mutating(node) or is_uninitialized(node.target))
 
 
 def _mapped(value: Any, one: Callable[[Any], Any]) -> Any:

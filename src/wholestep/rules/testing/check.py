@@ -18,7 +18,7 @@ from ...layout import AxisState, Layout, replicated, resolve
 from ...mesh import Mesh
 from ..call import Call, opened
 from ..localize import VIEWS_OF_PIECES, localize
-from ..registry import RULES, bind_rule, targets_of
+from ..registry import bind_rule, targets_of
 from ..rule import BoundRule, Group, PassThrough
 from .harness import FORMS, assemble, differs, laid, parts_of, piece, tensors_in, with_tensors
 
@@ -407,44 +407,3 @@ def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
             name = f"operands {', '.join(map(str, sorted(bound.by_shape)))}, never read,"
             return [Failure(case.name, name, "given other values", f"output {o}", *problem)]
     return []
-
-
-@dataclass(frozen=True)
-class Row:
-    """The check of one op. `given`: samples that it accepts; `named`: it has a row of its own, not of a family."""
-
-    result: CheckResult
-    given: int
-    runs: bool
-    named: bool
-
-    @property
-    def verdict(self) -> str:
-        """`holds`, `shapes hold` (random values), `wrong`, `no sample`, `not on CPU`, or `says nothing`."""
-        if self.result.failures:
-            return "wrong"
-        if not self.runs:
-            return "not on CPU"
-        if not self.result.samples:
-            return "says nothing" if self.given or not self.named else "no sample"
-        return "shapes hold" if self.result.shapes_only else "holds"
-
-    @property
-    def ok(self) -> bool:
-        """False if the rule is wrong or was never tried."""
-        return self.verdict not in ("wrong", "no sample") and not (self.named and self.verdict == "says nothing")
-
-
-def check_op(target: Any, samples: Sequence[Sample]) -> Row:
-    """Check one op on its samples; a rule that does not fit a sample is a failure too."""
-    runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
-    cases = cases_of(target, samples) if runs else []
-    result = CheckResult(str(target))
-    for case in cases:
-        try:
-            found = check_case(case)
-        except RuleError as error:
-            failure = Failure(case.name, "the rule", "bound", "a sample", f"is refused: {error.found}", error.needed)
-            found = CheckResult(case.name, 1, failures=(failure,))
-        result = result + found if found else result
-    return Row(result, len(cases), runs, target in RULES)
