@@ -93,7 +93,6 @@ class Tuning:
     )
     most_pieces_together: int = tuned(32, "ranks", "whose pieces one kernel copies: it takes 64 tensors", 17)
     gathered_in_flight_share: float = tuned(0.25, "share", "of re-gathered parameters, in flight at most: a guess")
-    async_parts: tuple[int, ...] = tuned((2, 4, 8), "blocks", "of products beside collectives; more fill no GPU", 59)
     # -- cost model
     most_slowed_share: float = tuned(0.9, "share", "of computing that collectives take at most: a guess")
     split_k: tuple[int, ...] = tuned((1, 2, 4, 8), "parts", "of k, where few tiles do not fill the device", 19)

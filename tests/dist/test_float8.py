@@ -14,7 +14,7 @@ from tests.float8 import LAYERS, Model, batch, by_hand, train
 from wholestep import DataParallel, TensorParallel, _torch
 from wholestep.passes import async_tensor_parallel
 from wholestep.passes.fused_products import FUSED, multiply_gathered_scaled, scatter_scaled_product
-from wholestep.passes.product_blocks import FUSED_PARTS
+from wholestep.passes.fusible_products import sites
 
 TOLERANCE = 1e-4  # a sum in another order can move a number to the next one of float8
 STEPS = 4
@@ -53,10 +53,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 FULL = pytest.mark.full
-SLOW = ws.Hardware.measured(
-    flops_per_us=10, launch_us=0.001, link_us=0.001, link_bytes_per_us=1, memory_bytes_per_us=1e9
-)
-"""Products and collectives take long, and starting them nothing: blocks always gain."""
+H100 = ws.Hardware.preset("dgx-h100")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,7 @@ def test_ranks_compute_what_one_device_does(recipe: str, style: str, mesh: str, 
         assert worst < TOLERANCE
 
 
-def _trained(rank: int, recipe: Any, mesh: str, async_tp: Any) -> tuple[list[Tensor], ws.LocalGraph]:
+def _trained(rank: int, recipe: Any, mesh: str, async_tp: bool) -> tuple[list[Tensor], ws.LocalGraph]:
     """Losses and parameters of two steps, and the program. A bias would stand between a product and its sum."""
     torch.manual_seed(0)
     model = Model()
@@ -98,43 +95,22 @@ def _trained(rank: int, recipe: Any, mesh: str, async_tp: Any) -> tuple[list[Ten
     if "dp" in mesh:
         parts.insert(0, DataParallel("fully_shard", axis="dp"))
     option = ws.Float8(recipe, LAYERS)
-    step = ws.compile(train, parallel=parts, mesh=mesh, float8=option, schedule=ws.Schedule(SLOW))
+    step = ws.compile(train, parallel=parts, mesh=mesh, float8=option, schedule=ws.Schedule(H100))
     found = [step(model, optimizer, batch(number, rank // 2 if "dp" in mesh else 0)) for number in range(2)]
     assert step.local_graph is not None
     return [*found, *map(whole, model.parameters())], step.local_graph
 
 
-def _in_blocks(rank: int, world: int, recipe: str, mesh: str) -> tuple[bool, int, int]:
-    (plain, before), (found, after) = (_trained(rank, recipe, mesh, mode) for mode in (None, "exact"))
-    products = [sum(n.target is torch.ops.aten._scaled_mm.default for n in one.graph.nodes) for one in (before, after)]
-    return all(map(torch.equal, plain, found)), products[0], products[1]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "mesh"),
-    [
-        ("tensorwise", "tp=2"),
-        pytest.param("rowwise", "tp=2", marks=FULL),
-        pytest.param("tensorwise", "tp=4", marks=FULL),
-        pytest.param("rowwise", "dp=2,tp=2", marks=FULL),
-    ],
-)
-def test_products_in_blocks_have_the_bits_of_whole_ones(recipe: str, mesh: str) -> None:
-    for same, before, after in run_ranks(_in_blocks, ws.Mesh(mesh).size, recipe, mesh):
-        assert same
-        assert after > before + 4  # rows of gathered factors, and columns of what is scattered
-
-
 def _fused(rank: int, world: int) -> tuple[float, set[str]]:
-    plain, _ = _trained(rank, "tensorwise", "tp=2", None)
-    async_tensor_parallel.faster_parts = lambda site, *_: (FUSED_PARTS,) if site.can_fuse else ()
-    found, program = _trained(rank, "tensorwise", "tp=2", "fast")
+    plain, _ = _trained(rank, "tensorwise", "tp=2", False)
+    async_tensor_parallel.faster_sites = lambda local, axes, _: sites(local.graph, axes)
+    found, program = _trained(rank, "tensorwise", "tp=2", True)
     worst = max((one - other).abs().max().item() for one, other in zip(plain, found, strict=True))
     return worst, {node.target.__name__ for node in program.graph.nodes if node.target in FUSED}
 
 
 def test_fused_products_without_symmetric_memory() -> None:
-    """They are what GPUs run in place of blocks; here the collective and the product run one after the other."""
+    """They are what GPUs run; here the collective and the product run one after the other."""
     for worst, fused in run_ranks(_fused, 2):
         assert worst < 1e-6
         assert fused == {multiply_gathered_scaled.__name__, scatter_scaled_product.__name__}

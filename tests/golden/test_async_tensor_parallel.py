@@ -5,23 +5,23 @@ import torch
 import wholestep as ws
 from tests.steps import mean_square as train_step
 from tests.tp_models import NORMED_PLAN, Normed
+from wholestep.passes import async_tensor_parallel
 from wholestep.passes.async_tensor_parallel import AsyncTensorParallel
-
-SLOW = ws.Hardware.measured(flops_per_us=10, launch_us=0.001, link_us=0.001, link_bytes_per_us=1)
+from wholestep.passes.fusible_products import sites
 
 
 def picture(local: ws.LocalGraph) -> str:
     """The forward and the backward."""
     lines = [line for line in str(local).splitlines() if line.startswith("  %")]
-    last = max(i for i, line in enumerate(lines) if "aten.mm(" in line)
+    last = max(i for i, line in enumerate(lines) if "mm(" in line or "_product(" in line or "multiply_" in line)
     return "\n".join(lines[: last + 1])
 
 
-def test_async_tensor_parallel(golden):
+def test_async_tensor_parallel(golden, monkeypatch):
+    monkeypatch.setattr(async_tensor_parallel, "faster_sites", lambda local, axes, _: sites(local.graph, axes))
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     graph = ws.capture(train_step, model, optimizer, torch.randn(2, 8, 10))
-    parallel = ws.TensorParallel(NORMED_PLAN, async_tp="exact")
-    local = ws.partition(graph, ws.plan(graph, "tp=2", parallel))
-    made = ws.run_passes(local, [AsyncTensorParallel(SLOW, lambda cuts: {cut.name: 2 for cut in cuts})])
-    golden("async_tensor_parallel", f"before\n{picture(local)}\n\nafter\n{picture(made)}")
+    local = ws.partition(graph, ws.plan(graph, "tp=2", ws.TensorParallel(NORMED_PLAN, async_tp=True)))
+    fused = ws.run_passes(local, [AsyncTensorParallel(ws.Hardware.preset("dgx-h100"))])
+    golden("async_tensor_parallel", f"before\n{picture(local)}\n\nafter\n{picture(fused)}")

@@ -1,7 +1,5 @@
 """Async tensor parallelism through symmetric memory, on the GPUs of one node. Skipped where there are not two."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from wholestep.passes.fused_products import (
     scatter_product,
     scatter_scaled_product,
 )
-from wholestep.passes.product_blocks import FUSED_PARTS
+from wholestep.passes.fusible_products import sites
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
 
@@ -72,20 +70,20 @@ def test_the_ops_of_symmetric_memory_in_float8() -> None:
 
 
 def _steps(rank: int) -> None:
-    losses: dict[Any, list[float]] = {}
-    async_tensor_parallel.faster_parts = lambda site, *_: (FUSED_PARTS,) if site.can_fuse else ()
-    for mode in (None, "fast"):
+    losses: dict[bool, list[float]] = {}
+    async_tensor_parallel.faster_sites = lambda local, axes, _: sites(local.graph, axes)
+    for mode in (False, True):
         torch.manual_seed(0)
         model = Llama(heads=4, kv=4).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        tensor = ws.TensorParallel(SEQUENCE, async_tp=mode)  # pyright: ignore[reportArgumentType]
+        tensor = ws.TensorParallel(SEQUENCE, async_tp=mode)
         step = ws.compile(step_of(next_token), parallel=tensor, mesh=f"tp={RANKS}")
         torch.manual_seed(1)
         batches = [torch.randint(0, VOCAB, (2, 4, 32), device="cuda") for _ in range(5)]
         losses[mode] = [step(model, optimizer, x, y).item() for x, y in batches]
         assert step.local_graph is not None
-        assert any(node.target in FUSED for node in step.local_graph.graph.nodes) == (mode == "fast")
-    torch.testing.assert_close(torch.tensor(losses["fast"]), torch.tensor(losses[None]), rtol=1e-4, atol=1e-5)
+        assert any(node.target in FUSED for node in step.local_graph.graph.nodes) == mode
+    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-4, atol=1e-5)
 
 
 def test_steps_equal_those_without() -> None:

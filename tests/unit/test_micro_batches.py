@@ -526,9 +526,7 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
             "Inductor(scope='whole') with MicroBatches(2)",
         ),
         (
-            lambda: _final(
-                [ws.TensorParallel({"qkv": "colwise"}, axis="tp", async_tp="exact"), ws.MicroBatches(2)], "tp=2"
-            ),
+            lambda: _final([ws.TensorParallel({"qkv": "colwise"}, async_tp=True), ws.MicroBatches(2)], "tp=2"),
             PlanError,
             "async_tp with MicroBatches(2)",
         ),

@@ -75,7 +75,7 @@ def test_hardware_from_a_file(model: str, tmp_path: Path) -> None:
         (("--hf", "gpt2"), "needed one of them"),
         (("--mesh", "dp=0"), "dp"),
         (("--mesh", "dp=2,tp=2"), "plan"),
-        (("--async-tp", "fast"), "--async-tp without tensor parallelism: needed an axis of --tp"),
+        (("--async-tp",), "--async-tp without tensor parallelism: needed an axis of --tp"),
         (("--tp-regather",), "--tp-regather without tensor parallelism: needed an axis of --tp"),
         (("--tp", "0=colwise"), "mesh dp=8 has no axis 'tp'"),
     ],

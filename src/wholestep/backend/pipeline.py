@@ -35,8 +35,8 @@ Edit = Callable[[tuple[Pass, ...]], Sequence[Pass]]
 HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 
-def with_blocks_from(passes: Sequence[Pass], agree: Agree) -> tuple[Pass, ...]:
-    """`passes` whose `AsyncTensorParallel` cuts into the blocks that `agree` returns."""
+def with_fused_by(passes: Sequence[Pass], agree: Agree) -> tuple[Pass, ...]:
+    """`passes` whose `AsyncTensorParallel` fuses what `agree` returns."""
     return tuple(replace(one, agree=agree) if isinstance(one, AsyncTensorParallel) else one for one in passes)
 
 

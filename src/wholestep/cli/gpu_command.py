@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import wholestep as ws
 from wholestep.errors import BudgetError, PlanError, WholestepError, shown
@@ -102,9 +102,8 @@ class GpuPlanner:
         self.layers = int(module.config.num_hidden_layers)
         self.param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         try:
-            overlapped = self.options.async_tp
             self.tensor = ws.TensorParallel.of(
-                module, axis=self.options.tp_axis, async_tp=cast(Any, overlapped and overlapped.value),
+                module, axis=self.options.tp_axis, async_tp=self.options.async_tp,
                 reshard_after_forward=self.options.tp_regather,
             )  # fmt: skip
         except PlanError as error:

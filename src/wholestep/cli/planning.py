@@ -299,13 +299,13 @@ def tensor_parallel(
     axis: str,
     mesh: str,
     hardware: ws.Hardware,
-    async_tp: str | None = None,
+    async_tp: bool = False,
     again: bool = False,
 ) -> Strategy | ws.WholestepError | None:
     """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose. An error,
     which is not raised, if the model has no plan.
     """
-    options: Any = {"async_tp": str(async_tp) if async_tp else None, "reshard_after_forward": again}
+    options: Any = {"async_tp": async_tp, "reshard_after_forward": again}
     if list(tp) == ["auto"]:
         return ws.TensorParallel("auto", axis=axis, hardware=hardware, **options)
     if not tp and (not mesh or {axis, "auto"}.isdisjoint(ws.Mesh(mesh).names)):

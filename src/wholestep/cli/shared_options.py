@@ -80,7 +80,7 @@ class SharedOptions:
         Semantics.per_rank
     )
     tp: Tp = None
-    async_tp: AsyncTp = None
+    async_tp: AsyncTp = False
     tp_regather: Annotated[
         bool, _option("Activations that --tp gathers are re-gathered for the backward instead of kept.")
     ] = False

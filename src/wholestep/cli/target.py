@@ -37,10 +37,8 @@ Hf = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")]
 Seq = Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or the model's limit if less).")]
 Layers = Annotated[int | None, typer.Option(min=1, help="With --hf: number of layers to keep.")]
-_AsyncMode = StrEnum("_AsyncMode", ["exact", "fast"])
 AsyncTp = Annotated[
-    _AsyncMode | None,
-    typer.Option("--async-tp", help="Overlap products and collectives of it in blocks; fast: rounded otherwise."),
+    bool, typer.Option("--async-tp", help="Fuse products and collectives of it, on GPUs of a node; rounded otherwise.")
 ]
 Tp = Annotated[
     list[str] | None,

@@ -119,8 +119,8 @@ class LocalGraph:
     """The program of one rank: local shapes, explicit collectives and waits.
 
     It is the same for all ranks: rank-dependent ops name a mesh axis, for which `backend.rank_binding` inserts the
-    coordinate. `passes` names the applied passes. `async_axes` are those of `TensorParallel(async_tp=...)`, each with
-    its value. With `across`, a call completes the previous step: this program runs in all calls except the first;
+    coordinate. `passes` names the applied passes. `async_axes` are those of `TensorParallel(async_tp=True)`.
+    With `across`, a call completes the previous step: this program runs in all calls except the first;
     `across` has the program of the first call, and the one that completes the last step. With `stage_axis`, it is the
     program of all stages of a pipeline, which does not run (`partition.stage_program` has that of one), or that of
     `stage`: coordinates of the axis run different nodes. Along `owner_axis` each coordinate updates what it owns: a
@@ -142,7 +142,7 @@ class LocalGraph:
     passes: tuple[str, ...] = ()
     offload: str = ""
     sizes: BucketSizes | None = None
-    async_axes: tuple[tuple[str, str], ...] = ()
+    async_axes: tuple[str, ...] = ()
     across: tuple[LocalGraph, LocalGraph] | None = None
     stage_axis: str = ""
     stage: int | None = None

@@ -56,7 +56,7 @@ class Plan:
         precision: dtypes of weights, compute and optimizer state.
         offload: of the captured graph.
         hardware: prices layouts and resharding.
-        async_axes: the axes of `TensorParallel(async_tp=...)`, each with its value.
+        async_axes: the axes of `TensorParallel(async_tp=True)`.
         owners: with `Pipeline`, the coordinate of its axis that owns each parameter.
         owner_axis, update_owners: with `DataParallel(owners=...)`, the axis of owners, and the coordinate that has the
             state of each parameter whose update needs it whole.
@@ -87,7 +87,7 @@ class Plan:
     precision: StepPrecision | None = None
     offload: bool = False
     hardware: Hardware = field(default_factory=one_host)
-    async_axes: tuple[tuple[str, str], ...] = ()
+    async_axes: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict[str, int])
     owner_axis: str = ""
     update_owners: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -101,7 +101,7 @@ class Strategies:
             return mesh
         if self.async_axes(mesh):
             found = f"async_tp with MicroBatches({self.pieces})"
-            raise PlanError(found, "one of them: products inside a loop are not cut into blocks", "leave out async_tp")
+            raise PlanError(found, "one of them: products inside a loop are not fused", "leave out async_tp")
         most = 1
         for rows in self.rows(graph, mesh):
             made = self.pieces_of(rows)
@@ -174,9 +174,9 @@ class Strategies:
                 dims[cut.dim] = dims.get(cut.dim, ()) + several
         return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
 
-    def async_axes(self, mesh: Mesh) -> tuple[tuple[str, str], ...]:
-        """The axes along which products and collectives overlap in blocks, each with "exact" or "fast"."""
-        return tuple((p.axis, p.async_tp) for p in self._tensor(mesh) if p.async_tp)
+    def async_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which products may be fused with collectives."""
+        return tuple(p.axis for p in self._tensor(mesh) if p.async_tp)
 
     def regathered_along(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which activations are re-gathered for the backward."""

@@ -30,7 +30,6 @@ from .propagation_inputs import moving
 from .strategy import BatchCut, Pins, Resting
 
 aten = torch.ops.aten
-AsyncTP = Literal["exact", "fast"]
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -40,7 +39,7 @@ class _OneAxis:
 
     axis: str
     input_dim: BatchDim | None
-    async_tp: AsyncTP | None
+    async_tp: bool
     reshard_after_forward: bool
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -53,7 +52,7 @@ class _OneAxis:
 
     @property
     def _options(self) -> str:
-        more = f", async ({self.async_tp})" if self.async_tp else ""
+        more = ", async" if self.async_tp else ""
         return more + (", activations re-gathered" if self.reshard_after_forward else "")
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
@@ -86,9 +85,8 @@ class TensorParallel(_OneAxis):
             ranks get the same.
         strict: every pattern must match a module.
         async_tp: async tensor parallelism: gathers and reduce-scatters along the axis, and the products next to them,
-            are cut into blocks that overlap, where that is simulated to gain. `"exact"`: only where blocks compute the
-            same bits; `"fast"`: also where sums are rounded otherwise, and through symmetric memory where GPUs have it.
-            None: nothing is cut.
+            become one op of `torch.ops.symm_mem` on GPUs of one node, where that is simulated to gain. Sums are rounded
+            otherwise. On CPUs and between nodes it changes nothing.
         reshard_after_forward: activations that are gathered along the axis, as column-parallel layers gather what
             `"sequence"` shards, are freed after the forward and re-gathered for the backward, as in Megatron's sequence
             parallelism. False: they are kept.
@@ -108,7 +106,7 @@ class TensorParallel(_OneAxis):
     loss_parallel: bool = False
     input_dim: BatchDim | None = None
     strict: bool = True
-    async_tp: AsyncTP | None = None
+    async_tp: bool = False
     reshard_after_forward: bool = False
     hardware: Hardware | None = None
     pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
@@ -297,7 +295,7 @@ class SolvedLayouts(_OneAxis):
     found: Pins = field(repr=False, default_factory=Pins)
     solution: str = ""
     input_dim: BatchDim | None = None
-    async_tp: AsyncTP | None = None
+    async_tp: bool = False
     reshard_after_forward: bool = False
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:

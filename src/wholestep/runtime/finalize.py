@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..backend.gloo.exchange import exchanges
-from ..backend.pipeline import edited, pipeline, stage_pipeline, with_blocks_from
+from ..backend.pipeline import edited, pipeline, stage_pipeline, with_fused_by
 from ..backend.rank_binding import bind
-from ..backend.same_bits import same_bits
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.channels import open_channels
@@ -21,7 +19,6 @@ from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
 from ..partition.stage_program import channels_of, stage_program
-from ..passes.async_tensor_parallel import WHOLE, Cut
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory, Fitting, fitted_with
@@ -58,7 +55,7 @@ class Finalizer:
     schedule: Schedule | None = None
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    blocks: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    fused: dict[str, Set[str]] = field(default_factory=dict[str, Set[str]])
     tuned: dict[str, Tuned] = field(default_factory=dict[str, "Tuned"])
     _recalled: dict[str, None] = field(default_factory=dict[str, None])
     _orders_of_blocks: dict[str, dict[str, list[StageParts]]] = field(
@@ -71,7 +68,7 @@ class Finalizer:
         """Drop what was chosen for programs that ranks have forgotten to have compared."""
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
-        self.blocks = {key: parts for key, parts in self.blocks.items() if knows(key)}
+        self.fused = {key: names for key, names in self.fused.items() if knows(key)}
         self.tuned = {key: found for key, found in self.tuned.items() if knows(key)}
         self._orders_of_blocks = {key: found for key, found in self._orders_of_blocks.items() if knows(key)}
         self._recalled = {key: None for key in self._recalled if knows(key)}
@@ -273,22 +270,16 @@ class Finalizer:
 
     def _agreed(self, passes: Sequence[Pass], key: str) -> tuple[Pass, ...]:
         """`passes` that decide alike on all ranks."""
-        blocks = with_blocks_from(passes, lambda cuts: self._blocks(cuts, key))
-        return with_calls_in(with_order_from(blocks, lambda local: self._order(local, key)), self._calls)
+        fused = with_fused_by(passes, lambda names: self._fused(names, key))
+        return with_calls_in(with_order_from(fused, lambda local: self._order(local, key)), self._calls)
 
-    def _blocks(self, cuts: Sequence[Cut], key: str) -> dict[str, int]:
-        """Into how many blocks products are cut, by the collective next to them, where all ranks say the same."""
-        if key not in self.blocks:
-            best = dict[Any, int]()
-            for one in cuts:
-                if one.likeness not in best:
-                    fit = (n for n in one.parts if not one.exact or same_bits(one.site, n, self.world.device))
-                    best[one.likeness] = next(fit, WHOLE)
-            own = {one.name: best[one.likeness] for one in cuts if best[one.likeness] != WHOLE}
-            what = "into how many blocks products are cut"
-            asked = self.rendezvous.gather(f"{self.label}/blocks", own, what, Mapping[str, int])
-            self.blocks[key] = {n: parts for n, parts in own.items() if all(o.get(n) == parts for o in asked)}
-        return self.blocks[key]
+    def _fused(self, names: Sequence[str], key: str) -> Set[str]:
+        """The collectives that all ranks would fuse with products next to them."""
+        if key not in self.fused:
+            what = "which collectives are fused with products"
+            asked = self.rendezvous.gather(f"{self.label}/fused", tuple(names), what, tuple[str, ...])
+            self.fused[key] = set(names).intersection(*asked)
+        return self.fused[key]
 
     def _first_of(self, stage: int) -> int:
         """The first rank of a stage."""

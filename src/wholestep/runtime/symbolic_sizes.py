@@ -35,7 +35,7 @@ from .compile_options import StepOptions
 from .size_check import Dims
 from .step_inputs import StepInputs, batch_shapes
 
-ASYNC = "async tensor parallelism cuts products into blocks by their size"
+ASYNC = "async tensor parallelism fuses products by their size"
 _MOST_TRIED = 33  # a mesh of up to 32 ranks divides one of so many sizes in a row
 
 

@@ -80,7 +80,7 @@ class ScheduleTuning:
 def _fixed(program: Program) -> str:
     """Why the schedule of a program is not tried beside others, or ''."""
     if program.plan.async_axes:
-        return "async tensor parallelism cuts its products for one schedule"
+        return "async tensor parallelism fuses its products for one schedule"
     return "" if connects_all_ranks(program.local) else "its collectives connect not all ranks"
 
 
