@@ -156,15 +156,16 @@ def _nodes(mode: Any, value: Any) -> Any:
 
 def _record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
     tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
-    out: Any = op(*called[0], **called[1])
-    if _kind(out) in FAKE_TYPES:
-        _track(tracer, node, out)
-    elif _kind(out) in _SEQUENCES and all(_kind(v) in FAKE_TYPES for v in out):
-        for index, value in enumerate(out):
-            _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
-        node.meta["val"] = _proxies.extract_val(out)
-    elif out is not None:
-        _proxies.track_tensor_tree(out, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    with torch._C.DisableTorchFunction():  # in a backward, modes would see what torch computes for itself
+        out: Any = op(*called[0], **called[1])
+        if _kind(out) in FAKE_TYPES:
+            _track(tracer, node, out)
+        elif _kind(out) in _SEQUENCES and all(_kind(v) in FAKE_TYPES for v in out):
+            for index, value in enumerate(out):
+                _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
+            node.meta["val"] = _proxies.extract_val(out)
+        elif out is not None:
+            _proxies.track_tensor_tree(out, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return out
 
 

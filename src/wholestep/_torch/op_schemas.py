@@ -18,6 +18,13 @@ SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
     torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,
 }  # fmt: skip
 """Subtractions, whose `alpha` cannot be a traced tensor, and the additions, whose `alpha` can."""
+METADATA = frozenset({
+    torch.ops.prim.device.default, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_complex,
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "device", "requires_grad", "grad", "layout", "shape", "dtype", "is_sparse", "is_quantized", "ndim", "is_leaf",
+    )),
+})  # fmt: skip
+"""Functions of a tensor that make no node: they are half of the torch calls of a step."""
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

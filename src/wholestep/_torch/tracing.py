@@ -52,9 +52,16 @@ def _batch_norm(
     return _aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, momentum, eps)
 
 
+class _NoGuards(ShapeEnv):
+    """A ShapeEnv of static shapes, which nothing guards: torch suspends guards for each tensor that it makes."""
+
+    def suppress_guards(self) -> Any:
+        return contextlib.nullcontext()
+
+
 def fake_mode() -> FakeTensorMode:
     """Return a fake mode with static shapes, in which scalars read by optimizers stay symbolic."""
-    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    shape_env = _NoGuards(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
     )

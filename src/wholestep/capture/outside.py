@@ -32,6 +32,7 @@ _OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the sy
 _OF_LOGGING = ("logging",)
 _EVENTS = ("open", "os.", "shutil.", "subprocess.", "socket.", "sqlite3.", "tempfile.")
 _HARMLESS = ("socket.gethostname", "socket.__new__")
+_FREQUENT = frozenset({"builtins.id", "object.__getattr__", "object.__setattr__", "sys._getframe"})
 _OF_SOURCES = frozenset(["importlib", "inspect", "linecache", "tokenize", "warnings"])  # they read the source of code
 _OF_RECORDS = frozenset(vars(logging.makeLogRecord({})))
 _listeners: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
@@ -256,6 +257,8 @@ def _hear_events() -> None:
 
 
 def _on_audit(event: str, args: tuple[Any, ...]) -> None:
-    listener = _listeners.get(threading.get_ident()) if _listeners else None
+    if event in _FREQUENT or not _listeners:  # first, and cheap: each `id` and each frame that is looked at is an event
+        return
+    listener = _listeners.get(threading.get_ident())
     if listener is not None and event.startswith(_EVENTS) and event not in _HARMLESS:
         listener(event, args)

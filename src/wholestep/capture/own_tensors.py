@@ -55,17 +55,18 @@ class OwnTensors:
         fake = self._fakes.get(id(value))
         if fake is not None:
             return fake
-        kind: Any = cast(type[Any], type(value))
-        if kind in _SEQUENCES or issubclass(kind, (tuple, list)):
-            items = cast(Sequence[Any], value)
-            found = [self.fake_of(item) for item in items]
-            if all(map(is_, found, items)):
-                return items
-            return cast(Any, kind(*found) if hasattr(kind, "_fields") else kind(found))
+        kind = _kind(value)
+        if kind in _PLAIN:
+            return value
+        if issubclass(kind, (tuple, list)):
+            items: list[Any] = [self.fake_of(item) for item in value]
+            if all(map(is_, items, value)):
+                return value
+            make: Any = cast(Any, kind)
+            return make(*items) if hasattr(make, "_fields") else make(items)
         if kind is dict:
-            named = cast(dict[str, Any], value)
-            fakes = self.named(named)
-            return named if all(map(is_, fakes.values(), named.values())) else fakes  # what is called may write to it
+            fakes = self.named(value)
+            return value if all(map(is_, fakes.values(), value.values())) else fakes  # what is called may write to it
         if kind is slice:
             return slice(*(self.fake_of(part) for part in (value.start, value.stop, value.step)))
         return value
@@ -127,7 +128,8 @@ def _restore(tensor: torch.Tensor, had: Mapping[str, Any]) -> None:
     vars(tensor).update(had)
 
 
-_SEQUENCES = frozenset({tuple, list})
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor, *_torch.FAKE_TYPES})
+_kind: Callable[[Any], Any] = type
 
 
 def _parts(value: Any) -> list[Any]:

@@ -395,7 +395,8 @@ class _TorchCalls(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
-        _torch.note_on_nodes(line=_calling_line())
+        if func not in _torch.METADATA:
+            _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
         if func in _FROM_PYTHON:
             refuse_host_draws(self.positions)

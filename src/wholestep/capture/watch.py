@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -191,8 +192,11 @@ class Watch:
             self._schedulers.show(scheduler, vars(scheduler), late=False)
 
     def _end(self) -> None:
+        held = defaultdict[int, set[Any]](set)
+        for holder, key in self._held:
+            held[holder].add(key)
         for container, original in zip(self.reach.containers, self._originals, strict=False):
-            kept = {key for holder, key in self._held if holder == id(container.holder)}
+            kept = set(held[id(container.holder)])
             before, container.before = container.before, original
             for key in original if self._carried_tuples else ():
                 same = alike(before.get(key), container.now().get(key))
