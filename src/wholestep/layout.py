@@ -12,7 +12,6 @@ from torch import Tensor
 from .errors import LayoutError
 from .mesh import Mesh
 from .sizes import SizeInt, in_units, least, unit_of
-from .typed_values import check_fields
 
 PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
 
@@ -155,11 +154,6 @@ class Layout:
             if not 0 <= owner < mesh.axis_size(axis):
                 found = f"{name}: coordinate {owner} of axis {axis!r} owns it"
                 raise LayoutError(found, f"a coordinate from 0 to {mesh.axis_size(axis) - 1}")
-
-    def check_given(self, shape: Sequence[int], mesh: Mesh, name: str) -> None:
-        """`check` of a layout that is not known to be well-typed."""
-        check_fields(self, error=LayoutError)
-        self.check(shape, mesh, name)
 
     def show(self, shape: Sequence[int | str]) -> str:
         """Format as `33@dp 50 +tp(sum) ~x pp:1`: dims with their axes, partial sums, varying axes, owners."""

@@ -28,7 +28,7 @@ from .typed_json import MOST_NUMBER, hints_of
 
 _MODULE = re.compile(r"\b(?:\w+\.)+(?=\w)")
 _ERRORS: dict[str, type[WholestepError]] = {
-    "capture": CaptureError, "checkpoint": CheckpointError, "layout": LayoutError, "mesh": MeshError,
+    "checkpoint": CheckpointError, "compile": CaptureError, "layout": LayoutError, "mesh": MeshError,
     "rules": RuleError,
 }  # fmt: skip
 """By room; of all others PlanError."""

@@ -26,7 +26,6 @@ from .stored_tensors import PiecesRead, described, read
 from .tensor_files import Piece, pieces_to_write
 
 Format = Literal["safetensors", "dcp"]
-FORMATS = ("safetensors", "dcp")
 
 
 def export(

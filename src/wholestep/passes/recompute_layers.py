@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import Node
 
-from ..errors import PlanError, shown
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
@@ -22,7 +22,6 @@ from .saved_tensors import SavedTensors
 from .saved_values import SavedValues
 
 _LAYER = re.compile(r"(?:^|.*?[./])\d+(?=[./]|$)")
-KINDS = ("full", "selective")
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class RecomputeLayers:
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"RecomputeLayers({shown(self.kind)})", f"one of {', '.join(KINDS)}", "correct it")
         check_fields(self)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:

@@ -102,7 +102,7 @@ class _Check:
         except TypeError:  # with a list in it, which cannot be hashed
             known = False
         if not known:
-            layout.check_given(tensor.shape if tensor else (), self.mesh, f"%{node.name}")
+            layout.check(tensor.shape if tensor else (), self.mesh, f"%{node.name}")
             self.fits.add((layout, ndim))
 
     def _check_item(self, node: Node, decision: Decision) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ..errors import PlanError, shown
 from ..graph.decompose import expand
@@ -152,15 +152,11 @@ class Plan:
         owned = (axis for layout in self.storage.values() for axis, _ in layout.owned)
         return next(owned, "") if self.owners else ""
 
-    def stored_bytes(self, role: str | None = None) -> int:
+    def stored_bytes(self, role: Literal["param", "state", "buffer", "grad"] | None = None) -> int:
         """Bytes the first rank holds between calls, of inputs with `role` (param, state, buffer, grad) or of all; of a
         pipeline, or with owners, the rank that holds most.
         """
-        stored = {one.value: one for one in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD)}
-        given = cast(object, role)  # a list, say, which has no hash
-        if given is not None and (not isinstance(given, str) or given not in stored):
-            raise PlanError(f"stored_bytes({shown(role)})", f"one of {', '.join(stored)}, or None", "correct the role")
-        roles = {stored[role]} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
+        roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
         axis, held = self.stage_axis or self.owner_axis, [i for i in self.inputs if i.role in roles]
         first = self.mesh.coordinate(0)
         places = [{**first, axis: at} for at in range(self.mesh.axis_size(axis))] if axis else [first]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import LayoutError, PlanError, shown
+from ..errors import PlanError, shown
 from ..graph.graph import Role
 from ..typed_values import check_fields
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def check_form(plan: Plan) -> None:
     """Raise PlanError or LayoutError: fields are of other types, or an input has no layout that fits it."""
-    check_fields(plan)
     names = [given.name for given in plan.inputs]
     if len({*names}) < len(names):
         raise PlanError("the plan names an input twice", "distinct names", "plan this graph again")
@@ -27,9 +26,8 @@ def check_form(plan: Plan) -> None:
                 f"the plan has no storage layout for {given.name!r}", "one for each input", "plan this graph again"
             )
         layout = plan.storage[given.name]
-        layout.check_given(given.meta.shape, plan.mesh, given.name)
+        layout.check(given.meta.shape, plan.mesh, given.name)
     for name, layout in plan.created_storage.items():
-        check_fields(layout, error=LayoutError)
         layout.check((0,) * len(layout.dims), plan.mesh, name)
     if plan.owner_axis:
         plan.mesh.axis_size(plan.owner_axis)

@@ -63,7 +63,7 @@ def _check_placed(graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]) -
     for name, layout in placed.items():
         if name not in shapes:
             raise PlanError(f"placed={{{shown(name)}: ...}}", "names of inputs of the graph", "correct the name")
-        layout.check_given(shapes[name], mesh, name)
+        layout.check(shapes[name], mesh, name)
         if layout.partial or layout.varies:
             raise PlanError(f"placed: {name} is {layout}", "a stored layout: sharded or replicated", "correct it")
 
