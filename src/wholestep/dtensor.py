@@ -7,22 +7,17 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import _torch
 from .errors import LayoutError
-from .graph.meta import row_major
 from .layout import Layout
 from .mesh import Mesh
 
 
 class Owned(Placement):
-    """Only ranks at one coordinate of an axis have the tensor; the local tensors of others are empty. DTensor knows no
-    such placement: it copies such tensors, and refuses to move them. `wholestep.whole` makes them whole on all ranks.
-    """
+    """Only ranks at one coordinate of an axis have the tensor; the local tensors of others are empty."""
 
     def __init__(self, coordinate: int) -> None:
         super().__init__()  # of a class in C++, which has to be told
@@ -34,11 +29,11 @@ class Owned(Placement):
     def __hash__(self) -> int:
         return hash(("Owned", self.coordinate))
 
+    def __reduce__(self) -> tuple[type[Owned], tuple[int]]:
+        return Owned, (self.coordinate,)  # to be copied with a tensor
+
     def __repr__(self) -> str:
         return f"Owned({self.coordinate})"
-
-    def __str__(self) -> str:
-        return f"O({self.coordinate})"
 
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
@@ -108,8 +103,3 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
             )
         dims[dim] = orders[0]
     return Layout(tuple(dims), tuple(sorted(partial)), owned=tuple(sorted(owned)))
-
-
-def wrap(local: torch.Tensor, layout: Layout, mesh: Mesh, devices: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of global `shape` with this local tensor, which may be in host memory; no communication."""
-    return _torch.dtensor(local, devices, placements(layout, mesh), shape, row_major(shape))

@@ -1,5 +1,6 @@
 """Pipelines on gloo ranks against one process, in float64."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
@@ -276,3 +278,66 @@ def test_a_budget_bounds_each_stage(mesh: str, parallel: Any) -> None:
         assert found["again"] > 0 or found["held"] <= found["budget"]
         assert found["said"]
     assert any("stage 0 needs at least" in found["said"] for found in ranks)
+
+
+@torch.no_grad()
+def _halved(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.mul_(0.5)
+        param.data.add_(torch.full(param.shape, 0.01))  # a whole tensor, of which each rank takes what it has
+
+
+@torch.no_grad()
+def _averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    average = [torch.zeros_like(param) for param in model.parameters()]
+    for mean, param in zip(average, model.parameters(), strict=True):
+        param.copy_(mean.lerp_(param, 0.9) + param * param.abs().clamp(max=0.1))
+    torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+def _loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    sums = [_whole(param.grad).sum() + _whole(param.square().mean()) for param in model.parameters()]
+    nn.utils.clip_grad_norm_(model.parameters(), float(sum(sums).detach().abs()) / 10)
+    optimizer.step()
+
+
+def _between_steps(rank: int, world: int) -> tuple[float, list[str]]:
+    torch.set_default_dtype(torch.float64)
+    ends: list[list[Tensor]] = []
+    refused: list[str] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = maker(2, True, 0.0)()
+        step: Any = train
+        if compiled:
+            step = ws.compile(train, parallel=ws.Pipeline(micro_batches=2), mesh=f"pp={world}", keep_grads=True)
+        for between, batch in zip((_halved, _averaged, _loaded, _updated, None), batches(8, 5), strict=True):
+            step(model, optimizer, *batch)
+            if between is not None:
+                between(model, optimizer)
+        for change in (lambda p: p.view(-1).mul_(2.0), lambda p: p.normal_(), lambda p: p[:1].zero_(), lambda p: p.t()):
+            try:
+                with torch.no_grad():
+                    change(next(model.parameters())) if compiled else None
+            except ws.StateError as error:
+                refused.append(error.next_step)
+        ends.append([_whole(param).detach().clone() for param in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*ends, strict=True)), refused
+
+
+def test_parameters_between_steps() -> None:
+    """What is written and read between steps is what one process writes and reads; a view, which others would not see
+    written, and random numbers are refused.
+    """
+    for worst, refused in run_ranks(_between_steps, 2):
+        assert worst < TOLERANCE
+        assert refused == ["do it inside of `with ws.whole(model, optimizer):`, on all ranks"] * 4

@@ -323,7 +323,7 @@ def test_wishes_on_the_command_line(step: str, tmp_path: Path):
     assert code == 0, text
     made = ws.Plan.from_json(out.read_text())
     assert made.storage["0.weight"].show((32, 16)) == "32@dp 16"
-    assert made.storage["2.weight"].is_replicated
+    assert not made.storage["2.weight"].axes
     assert made.storage["2.bias"].is_replicated
 
 

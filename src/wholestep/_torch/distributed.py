@@ -107,16 +107,15 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def dtensor(
-    local: torch.Tensor, devices: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
-) -> Any:
-    """Return a DTensor with a local tensor on any device: `DTensor.from_local` would move it to the mesh's device."""
-    from torch.distributed.tensor import DTensor
+def dtensor(kind: type, local: torch.Tensor, devices: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Return a DTensor of this `kind` with a local tensor on any device: `DTensor.from_local` would move it to the
+    mesh's device.
+    """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    whole = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    whole = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
     spec = DTensorSpec(devices, tuple(placements), tensor_meta=whole)
-    return cast(Any, DTensor)(local, spec, requires_grad=False)
+    return cast(Any, kind)(local, spec, requires_grad=False)
 
 
 def shard_of(placement: object) -> tuple[int, int] | None:

@@ -22,9 +22,13 @@ funcol = torch.ops._c10d_functional
 
 def put_piece(target: DTensor, whole: Tensor) -> None:
     """Copy this rank's piece of `whole` into `target`, where it differs."""
-    here = place(target.device_mesh)
-    layout = dtensor.layout_from(target.placements, target.dim(), here.mesh)
-    copy(_torch.local_tensor(target), cut(whole, layout, here.mesh, here.coordinate))
+    copy(_torch.local_tensor(target), own_piece(target, whole))
+
+
+def own_piece(like: DTensor, whole: Tensor) -> Tensor:
+    """This rank's piece of `whole`, laid out as another tensor of this shape."""
+    here = place(like.device_mesh)
+    return cut(whole, dtensor.layout_from(like.placements, like.dim(), here.mesh), here.mesh, here.coordinate)
 
 
 def copy(target: Tensor, source: Tensor) -> None:

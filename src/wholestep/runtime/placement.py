@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch, dtensor
@@ -16,8 +16,8 @@ from ..capture import state as held_state
 from ..capture.call_structure import walk
 from ..capture.optimizer_entries import Entry
 from ..capture.state import StepState, StepTensor
-from ..distributed import full_tensors
 from ..distributed.launch import World
+from ..distributed.owned_tensors import wrap
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Role
 from ..layout import Layout, cut, replicated
@@ -102,7 +102,7 @@ def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     assert world.devices is not None, "only a world of several ranks shards"
     piece = cut(tensor, layout, world.mesh, world.coordinate)
     own = piece.clone(memory_format=torch.contiguous_format) if is_apart(layout) else piece
-    return dtensor.wrap(_at_home(own, world), layout, world.mesh, world.devices, tensor.shape)
+    return wrap(_at_home(own, world), world.devices, dtensor.placements(layout, world.mesh), tensor.shape)
 
 
 def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -137,25 +137,13 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             return
         entries = cast(dict[Any, Any], optimizer.state).items()
-        held = [(p, Entry(entry)) for p, entry in entries if isinstance(p, DTensor)]
-        away = [
-            value for p, entry in held for value in entry.leaves().values() if _has_owner(value) and not _has_owner(p)
-        ]
-        whole = full_tensors.gather(away)
-        for param, entry in held:
+        for param, entry in [(p, Entry(entry)) for p, entry in entries if isinstance(p, DTensor)]:
             for key, value in entry.leaves().items():
-                if id(value) in whole:
-                    everywhere = [Replicate()] * value.device_mesh.ndim
-                    value = DTensor.from_local(whole[id(value)], value.device_mesh, everywhere, run_check=False)
                 if isinstance(value, DTensor) and value.shape == param.shape and value.placements != param.placements:
                     value = value.redistribute(placements=param.placements)
                 entry[key] = value
 
     optimizer.register_step_pre_hook(gather)
-
-
-def _has_owner(tensor: object) -> bool:
-    return isinstance(tensor, DTensor) and any(isinstance(one, dtensor.Owned) for one in tensor.placements)
 
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:
@@ -181,7 +169,7 @@ def _resharded(value: torch.Tensor, have: Layout, layout: Layout, world: World) 
         raise StateError(found, "state of the same stages", "load it with wholestep.load, or start without it")
     assert world.devices is not None, "stages are several ranks"
     piece = cut(value.to_local(), layout, world.mesh, world.coordinate).clone(memory_format=torch.contiguous_format)
-    return dtensor.wrap(_at_home(piece, world), layout, world.mesh, world.devices, value.shape)
+    return wrap(_at_home(piece, world), world.devices, dtensor.placements(layout, world.mesh), value.shape)
 
 
 def find_input(given: Input, state: StepState) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import _torch, dtensor
+from .. import _torch
 from ..backend.protocol import Run
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
@@ -21,6 +21,8 @@ from ..capture.locations import MISSING, Location, same_kind, shown
 from ..capture.optimizer_entries import Entry, Lookup
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
+from ..distributed.owned_tensors import wrap
+from ..dtensor import placements
 from ..errors import StateError
 from ..graph import meta
 from ..graph.graph import NONFINITE, Input, LocalGraph, Role
@@ -329,7 +331,7 @@ class Program:
             as_param = isinstance(like, DTensor) and tensor.dim()
             if self.world.devices is not None and (is_apart(layout) or as_param):
                 shape = torch.Size(self._created_shapes[name])
-                value = dtensor.wrap(tensor, layout, self.world.mesh, self.world.devices, shape)
+                value = wrap(tensor, self.world.devices, placements(layout, self.world.mesh), shape)
             if key == "grad":
                 like.grad = value
             elif name in self._in_containers:

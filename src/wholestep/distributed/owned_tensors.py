@@ -1,0 +1,122 @@
+"""DTensors of which only the ranks at one coordinate of an axis have anything, as stages of a pipeline have parameters.
+
+DTensor knows no such placement (`dtensor.Owned`). An op that treats elements alike runs on what each rank has; another
+one that makes a new tensor runs on the whole tensor, which all ranks get; what would write elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from .. import _torch
+from ..dtensor import Owned
+from ..errors import StateError
+from ..graph.op_kinds import is_pointwise, packet_name
+from .full_tensors import gather, own_piece
+
+_NEXT = "do it inside of `with ws.whole(model, optimizer):`, on all ranks"
+_COPIES = frozenset({"copy_", "zero_", "fill_", "_to_copy", "detach", "alias"})
+
+
+class OwnedTensor(DTensor):
+    """A DTensor that some ranks own; local tensors of others are empty."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        about = _torch.schema_of(func)
+        written = [one for one, argument in zip(args, about.arguments, strict=False) if argument.is_write]
+        owned = [isinstance(one, OwnedTensor) for one in _leaves(written)]
+        if all(owned) and "out" not in kwargs and _is_of_elements(func):
+            try:
+                made = func(*(_pieces(one, args) for one in args), **_pieces(kwargs, args))
+                return (args[0] if owned else _wrapped(made, args)) if about.returns else made
+            except StateError:
+                if owned:
+                    raise
+        views = [one for one in about.returns if one.alias_info is not None and not one.alias_info.is_write]
+        if any(owned) or views or "out" in kwargs or torch.Tag.nondeterministic_seeded in func.tags:
+            found = f"{func} of a tensor of which only one stage of a pipeline has anything"
+            raise StateError(found, "an op that treats elements alike, or one that makes a new tensor", _NEXT)
+        others = [one for one in _leaves((args, kwargs)) if not isinstance(one, DTensor)]
+        send = _sent if not any(one.dim() for one in others) else OwnedTensor.full_tensor
+        args, kwargs = _torch.tree_map_only(OwnedTensor, send, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on all ranks, which have to call this."""
+        return gather([self])[id(self)]
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """This tensor placed otherwise; all ranks have to call this."""
+        if placements is not None and tuple(placements) == self.placements:
+            return self
+        return _sent(self).redistribute(device_mesh, placements, **options)
+
+
+def wrap(local: torch.Tensor, devices: DeviceMesh, placed: Sequence[Any], shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of global `shape` with this local tensor, which may be in host memory; no communication."""
+    kind = OwnedTensor if any(isinstance(one, Owned) for one in placed) else DTensor
+    return _torch.dtensor(kind, local, devices, placed, shape)
+
+
+def _is_of_elements(func: Any) -> bool:
+    """Whether each element of what an op makes follows from the elements at its place."""
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return False
+    name = packet_name(func)
+    whole = name.startswith(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+    return name in _COPIES or name.endswith("_like") or (is_pointwise(func) and not whole)
+
+
+def _leaves(args: Any) -> list[torch.Tensor]:
+    return [one for one in _torch.tree_flatten(args)[0] if isinstance(one, torch.Tensor)]
+
+
+def _first(args: Any) -> OwnedTensor:
+    return next(one for one in _leaves(args) if isinstance(one, OwnedTensor))
+
+
+def _pieces(value: Any, args: Sequence[Any]) -> Any:
+    """An argument of an op of elements as this rank has it: like the first tensor that is owned, or, of an op on lists,
+    like the tensor at its place in the first list.
+    """
+    if isinstance(value, (list, tuple)) and isinstance(args[0], (list, tuple)):
+        return list(map(_piece, cast(Sequence[Any], value), cast(Sequence[Any], args[0])))
+    return _torch.tree_map_only(torch.Tensor, partial(_piece, like=_first(args)), value)
+
+
+def _piece(value: Any, like: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if (
+        isinstance(value, DTensor)
+        and value.placements == getattr(like, "placements", None)
+        and value.shape == like.shape
+    ):
+        return _torch.local_tensor(value)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(like, DTensor) or (whole.dim() and whole.shape != like.shape):
+        found = f"an operand of shape {list(whole.shape)} for a tensor of which one stage of a pipeline has everything"
+        raise StateError(found, f"a number, or a tensor of shape {list(like.shape)}", _NEXT)
+    return own_piece(like, whole) if whole.dim() else whole
+
+
+def _wrapped(made: Any, args: Sequence[Any]) -> Any:
+    """What an op of elements has made of pieces."""
+    if not isinstance(made, torch.Tensor):
+        return list(map(_wrapped, cast(Sequence[Any], made), zip(args[0], strict=True)))
+    like = _first(args)
+    return wrap(made, like.device_mesh, like.placements, like.shape)
+
+
+def _sent(tensor: OwnedTensor) -> DTensor:
+    """A tensor that is owned, as all ranks have it."""
+    everywhere = [Replicate()] * tensor.device_mesh.ndim
+    return DTensor.from_local(tensor.full_tensor(), tensor.device_mesh, everywhere, run_check=False)
