@@ -115,6 +115,29 @@ def test_a_plan_by_configuration(tiny: str, tmp_path: Path):
 
 
 @NEEDS_HF
+@pytest.mark.parametrize(
+    ("options", "said", "each"),
+    [
+        ((), ("float32", "bfloat16", "float32"), 16),
+        (("--dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16"), 8),
+        (("--optimizer", "sgd"), ("float32", "bfloat16", "float32"), 12),
+        (("--precision", "stored"), ("float32", "float32", "float32"), 16),
+    ],
+)
+def test_a_plan_says_its_precision(tiny: str, tmp_path: Path, options: tuple[str, ...], said: Any, each: int):
+    """Bytes by hand: a weight, its gradient, and one or two numbers of state."""
+    out = tmp_path / "plan.json"
+    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "dp=2", "--json", str(out), *options)
+    assert code == 0, text
+    plan = ws.Plan.load(out)
+    assert plan.precision is not None
+    assert (plan.precision.weights, plan.precision.compute, plan.precision.state) == said
+    assert plan.precision.bytes_each == pytest.approx(each, rel=0.01)
+    expected = f"precision: weights {said[0]}, compute {said[1]}, optimizer state {said[2]}: {each} B a parameter"
+    assert expected in text
+
+
+@NEEDS_HF
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-8b", "mixtral-8x7b"])
 def test_other_presets_plan(name: str):
     code, text = run("--hf", name, "--layers", "1", "--seq", "8", "--mesh", "dp=4", "--optimizer", "sgd")
