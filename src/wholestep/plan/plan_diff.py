@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import PlanError
 from ..graph.graph import Input, Role
@@ -57,7 +57,8 @@ class Difference:
         if self.moved:
             lines += ["", *table([_HEAD, *map(_row, self.moved)])]
         lines += ["", f"{sum(m.count for m in self.moved)} tensors have another storage layout, {self.stays} the same"]
-        for words, role in (("parameters", "param"), ("state", "state"), ("all", None)):
+        roles: dict[str, Literal["param", "state"] | None] = {"parameters": "param", "state": "state", "all": None}
+        for words, role in roles.items():
             had, has = before.stored_bytes(role), after.stored_bytes(role)
             lines.append(f"stored per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
         some = ", ".join(f"%{name}" for name in self.operations[:_SHOWN])
