@@ -42,6 +42,11 @@ class SizeGuards:
     busy: Callable[[], AbstractContextManager[object]] = nullcontext
     _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
 
+    def by_name(self) -> dict[str, tuple[int, ...]]:
+        """The dims of each tensor that symbols stand for."""
+        names = dict.fromkeys(name for name, _ in self.dims.values())
+        return {name: tuple(dim for other, dim in self.dims.values() if other == name) for name in names}
+
     def own(self, cache: dict[Any, Any]) -> dict[Any, Any]:
         """What takes the place of a cache of results for results that these numbers led to: computing them has noted
         guards here, and would note them nowhere for another capture whose numbers look the same.

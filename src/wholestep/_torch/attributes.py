@@ -152,11 +152,15 @@ def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:
         return form(functools.partial(original, kind), *args, **kwargs)
 
     if isinstance(function, FunctionType) and not hasattr(function, _REPLACES):
-        run = here_only(run_of_class if of_class else form, _with_its_code(function))
-        return function, "__code__", _code_that_calls(run, function)
+        return code_form(function, run_of_class if of_class else form)
     if of_class:
         return owner, name, classmethod(here_only(run_of_class, function))
     return owner, name, here_only(form, getattr(owner, name))
+
+
+def code_form(function: FunctionType, form: Form) -> tuple[Any, str, Any]:
+    """The attribute to set, so that a function of Python runs `form(original, ...)` by whatever name it is called."""
+    return function, "__code__", _code_that_calls(here_only(form, _with_its_code(function)), function)
 
 
 def _with_its_code(function: FunctionType) -> FunctionType:

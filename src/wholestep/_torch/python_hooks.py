@@ -58,8 +58,8 @@ def host_forms(
 ) -> list[tuple[Any, str, Any]]:
     """Attributes to set, so that functions of `math`, steps of schedulers, and what reads or changes something outside
     of Python's objects run the given forms, and `float()` of torch's clipping `on_float`. The latter are methods
-    `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_file` (of torch),
-    `on_thread`, `on_clock`, `on_entropy`, `on_draw` (of a module's generator) and `on_variable` (of the system) of
+    `on_print`, `on_log`, `on_level` (of a logger), `on_profiler`, `on_text` (of a stream), `on_act` (with a text),
+    `on_clock`, `on_entropy`, `on_draw` (of a module's generator) and `on_variable` (of the system) of
     `outward`.
 
     numpy takes all seeds that a user did not give from `randbits` of `numpy.random.bit_generator` (1.17 to 2.4).
@@ -82,8 +82,8 @@ def host_forms(
             (logging.Logger, "handle", outward.on_log),
             (logging.Logger, "isEnabledFor", outward.on_level),
             (torch.profiler.profile, "step", outward.on_profiler),
-            (threading.Thread, "start", outward.on_thread),
-            *((torch, name, outward.on_file) for name in ("save", "load")),
+            (threading.Thread, "start", functools.partial(outward.on_act, "starts the thread {1.name!r}")),
+            *((torch, name, functools.partial(outward.on_act, "calls torch.{0}(...)")) for name in ("save", "load")),
             *((module, name, functools.partial(outward.on_draw, module.__name__)) for module, name in _draws()),
         ]
     )

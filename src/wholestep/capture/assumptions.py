@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import types
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, cast
@@ -15,9 +17,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..graph.meta import meta_of
+from ..graph.meta import TensorMeta, meta_of
 from .locations import MISSING, SIMPLE, Location, is_number, shown
-from .reachable import checksum, leads_to
+from .reachable import leads_to, opaque
 from .state import is_users
 
 
@@ -26,7 +28,7 @@ class Assumption:
     """A guard: the value that a place must have for the captured step to apply.
 
     `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "type" (a number of this
-    type), "tensor" (same shape, dtype and device: `value` is a TensorMeta), "size" (number of items of the container
+    type), "tensor" (same shape, dtype and device: `about` of it), "size" (number of items of the container
     `place.holder`), "content" (its items: `value` has them), "attributes" (the names of those of a tensor).
     """
 
@@ -47,7 +49,7 @@ class Assumption:
         if self.kind == "type":
             return type(now) is self.value
         if self.kind == "tensor":
-            return isinstance(now, torch.Tensor) and meta_of(now) == self.value
+            return isinstance(now, torch.Tensor) and about(now) == self.value
         return now is self.value or (self.kind == "equal" and type(now) is type(self.value) and now == self.value)
 
     @property
@@ -55,7 +57,7 @@ class Assumption:
         """The path of the number that is another one; "" if something else differs."""
         if self.kind == "equal":
             return self.place.path if is_number(self.value) and is_number(self.place.get()) else ""
-        if self.kind != "content" or not isinstance(self.value, tuple):
+        if self.kind != "content" or not isinstance(self.place.holder, (dict, list)):
             return ""
         items, _ = cast(tuple[dict[Any, Any], frozenset[Any]], self.value)
         now = dict(_items(self.place.holder))
@@ -72,8 +74,13 @@ class Assumption:
             return f"{self.place.path} has other attributes"
         was = self.value.__name__ if self.kind == "type" else shown(self.value)
         if self.kind == "tensor":
-            was = f"a tensor {tuple(self.value.shape)} {self.value.dtype}"
+            was = f"a tensor {tuple(self.value[0].shape)} {self.value[0].dtype}"
         return f"{self.place.path} is {shown(self.place.get())}, it was {was}"
+
+
+def about(tensor: torch.Tensor) -> tuple[TensorMeta, bool, bool]:
+    """Return what a guard compares of a tensor: its meta, and whether it requires and has a gradient."""
+    return meta_of(tensor), tensor.requires_grad, tensor.grad is None
 
 
 def expect(place: Location, value: Any) -> Assumption:
@@ -90,16 +97,17 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
     if isinstance(value, (dict, list)):
         items = {k: v for k, v in _items(value) if k not in changed}
         yield Assumption(Location(path, value, None), "content", (items, frozenset(changed)))
-    elif isinstance(value, (set, deque)):
-        yield Assumption(Location(path, value, None), "content", cast(Any, value).copy())
-    elif isinstance(value, array) or (isinstance(value, np.ndarray) and value.flags.writeable):
-        yield Assumption(Location(path, value, None), "content", checksum(np.asarray(cast(Any, value))))
+    elif isinstance(value, _WITHOUT_ITEMS):
+        yield Assumption(Location(path, value, None), "content", cast(Any, opaque(value))())
     elif led := leads_to(value):
         yield from contents(tuple(led), path, carried)
     if isinstance(value, (dict, list, tuple)):
         for key, item in _items(value):
-            if isinstance(item, (dict, list, set, deque, tuple, array, np.ndarray)) and key not in changed:
+            if isinstance(item, (dict, list, tuple, *_WITHOUT_ITEMS)) and key not in changed:
                 yield from contents(item, f"{path}[{key!r}]", carried)
+
+
+_WITHOUT_ITEMS = (set, deque, array, bytearray, memoryview, np.ndarray, io.StringIO, io.BytesIO, ContextVar)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
@@ -108,18 +116,18 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _same_content(expected: Any, now: Any) -> bool:
-    if isinstance(expected, tuple):
+    if isinstance(cast(object, now), (dict, list)):
         held, changed = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
         same = not changed and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
         values = cast("dict[Any, Any]", now).values() if isinstance(now, dict) else cast("list[Any]", now)
         if same and all(map(is_, held.values(), values)):
             return True  # fast path: containers may be large
         found = {k: v for k, v in _items(now) if k not in changed}
-        return len(found) == len(held) and all(_same_item(v, found.get(k, MISSING)) for k, v in held.items())
+        return [*found] == [*held] and all(_same_item(v, found[k]) for k, v in held.items())
     if isinstance(now, deque):
         found = list(cast("deque[Any]", now))
         return len(expected) == len(found) and all(map(_same_item, expected, found))
-    return bool(expected == (checksum(np.asarray(cast(Any, now))) if isinstance(now, (array, np.ndarray)) else now))
+    return bool(expected == cast(Any, opaque(now))())
 
 
 def _same_item(a: Any, b: Any) -> bool:

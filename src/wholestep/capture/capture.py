@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ class Capture:
     checked: tuple[str, ...] = ()
     symbols: _torch.Symbols | None = None
     unfilled: TrainGraph | None = None
-    calls_caches: bool = False  # functions under `functools.cache`, which a later trace finds filled
 
     @property
     def traced(self) -> TrainGraph:
@@ -118,6 +118,7 @@ def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[An
 
 @collector_paused()
 @source_lines_dropped()
+@_torch.one_thread()
 def capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
     whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
@@ -132,34 +133,8 @@ def capture_step(
     between calls; they become state if the step can be captured that way. `dynamic` are dims of batch tensors, by name,
     whose sizes are symbols.
     """
-    with _torch.one_thread():
-        return _capture_step(
-            fn, args, kwargs, options or CaptureOptions(), whole or {}, carried, changing, dynamic or {}
-        )
-
-
-@collector_paused()
-@source_lines_dropped()
-def capture_again(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, like: Capture,
-    whole: Mapping[str, tuple[int, ...]],
-) -> Capture:  # fmt: skip
-    """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
-    dims: dict[str, tuple[int, ...]] = {}
-    for name, dim in like.symbols.record.dims.values() if like.symbols is not None else ():
-        dims[name] = (*dims.get(name, ()), dim)
-    with _torch.one_thread():
-        state, *_ = find_state(fn, args, kwargs, options.extra)
-        with overridden(state, options.module_overrides):
-            return _captured(fn, args, kwargs, options, like.hypers, whole, like.effects.carried, dims)
-
-
-def _capture_step(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
-    whole: Mapping[str, tuple[int, ...]], carried: Promoted | None, changing: Promoted | None,
-    dynamic: Mapping[str, tuple[int, ...]],
-) -> Capture:  # fmt: skip
-    carried = carried or Promoted()
+    options, whole, dynamic, carried = options or CaptureOptions(), whole or {}, dynamic or {}, carried or Promoted()
+    again = partial(capture_step, fn, args, kwargs, options, whole=whole, dynamic=dynamic)
     state, _, names = find_state(fn, args, kwargs, options.extra)
     arguments = (carried | (changing or Promoted())).numbers & {*names}
     live = find_hypers(state, sorted(scheduled(state.optimizers.values())))
@@ -181,12 +156,26 @@ def _capture_step(
         if first is None or made.effects.carried <= promoted:
             return made
         carried |= made.effects.carried  # with these from the start, a try that failed may hold
-        return _capture_step(fn, args, kwargs, options, whole, carried, changing, dynamic)
+        return again(carried=carried, changing=changing)
     assert first is not None, "a capture returned or raised"
     if arguments:  # the step reads their values
         less = changing and changing - arguments
-        return _capture_step(fn, args, kwargs, options, whole, carried - arguments, less, dynamic)
+        return again(carried=carried - arguments, changing=less)
     raise first
+
+
+@collector_paused()
+@source_lines_dropped()
+@_torch.one_thread()
+def capture_again(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, like: Capture,
+    whole: Mapping[str, tuple[int, ...]],
+) -> Capture:  # fmt: skip
+    """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
+    dims = {} if like.symbols is None else like.symbols.record.by_name()
+    state, *_ = find_state(fn, args, kwargs, options.extra)
+    with overridden(state, options.module_overrides):
+        return _captured(fn, args, kwargs, options, like.hypers, whole, like.effects.carried, dims)
 
 
 def _captured(
@@ -194,7 +183,7 @@ def _captured(
     numbers: Sequence[Hyper], whole: Mapping[str, tuple[int, ...]], promoted: Promoted,
     dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (),
 ) -> Capture:  # fmt: skip
-    """`repeated`: calls of cached functions whose objects were made outside of earlier traces."""
+    """`repeated`: calls of cached functions that earlier traces have made."""
     state, call, names = find_state(fn, args, kwargs, options.extra)
     device = options.device or device_of(state)
     _check_devices(state, names, call.leaves, device, options.offload is not None)
@@ -204,11 +193,10 @@ def _captured(
     request = fn, *taken, state, tuple(numbers), device, options, fused, whole, found, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced = _trace_until_carried(Request(*request, dynamic=dynamic))
-    if traced.watch.to_repeat:
-        for call in traced.watch.to_repeat:
-            call.repeat(repeated)
-        repeated = *repeated, *traced.watch.to_repeat
-        return _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic, repeated)
+    if new := [call for call in traced.watch.cached.new if call not in repeated]:
+        return _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic, (*repeated, *new))
+    if again := [call for call in traced.watch.cached.new if call.changes]:
+        raise again[0].error("makes an object again that its cache did not keep")
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
     graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
@@ -225,7 +213,6 @@ def _captured(
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
         tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols,
-        calls_caches=bool(found.caches),
     )  # fmt: skip
 
 
@@ -297,6 +284,8 @@ def _trace_until_carried(request: Request) -> Traced:
             raise
         for container, key, value in traced.watch.set_up:
             container.holder[key] = container.before[key] = value
+        if traced.watch.cached.new:
+            return traced
         needed = traced.watch.needed | _changed_in_place(traced, request.reach)
         if traced.watch.set_up and needed <= request.promoted:
             continue

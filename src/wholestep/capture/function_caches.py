@@ -1,26 +1,26 @@
-"""What functions under `functools.cache` and `functools.lru_cache` have kept.
+"""Functions under `functools.cache` and `functools.lru_cache` that a step calls.
 
-An object that a cached function makes during a trace would be another one in the calls: it is made outside of the
-trace, and the step is traced again.
+Uncompiled, such a function runs once. So it runs outside of the trace, as if it had been called before the step.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
+from types import FunctionType
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.fx import Node
 
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import show_line
-from ..rules.registry import draws
 from .call_structure import take_apart
 from .locations import SIMPLE
 
@@ -30,119 +30,124 @@ CACHE = type(functools.cache(int))
 
 @dataclass(frozen=True)
 class CachedCall:
-    """A call whose result a cache has kept, by the `key` of that cache."""
+    """A call that its cache could not answer, of code at `line`; `changes`: the step may change what it has made."""
 
     cache: Any
-    key: Any
-    result: Any
+    arguments: tuple[Any, ...]
+    line: str
+    changes: bool = False
 
-    def repeat(self, repeated: Collection[CachedCall]) -> None:
-        """Make the call, so that the cache keeps what it returns outside of a trace; it is none of those `repeated`."""
-        if any(self.cache is one.cache and self.key == one.key for one in repeated):
-            raise self._error("makes an object again that its cache did not keep")
-        args, kwargs = _arguments(self.key, self.cache.cache_parameters()["typed"])
-        if _has_tensor((args, *kwargs.values())):
-            raise self._error("makes an object from a tensor")
-        before = torch.get_rng_state()
-        self.cache(*args, **kwargs)
-        if not torch.equal(before, torch.get_rng_state()):
-            torch.set_rng_state(before)
-            _remove(self.cache, [self.key])
-            raise self._error("draws random numbers for what it keeps")
-
-    def _error(self, what: str) -> CaptureError:
-        function = self.cache.__wrapped__
-        name, code = getattr(function, "__qualname__", str(function)), getattr(function, "__code__", None)
+    def error(self, what: str) -> CaptureError:
+        """The error for a call that `what` makes impossible to make before the step."""
+        name = self.cache.__wrapped__.__qualname__
         return CaptureError(
             f"the cached function {name} {what} while the step is captured",
             "a result that is there before the step runs, which each call then uses",
             f"call {name} once before the first step",
-            show_line(code.co_filename, code.co_firstlineno) if code is not None else "",  # none of a class
+            self.line,
         )
 
 
-class KeptResults:
-    """The results in `caches`, to be compared with what they are after a trace."""
+class CachedCalls:
+    """The calls of one trace that `caches` could not answer: `new` are those with more than a plain value as a result.
 
-    def __init__(self, caches: Sequence[Any]) -> None:
-        self._before = [(cache, results_of(cache)) for cache in caches]
+    Changes of Python's objects in the context `staying` are no effects of the step. `is_running`: such a call runs now;
+    `reached` are the lines of it that do something outside of Python's objects.
+    """
 
-    def new(self) -> list[CachedCall]:
-        """Return the calls whose results the caches did not have."""
-        return [
-            CachedCall(cache, key, result)
-            for cache, before in self._before
-            for key, result in results_of(cache).items()
-            if before.get(key, self) is not result
-        ]
+    def __init__(
+        self, caches: Sequence[Any], changeable: Callable[[Any], list[Any]], holds_fake: Callable[[Any], bool],
+        staying: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._changeable, self._holds_fake, self._staying = changeable, holds_fake, staying
+        self._caches, self._misses = caches, [cache.cache_info().misses for cache in caches]
+        self._of_trace, self._made = list[Any](), list[Any]()
+        self.new, self.reached = list[CachedCall](), list[str]()
+        self.is_running = False
 
-    def forget(self, calls: Sequence[CachedCall], can_change: Callable[[Any], bool]) -> None:
-        """Remove the results of `calls`. What `can_change` of the others stays: the step may have changed it before."""
-        for cache, before in self._before:
-            keys = [call.key for call in calls if call.cache is cache]
-            if keys and any(map(can_change, before.values())):
-                _remove(cache, keys)
-            elif keys:
-                cache.cache_clear()
+    def forms(self) -> list[tuple[Any, str, Any]]:
+        """Attributes to set while the step is traced."""
+        functions = {_function_of(cache.__wrapped__): None for cache in self._caches}
+        return [_torch.code_form(one, partial(self._on_call, one)) for one in functions if one is not None]
+
+    def end(self) -> None:
+        """Restore what calls have made, as it was then, and forget results that are of the trace."""
+        for container in self._made:
+            container.restore(set())
+        for cache in self._of_trace:
+            cache.cache_clear()
+
+    def _on_call(self, function: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cache = self._missed(function)
+        if cache is None or self.is_running:
+            return original(*args, **kwargs)
+        own = args[:1] if isinstance(cache.__wrapped__, type) else ()  # the new object, of a class
+        code = cast(Any, original).__code__
+        call = CachedCall(cache, (*args[len(own) :], *kwargs.items()), show_line(code.co_filename, code.co_firstlineno))
+        if any(isinstance(leaf, torch.Tensor) for leaf in take_apart((args, kwargs), objects=False).leaves):
+            made = original(*args, **kwargs)
+            if any(map(self._changeable, (*own, made, *results_of(cache).values()))):
+                raise call.error("makes an object from a tensor")
+            self._of_trace.append(cache)
+            return made
+        self.is_running = True
+        try:
+            with self._staying(), _torch.unobserved():
+                before = torch.default_generator.get_state()
+                made = original(*args, **kwargs)
+                drawn = not torch.equal(before, torch.default_generator.get_state())
+                torch.default_generator.set_state(before)
+        finally:
+            self.is_running = False
+        result = own[0] if own else made
+        if drawn:
+            raise call.error("draws random numbers for what it keeps")
+        if self.reached and not is_data(result):
+            raise done_once("keeps what a cached function opened or drew", self.reached[0])
+        self.reached.clear()
+        if self._holds_fake(result):
+            raise call.error("keeps a value of the trace")
+        if not isinstance(result, SIMPLE):
+            containers = self._changeable(result)
+            self._made += containers
+            self.new.append(replace(call, changes=bool(containers)))
+        return made
+
+    def _missed(self, function: Any) -> Any:
+        """The cache that calls a function of its own; None where the step calls it."""
+        for number, cache in enumerate(self._caches):
+            now = cache.cache_info()
+            cleared = now.misses and not now.currsize
+            if (now.misses != self._misses[number] or cleared) and _function_of(cache.__wrapped__) is function:
+                self._misses[number] = now.misses
+                return cache
+        return None
+
+
+def done_once(what: str, line: str) -> CaptureError:
+    """Return the error for what would happen in the trace alone."""
+    return CaptureError(
+        f"the step {what}: that would happen once, while the step is captured, and in no later step",
+        "a step that reads and changes tensors and objects of Python alone",
+        "do it outside of the step, or write wholestep.callback(fn, ...), which calls fn in each step",
+        line,
+    )
+
+
+def _function_of(wrapped: Any) -> FunctionType | None:
+    """The function of Python that runs for what a cache does not have; of a class, its `__init__`."""
+    function = wrapped.__init__ if isinstance(wrapped, type) else wrapped
+    return function if isinstance(function, FunctionType) else None
 
 
 def results_of(cache: Any) -> dict[Any, Any]:
     """Return the results in a cache by key. One with a size limit refers to key, result and type of link for each."""
+    own = cast(object, vars(cache))
     parts: list[Any] = [part for part in gc.get_referents(cache) if part is not type(cache)]
     triples = zip(parts[::3], parts[1::3], parts[2::3], strict=False)
-    table, linked = _table(cache), takewhile(lambda one: _is_link(one[2]), triples)
-    found = {key: result for key, result, _ in linked if key in table}  # the last of a key: `_remove` leaves links
-    return found or {**table}
-
-
-def _table(cache: Any) -> dict[Any, Any]:
-    own = cast(object, vars(cache))
-    tables: list[dict[Any, Any]] = [part for part in gc.get_referents(cache) if type(part) is dict and part is not own]
-    return tables[-1]  # results may be dicts, and stand before it
-
-
-def _remove(cache: Any, keys: Sequence[Any]) -> None:
-    for key in keys:
-        del _table(cache)[key]
-
-
-def _arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call from its key: these, a mark before each name and value, the types of all."""
-    if not isinstance(key, tuple):
-        return (key,), {}
-    whole = cast(tuple[Any, ...], key)
-    mark = next((i for i, part in enumerate(whole) if type(part) is object), None)
-    if mark is None:
-        return whole[: len(whole) // 2] if typed else whole, {}
-    named = whole[mark + 1 :]
-    if typed:
-        named = named[: (len(named) - mark) // 3 * 2]
-    return whole[:mark], dict(zip(named[::2], named[1::2], strict=True))
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return any(map(_has_tensor, cast(tuple[Any, ...], value)))
-    return isinstance(value, torch.Tensor)
-
-
-def _is_link(kind: Any) -> bool:
-    return isinstance(kind, type) and kind.__module__ == "functools" and kind.__name__ == "_lru_list_elem"
-
-
-def is_drawn(value: Any) -> bool:
-    """Return whether tensors of the active trace in `value` depend on random numbers."""
-    made = [_torch.traced_node(v) for v in take_apart(value, objects=False).leaves if _torch.is_fake(v)]
-    waiting, seen = [one[0] for one in made if one is not None], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        if draws(node):
-            return True
-        seen.add(node)
-        waiting += node.all_input_nodes
-    return False
+    links = takewhile(lambda one: getattr(one[2], "__name__", "") == "_lru_list_elem", triples)
+    found = {key: result for key, result, _ in links}
+    return found or {**[part for part in parts if type(part) is dict and part is not own][-1]}
 
 
 def is_data(value: Any) -> bool:

@@ -30,7 +30,8 @@ _LEAVES: tuple[type, ...] = (
     Enum, BaseException, *TRAINABLE,
 )  # fmt: skip
 _OPENED = {  # of Python's own
-    "_thread", "_weakrefset", "argparse", "types", "collections", "dataclasses", "functools", "queue", "weakref",
+    "_thread", "_weakrefset", "argparse", "asyncio", "collections", "concurrent", "configparser", "dataclasses",
+    "functools", "queue", "threading", "types", "weakref",
 }  # fmt: skip
 _CLOSED = ("torch._", "torch.distributed", "torch.fx", "torch.cuda", "torch.profiler", "torch.jit", "wholestep")
 _LOADERS = ("torch.utils.data", "torch.amp")

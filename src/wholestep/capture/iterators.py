@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
@@ -18,10 +19,10 @@ def is_foreign_iterator(value: object) -> bool:
 
     An iterator of a user's class is an object like others. A weak proxy of any object has `__next__` too.
     """
-    if not isinstance(value, Iterator) or isinstance(value, io.IOBase) or leads_to(value) is not None:
+    kind: Any = type(value)
+    if not issubclass(kind, Iterator) or issubclass(kind, io.IOBase) or leads_to(value) is not None:
         return False
-    kind: Any = type(cast(object, value))
-    return not is_own_function(kind.__next__)
+    return not is_own_function(cast(Any, kind).__next__)
 
 
 class RefusedIterator:
@@ -42,6 +43,9 @@ class RefusedIterator:
         )  # fmt: skip
         error.where = self._line()
         self._refuse(error)
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self._original)
 
     def send(self, value: object) -> Any:
         """Refuse `send` of a generator likewise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,15 +116,13 @@ class Attribute:
 
 @dataclass
 class TensorAttributes(Lookup):
-    """The attributes of a parameter or a buffer, by name: placement replaces it."""
+    """The attributes of a tensor, which placement may replace."""
 
-    state: StepState
-    owner: str
+    tensor: Callable[[], torch.Tensor]
 
     def now(self) -> dict[str, Any]:
         """Return the dict of attributes as it is now."""
-        held = self.state.params.get(self.owner) or self.state.buffers[self.owner]
-        return vars(held.tensor)
+        return vars(self.tensor())
 
     def _now(self) -> Any:
         return self.now()
@@ -148,17 +147,6 @@ class ArgumentItems(Lookup):
 
     def _now(self) -> Any:
         return Slots(self.value()) if self.attributes else self.value()
-
-
-@dataclass
-class LeafAttributes(Lookup):
-    """The attributes of leaf `index` of the current call."""
-
-    leaves: dict[int, Any]
-    index: int
-
-    def _now(self) -> Any:
-        return Slots(self.leaves[self.index])
 
 
 @dataclass
@@ -195,6 +183,16 @@ class Slots:
             delattr(self.owner, key)
         else:
             object.__delattr__(self.owner, key)
+
+
+@dataclass
+class Reads:
+    """What a function returns for a key, as an item."""
+
+    read: Callable[[Any], Any]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.read(key)
 
 
 class Words(str):

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,13 +19,13 @@ import torch
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.meta import show_line
-from ..graph.origin import is_of_python, is_own_code, is_own_function
+from ..graph.origin import is_of_python, is_own_code
 from .assumptions import Assumption, expect
 from .call_structure import take_apart
-from .locations import MISSING, Location
+from .function_caches import CachedCalls, done_once
+from .locations import MISSING, Location, Reads
 from .random_numbers import drawn_once
 
-_OF_ENVIRON = ("os", "collections.abc")  # modules with the methods of os.environ
 _OF_IDENTIFIERS = ("secrets", "random", "uuid")  # modules that draw from the system for their caller
 _OF_LOGGING = ("logging",)
 _EVENTS = ("open", "os.", "shutil.", "subprocess.", "socket.", "sqlite3.", "tempfile.")
@@ -43,16 +41,14 @@ class Outside:
 
     `call` records a call that each step makes. `refuse` raises an error, also if the step catches it. `has_value` says
     whether a tensor has its value on the host. `read` are the variables of the environment, and the levels of loggers,
-    that were read, with what they were. What happens inside of one of the `caches` happens once, in eager code too;
-    `once` are the errors for it, should the cache hold objects that do more.
+    that were read, with what they were. What a `cached` function does happens once, in eager code too.
     """
 
     def __init__(
         self, call: Callable[..., None], refuse: Callable[[CaptureError], NoReturn],
-        has_value: Callable[[torch.Tensor], bool], caches: Sequence[Any],
+        has_value: Callable[[torch.Tensor], bool], cached: CachedCalls,
     ) -> None:  # fmt: skip
-        self._caches = [cache for cache in caches if is_own_function(cache.__wrapped__)]
-        self.once: list[tuple[Any, CaptureError]] = []
+        self._cached = cached
         self._call, self._refuse, self._has_value, self._thread = call, refuse, has_value, threading.get_ident()
         self.read: dict[str, Assumption] = {}
 
@@ -89,7 +85,7 @@ class Outside:
         """In place of `Logger.isEnabledFor`."""
         enabled = original(logger, level)
         if self._own_line(_is_of(_OF_LOGGING)):
-            self._note(Location(f"{logger.name}.isEnabledFor({level})", _Levels(logger), level), enabled)
+            self._note(Location(f"{logger.name}.isEnabledFor({level})", Reads(logger.isEnabledFor), level), enabled)
         return enabled
 
     def on_profiler(self, original: Callable[..., None], profiler: Any) -> None:
@@ -103,46 +99,40 @@ class Outside:
         self._call(_write, (stream, text), {})
         return len(text)
 
-    def on_file(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of `torch.save` and `torch.load`, which open files in C++."""
+    def on_act(self, text: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of what acts outside, which `text` says of its name and first argument."""
         if line := self._own_line(_is_outside):
-            self._refuse(_done_once(f"calls torch.{original.__name__}(...)", line))
+            self._refuse(done_once(text.format(original.__name__, *args), line))
         return original(*args, **kwargs)
-
-    def on_thread(self, original: Callable[..., None], thread: threading.Thread) -> None:
-        """In place of `Thread.start`."""
-        if line := self._own_line(_is_outside):
-            self._refuse(_done_once(f"starts the thread {thread.name!r}", line))
-        original(thread)
 
     def on_clock(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of what reads a clock."""
-        if line := self._own_line(_is_of(_OF_IDENTIFIERS)):
-            name = original.__qualname__
-            name = name if "." in name else f"{original.__module__}.{name}"
-            error = CaptureError(
-                f"the step reads the clock with {name}(): all later steps would reuse that time",
-                "a step whose work does not depend on the time",
-                "read the clock outside the step, or in a function passed to wholestep.callback; "
-                "step.profile() times a step",
-                line,
-            )
-            self._refuse(error)
+        name = original.__qualname__
+        name = name if "." in name else f"{original.__module__}.{name}"
+        self._refuse_at(
+            self._own_line(_is_of(_OF_IDENTIFIERS)),
+            f"the step reads the clock with {name}(): all later steps would reuse that time",
+            "a step whose work does not depend on the time",
+            "read the clock outside the step, or in a function passed to wholestep.callback; "
+            "step.profile() times a step",
+        )
         return original(*args, **kwargs)
 
     def on_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of what reads random bits of the system, and of `random.Random.__init__`."""
         seeded = isinstance(args[0], random.Random) and {*args[1:], *kwargs.values()} - {None}
-        if not seeded and (line := self._own_line(_is_of(_OF_IDENTIFIERS))):
-            error = CaptureError(
-                "the step makes a random generator without a seed, or reads random bits of the system: "
-                "all later steps would reuse what it draws while it is captured",
-                "random numbers from torch (torch.rand, dropout), which each step draws again",
-                "draw them before the step and pass them in",
-                line,
-            )
-            self._refuse(error)
+        self._refuse_at(
+            "" if seeded else self._own_line(_is_of(_OF_IDENTIFIERS)),
+            "the step makes a random generator without a seed, or reads random bits of the system: "
+            "all later steps would reuse what it draws while it is captured",
+            "random numbers from torch (torch.rand, dropout), which each step draws again",
+            "draw them before the step and pass them in",
+        )
         return original(*args, **kwargs)
+
+    def _refuse_at(self, line: str, found: str, needed: str, next_step: str) -> None:
+        if line:
+            self._refuse(CaptureError(found, needed, next_step, line))
 
     def on_draw(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of what draws from the global generator of `random` or `numpy.random`, or seeds it."""
@@ -153,8 +143,8 @@ class Outside:
         value: Any = MISSING
         with suppress(KeyError):
             value = original(environment, name)
-        if self._own_line(_is_of(_OF_ENVIRON)):
-            self._note(Location(f"os.environ[{name!r}]", os.environ, name), value)
+        if self._own_line(_is_outside):
+            self._note(Location(f"os.environ[{name!r}]", environment, name), value)
         if value is MISSING:
             raise KeyError(name)
         return value
@@ -162,21 +152,19 @@ class Outside:
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if line := self._own_line(_is_outside):
             given = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
-            self._refuse(_done_once(f"calls {event}({', '.join(map(repr, given))})", line))
+            self._refuse(done_once(f"calls {event}({', '.join(map(repr, given))})", line))
 
     def _note(self, place: Location, value: Any) -> None:
         self.read.setdefault(place.path, expect(place, value))
 
     def _refuse_tensors(self, verb: str, values: Any, instead: str, line: str) -> None:
         tensors = [v for v in take_apart(values, objects=False).leaves if isinstance(v, torch.Tensor)]
-        if not all(map(self._has_value, tensors)):
-            error = CaptureError(
-                f"the step {verb} a tensor, which has no value while the step is captured",
-                "a host call that each step makes with its own values",
-                f"write {instead} with the same arguments",
-                line,
-            )
-            self._refuse(error)
+        self._refuse_at(
+            "" if all(map(self._has_value, tensors)) else line,
+            f"the step {verb} a tensor, which has no value while the step is captured",
+            "a host call that each step makes with its own values",
+            f"write {instead} with the same arguments",
+        )
 
     def _own_line(self, passes: Callable[[FrameType], bool] | None = None) -> str:
         """Return the user's line that called the patched function, at once or through frames that pass, or ""."""
@@ -186,41 +174,9 @@ class Outside:
         if frame is None or not is_own_code(frame.f_code.co_filename):
             return ""
         line = show_line(frame.f_code.co_filename, frame.f_lineno)
-        cache = self._cache_above(frame) if self._caches else None
-        if cache is not None:
-            self.once.append((cache, _done_once("keeps what a cached function opened or drew", line)))
-        return line if cache is None else ""
-
-    def _cache_above(self, frame: FrameType | None) -> Any:
-        """Return the cache whose function runs in a frame or calls it; None if there is none."""
-        while frame is not None:
-            for cache in self._caches:
-                function = cache.__wrapped__
-                if frame.f_code is function.__code__:
-                    cells = zip(frame.f_code.co_freevars, function.__closure__ or (), strict=True)
-                    if all(frame.f_locals.get(name) is cell.cell_contents for name, cell in cells):
-                        return cache
-            frame = frame.f_back
-        return None
-
-
-@dataclass
-class _Levels:
-    """Whether a logger is enabled for a level, as items."""
-
-    logger: logging.Logger
-
-    def __getitem__(self, level: int) -> bool:
-        return self.logger.isEnabledFor(level)
-
-
-def _done_once(what: str, line: str) -> CaptureError:
-    return CaptureError(
-        f"the step {what}: that would happen once, while the step is captured, and in no later step",
-        "a step that reads and changes tensors and objects of Python alone",
-        "do it outside of the step, or write wholestep.callback(fn, ...), which calls fn in each step",
-        line,
-    )
+        if self._cached.is_running:
+            self._cached.reached.append(line)
+        return "" if self._cached.is_running else line
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.fx import Graph, Node
 
@@ -16,13 +13,6 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..rules.registry import is_random
-
-
-def refuse_host_draws(before: dict[str, Any]) -> None:
-    """Raise CaptureError if Python's or numpy's global generator has moved since the `host_positions` given."""
-    drawn = [name for name, position in before.items() if position != _POSITIONS[name]()]
-    if drawn:
-        raise drawn_once(drawn[0])
 
 
 def drawn_once(name: str, where: str = "") -> CaptureError:
@@ -33,26 +23,6 @@ def drawn_once(name: str, where: str = "") -> CaptureError:
         "draw them before the step and pass them in, or switch off the code that needs them",
         where,
     )
-
-
-def host_positions(seen: Container[int]) -> dict[str, Any]:
-    """Return a cheap fingerprint of each global generator of Python and numpy that no other thread can move, or that
-    is among the objects in reach of the step, `seen`, by identity. Draws by functions of these modules are seen anyway.
-    """
-    is_alone = len(sys._current_frames()) == 1  # pyright: ignore[reportPrivateUsage]
-    return {name: at() for name, at in _POSITIONS.items() if is_alone or id(_torch.GENERATORS[name]) in seen}
-
-
-def _numpy_position() -> Any:
-    state: Any = np.random.get_state(legacy=False)
-    inner = state["state"]
-    return (inner["pos"], int(inner["key"][0])) if "pos" in inner else str(inner)
-
-
-_POSITIONS: dict[str, Callable[[], Any]] = {
-    "random": lambda: random.getstate()[1][-2:],
-    "numpy.random": _numpy_position,
-}
 
 
 def refuse_seeds(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import inspect
 import io
 import random
 import sys
@@ -45,6 +46,7 @@ from .locations import (
     Attribute,
     GroupEntry,
     Location,
+    Reads,
     Slots,
     StateEntry,
     TensorAttributes,
@@ -197,6 +199,7 @@ class Reach:
     """Result of a search: `containers`, real `tensors` with their places, by path, and objects `seen`, by identity.
 
     `bound` is what the function is given in each call.
+    `of_state` are the identities of modules, optimizers and tensors of the state.
     `kinds` are the classes of objects, `methods` the places of those that code names, `caches` those of `functools`.
     """
 
@@ -208,6 +211,7 @@ class Reach:
     kinds: dict[type, None] = field(default_factory=dict[type, None])
     methods: list[Location] = field(default_factory=list[Location])
     caches: list[Any] = field(default_factory=list[Any])
+    of_state: set[int] = field(default_factory=set[int])
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""
@@ -242,11 +246,11 @@ def bound_to(fn: Any) -> list[tuple[Any, str]]:
     return [(fn.__self__, "self"), *bound_to(fn.__func__)] if isinstance(fn, types.MethodType) else []
 
 
-def can_change(value: Any, state: StepState) -> bool:
-    """Return whether a value is, or leads to, something that a step may change."""
+def changeable(value: Any, state: StepState) -> list[Container]:
+    """Return what a step may change of a value."""
     search = _Search(Reach(), state)
     search.visit(value, "")
-    return bool(search.found.containers)
+    return search.found.containers
 
 
 class _Search:
@@ -257,6 +261,10 @@ class _Search:
         self._methods: list[tuple[str, types.FunctionType]] = []
         self._classes: list[type] = []
         self._waiting: list[tuple[Any, str]] = []
+        self._modules: dict[str, types.ModuleType] = {}
+        found.of_state |= {id(module) for root in state.modules.values() for module in root.modules()}
+        found.of_state |= {id(one) for one in state.optimizers.values()}
+        found.of_state |= {id(held.tensor) for held in (*state.params.values(), *state.buffers.values())}
 
     def skip(self, opened: Sequence[Any]) -> None:
         """Search the classes of objects, and not the objects."""
@@ -274,19 +282,36 @@ class _Search:
 
     def attributes(self, tensor: torch.Tensor, name: str) -> None:
         """Search the attributes of a parameter or a buffer."""
-        self._note(Container(name, vars(tensor), "tensor", lookup=TensorAttributes(self.state, name)))
+        self._attributes_of(name, lambda: (self.state.params.get(name) or self.state.buffers[name]).tensor)
         while self._waiting:
             self._open(*self._waiting.pop())
 
+    def _attributes_of(self, path: str, tensor: Callable[[], torch.Tensor]) -> None:
+        self._note(Container(path, vars(tensor()), "tensor", lookup=TensorAttributes(tensor)))
+
     def finish(self) -> None:
-        """Search the methods that visited code names, until no new one is found."""
-        while named := [function for name, function in self._methods if name in self._names]:
+        """Search the methods and modules that visited code names, until no new one is found."""
+        while self._search_modules() or any(name in self._names for name, _ in self._methods):
+            named = [function for name, function in self._methods if name in self._names]
             self._methods = [(name, function) for name, function in self._methods if name not in self._names]
             for function in named:
                 self.visit(function, function.__qualname__)
         called = [(kind, name) for kind in self._classes for name in sorted(self._names)]
         places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind, name in called]
         self.found.methods += [place for place in places if is_own_function(place.get())]
+        static = [Location(p.path, Reads(functools.partial(_defined, p.holder.owner)), p.key) for p in places]
+        self.found.methods += [place for place in static if isinstance(place.get(), (property, classmethod))]
+
+    def _search_modules(self) -> bool:
+        """Search the modules that code names as text or imports; whether there is something new in them."""
+        self._modules |= {name: sys.modules[name] for name in self._names & sys.modules.keys()}
+        before = len(self._globals_seen)
+        for name, module in self._modules.items():
+            if is_own_module(module):
+                self._globals(vars(module), (self._names | {"__getattr__"}) & vars(module).keys(), f"{name}.")
+        while self._waiting:
+            self._open(*self._waiting.pop())
+        return len(self._globals_seen) > before
 
     def _open(self, value: Any, path: str) -> None:
         if isinstance(value, _LEAVES) or id(value) in self.found.seen:
@@ -321,8 +346,15 @@ class _Search:
         for key, value in container.before.items():
             if isinstance(value, (torch.Tensor, tuple)):
                 self.found.tensors |= tensors_of(value, container.place_of(key))
+            if isinstance(value, torch.Tensor) and id(value) not in self.found.of_state:
+                self._note_tensor(value, container.path_of(key))
             if not isinstance(value, _LEAVES):
                 self._waiting.append((cast(Any, value), container.path_of(key)))
+
+    def _note_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        if id(tensor) not in self.found.seen:
+            self.found.seen[id(tensor)] = tensor
+            self._attributes_of(path, lambda: tensor)
 
     def _function(self, function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.startswith("wholestep"):
@@ -334,7 +366,7 @@ class _Search:
             defaults = frozenset(["__defaults__", "__kwdefaults__"])
             self._note(Container(f"{function.__name__}'s defaults", Slots(function), "variable", defaults))
         own = is_own_code(code.co_filename)
-        if function.__dict__:
+        if function.__dict__ or own:
             self._note(Container(function.__name__, function.__dict__, "function" if own else "attribute"))
         if not own:
             return
@@ -367,31 +399,38 @@ class _Search:
             split = _MODULE_DICTS if isinstance(value, nn.Module) else ()
             self._note(Container(path, held, "attribute", excluded=split, owner=value))
             for name in split:
-                self._note(Container(path, held[name], "modules" if name == "_modules" else "attribute"))
+                style, known = "modules" if name == "_modules" else "attribute", id(value) in self.found.of_state
+                owner = None if known or name == "_modules" else value
+                self._note(Container(path, held[name], style, owner=owner))
         slots = frozenset(name for base in kind.__mro__ for name in _slots_of(base))
         if slots:
             self._note(Container(path, Slots(value), "attribute", slots, owner=value))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
-        self._note_class(type(optimizer))
-        self._note(Container(path, vars(optimizer), "attribute", excluded=_LOOKED_UP, owner=optimizer))
         known = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
         if not known:
-            return
+            return self._object(optimizer, path)
+        self._note_class(type(optimizer))
+        self._note(Container(path, vars(optimizer), "attribute", excluded=_LOOKED_UP, owner=optimizer))
         for g, group in enumerate(optimizer.param_groups):
             options = GroupEntry(optimizer, g)
             self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
         for container in state_containers(self.state, known[0], path):
             self._note(container)
+        return None
 
     def _note_class(self, kind: type[Any]) -> None:
         self.found.kinds.setdefault(kind)
-        for base in kind.__mro__:
+        for base in (*kind.__mro__, type(kind)):
             self._open(base, base.__name__)
 
     def _class(self, kind: Any, path: str) -> None:
+        if isinstance(kind, types.ModuleType):
+            self._modules.setdefault(path, kind)
         if isinstance(kind, types.ModuleType) or not is_own_code(_file_of(kind)):
             return
+        if type(kind) is not type:
+            self._open(type(kind), type(kind).__name__)
         self._classes.append(kind)
         table: dict[str, Any] = {**vars(kind)}
         for name, value in table.items():
@@ -429,6 +468,10 @@ def _names_of(code: types.CodeType) -> set[str]:
     return texts.union(*(inner.co_names for inner in codes_in(code)))
 
 
+def _defined(kind: type, name: str) -> Any:
+    return inspect.getattr_static(kind, name, MISSING)
+
+
 def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
@@ -462,6 +505,7 @@ def leads_to(value: Any) -> list[Any] | None:
 def opaque(value: Any) -> Callable[[], Any] | None:
     """Return a function whose result changes with an object that has no assignable items; None for other objects."""
     whole: Any = value
+    kind = cast(type[Any], type(value))
     if isinstance(value, (set, deque, bytearray)):
         return whole.copy
     if isinstance(value, array):
@@ -481,12 +525,14 @@ def opaque(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, SimpleQueue):
         return whole.qsize
     if isinstance(value, ContextVar):
-        return lambda: id(whole.get(None))
+        return lambda: (id(now := whole.get(None)), now)  # which stays, so that no other has its identity
     if isinstance(value, torch.Generator):
         return lambda: _generator_state(value)
-    if isinstance(value, io.IOBase):
-        return lambda: value.tell() if not value.closed and value.seekable() else -1
-    if isinstance(value, Iterator) and type(whole).__module__ in ("builtins", "itertools"):
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return lambda: (whole.tell(), whole.getvalue()) if not whole.closed else -1
+    if issubclass(kind, io.IOBase):
+        return lambda: whole.tell() if not whole.closed and whole.seekable() else -1
+    if issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
         return lambda: _iterator_position(whole)
     return None
 

@@ -33,7 +33,7 @@ from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_entries import Entry, Items
 from .optimizer_scalars import Counts
 from .own_tensors import OwnTensors
-from .random_numbers import RngReplay, host_positions, refuse_generators, refuse_host_draws
+from .random_numbers import RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
 from .sized_forms import SIZED_OPS, sized_forms
@@ -56,7 +56,6 @@ _IN_PLACE: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")
 }
-_FROM_PYTHON: tuple[Any, ...] = tuple(getattr(torch, name) for name in ("tensor", "as_tensor", "from_numpy"))
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
@@ -211,7 +210,6 @@ class Traced:
                 call = take_apart(request.fn(*args, **kwargs), objects=False)
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
-                refuse_host_draws(calls.positions)
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
             _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
@@ -383,7 +381,6 @@ class _TorchCalls(TorchFunctionMode):
     def __init__(self, run: Traced, zeros: dict[int, bool]) -> None:
         self._step, self._zeros, self._own = run, zeros, run.own
         self._numbers, self._known = run.numbers, run.known
-        self.positions = host_positions(run.request.reach.seen)
         self.refused: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -398,8 +395,6 @@ class _TorchCalls(TorchFunctionMode):
         if func not in _torch.METADATA:
             _torch.note_on_nodes(line=_calling_line())
         read = _READS.get(func)
-        if func in _FROM_PYTHON:
-            refuse_host_draws(self.positions)
         name = getattr(func, "__name__", "").strip("_")
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):

@@ -26,19 +26,19 @@ import torch
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.meta import meta_of, show_line
+from ..graph.gc_control import is_enabled
+from ..graph.meta import show_line
 from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
-from .assumptions import Assumption, contents, expect, owned_by_callbacks
+from .assumptions import Assumption, about, contents, expect, owned_by_callbacks
 from .call_structure import Structure, take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
-from .function_caches import CachedCall, KeptResults, is_data, is_drawn, results_of
+from .function_caches import CachedCalls
 from .host_numbers import At, Numbers
 from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import (
     MISSING,
     SIMPLE,
     ArgumentItems,
-    LeafAttributes,
     Location,
     StateEntry,
     Words,
@@ -56,7 +56,7 @@ from .reachable import (
     Container,
     Reach,
     argument_containers,
-    can_change,
+    changeable,
     state_containers,
 )
 from .state import StepState, state_name
@@ -81,7 +81,6 @@ class Watch:
 
     `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
     current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
-    `to_repeat` are calls of cached functions that made objects in the trace, or drew random numbers.
     """
 
     state: StepState
@@ -95,7 +94,6 @@ class Watch:
     found_at: str = ""
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
-    to_repeat: list[CachedCall] = field(default_factory=list[CachedCall])
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
     given: dict[int, Any] = field(default_factory=dict[int, Any])
 
@@ -114,8 +112,10 @@ class Watch:
         self._carried_tuples, self._tuple_sizes = self._tuples_of_carried()
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
         self._refused: CaptureError | None = None
+        below = functools.partial(changeable, state=self.state)
+        self.cached = CachedCalls(self.reach.caches, below, self._holds_fake, self._staying)
         self._outside = Outside(
-            self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.reach.caches
+            self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.cached
         )
 
     def _tuples_of_carried(self) -> tuple[set[str], list[Assumption]]:
@@ -140,10 +140,11 @@ class Watch:
         """
         changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
         self._inputs = {*given}
+        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled)])]
         of_call = argument_containers(called, names, self._arguments, opened)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
         containers = [*self.reach.containers, *self._state_entries(), *of_call]
-        self._kept, self._originals = KeptResults(self.reach.caches), [c.before for c in containers]
+        self._watched, self._originals = containers, [c.before for c in containers]
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
@@ -163,11 +164,6 @@ class Watch:
                 sys.settrace(before)
             if self._refused is not None:
                 raise self._refused  # the step caught it
-            for cache, error in self._outside.once:
-                if not all(is_data(value) for value in results_of(cache).values()):
-                    raise error
-            new = self._kept.new()
-            self.to_repeat = [one for one in new if self._can_change(one.result) or is_drawn(one.result)]
             self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
             self._compare(containers)
             objects = [c for c in of_call if c.owner is not None]
@@ -192,6 +188,7 @@ class Watch:
             self._schedulers.show(scheduler, vars(scheduler), late=False)
 
     def _end(self) -> None:
+        self.cached.end()
         held = defaultdict[int, set[Any]](set)
         for holder, key in self._held:
             held[holder].add(key)
@@ -203,13 +200,19 @@ class Watch:
                 kept |= {key} if same and container.path_of(key) in self._carried_tuples else set()
             container.restore(kept)
         self._schedulers.end()
-        once = [cached for cached, _ in self._outside.once]
-        new = self._kept.new()  # it may hold fake tensors, or objects that the step has changed
-        gone = [one for one in new if not (one.cache in once and isinstance(one.result, SIMPLE))]
-        self._kept.forget(gone, self._can_change)
 
-    def _can_change(self, value: object) -> bool:
-        return can_change(value, self.state)
+    @contextmanager
+    def _staying(self) -> Generator[None]:
+        """Changes inside this context stay: they are no effect of the step."""
+        before = [container.now() for container in self._watched]
+        yield
+        for container, had, original in zip(self._watched, before, self._originals, strict=True):
+            now = container.now()
+            for key in {**had, **now}:
+                value = now.get(key, MISSING)
+                for table in (container.before, original) if had.get(key, MISSING) is not value else ():
+                    table.pop(key, None)
+                    table.update({} if value is MISSING else {key: value})
 
     def _state_entries(self) -> list[Container]:
         optimizers = enumerate(self.state.optimizers)
@@ -230,7 +233,7 @@ class Watch:
         """
         for name, (index, tensor, reset) in batch.items():
             if tensor.grad is not None:
-                self.given[index], holder = None, LeafAttributes(self.given, index)
+                self.given[index], holder = None, ArgumentItems(self.given, (index,), attributes=True)
                 self.assign(Location(f"{name}.requires_grad", holder, "requires_grad"), True)
                 place = Location(f"{name}.grad", holder, "grad")
                 self._writes.append(Write(place, self._made(tensor.grad, place.path), adds=not reset))
@@ -484,7 +487,7 @@ class Watch:
     def _read_while_absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
         """Guard attributes that the object did not have: the class has them, or the step asked whether they exist."""
         owner = container.owner
-        if owner is None or isinstance(owner, torch.optim.Optimizer):
+        if owner is None or (isinstance(owner, torch.optim.Optimizer) and id(owner) in self.reach.of_state):
             return []
         absent = (names if container.keys is None else names & container.keys) - container.before.keys()
         absent -= {*container.excluded}
@@ -493,12 +496,21 @@ class Watch:
             absent -= _MODULE_ATTRIBUTES.union(*held)
         return [expect(container.place_of(n), MISSING) for n in absent if container.path_of(n) not in changed]
 
+    def _is_sized(self, container: Container) -> bool:
+        """Return whether the number of entries is guarded: the step may have asked whether another one is there."""
+        owner, held = container.owner, container.before
+        if container.style in ("modules", "function"):
+            return bool(held) or container.style == "function"
+        if not isinstance(container.holder, dict) or owner is None or id(owner) in self.reach.of_state:
+            return False
+        return type(owner) in self._unobserved or (id(owner), "__dict__") in self._reads
+
     def _carried_numbers(self) -> list[Assumption]:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
         tensors = self.reach.tensors
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
         return (
-            [Assumption(p, "tensor", meta_of(cast(torch.Tensor, p.get()))) for p in carried]
+            [Assumption(p, "tensor", about(cast(torch.Tensor, p.get()))) for p in carried]
             + self._tuple_sizes
             + [
                 Assumption(container.place_of(key), "type", type(value))
@@ -523,7 +535,7 @@ class Watch:
         out = [expect(place, place.get()) for place in self.reach.methods]
         out += [e for value, path in self.reach.bound for e in contents(value, path, carried)]
         for container in self.reach.containers:
-            if container.style == "modules" and container.before:
+            if self._is_sized(container):
                 place = Location(container.path, container.holder, None)
                 out.append(Assumption(place, "size", len(container.holder)))
             elif container.style == "tensor":
@@ -534,9 +546,12 @@ class Watch:
             out += self._read_while_absent(container, reads.get(id(container.owner), set()), changed)
             for key, value in container.before.items():
                 path = container.path_of(key)
-                if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or key == "training":
+                guarded = key == "training" and id(container.owner) in self.reach.of_state
+                if not self._was_read(container, key) or path in changed or key in _TORCH_INTERNAL or guarded:
                     continue
                 out.append(expect(container.place_of(key), value))
+                if isinstance(value, torch.Tensor) and id(value) not in self.reach.of_state:
+                    out.append(Assumption(container.place_of(key), "tensor", about(value)))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in of_callbacks]
         return out
 
@@ -562,20 +577,17 @@ def _is_library_hook(hook: object) -> bool:
 @contextmanager
 def _settings_kept() -> Generator[None]:
     """Refuse changes of torch's settings inside this context; restore them."""
-    before = _settings()
+    settings: dict[str, Callable[[], Any]] = {
+        "torch's grad mode": torch.is_grad_enabled,
+        "torch's default dtype": torch.get_default_dtype,
+        "torch's autocast": functools.partial(torch.is_autocast_enabled, "cpu"),
+    }
+    before = {name: read() for name, read in settings.items()}
     with _torch.undone():
-        _torch.undo(torch.set_grad_enabled, before["torch's grad mode"])
-        _torch.undo(torch.set_default_dtype, before["torch's default dtype"])
+        _torch.undo(torch.set_grad_enabled, torch.is_grad_enabled())
+        _torch.undo(torch.set_default_dtype, torch.get_default_dtype())
         yield
-        for name, now in _settings().items():
-            if now != before[name]:
+        for name, read in settings.items():
+            if (now := read()) != before[name]:
                 way_out = "set it in a `with` block of the step"
                 raise RefusedError(name, before[name], now, "later calls would not change it", way_out)
-
-
-def _settings() -> dict[str, Any]:
-    return {
-        "torch's grad mode": torch.is_grad_enabled(),
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's autocast": torch.is_autocast_enabled("cpu"),
-    }

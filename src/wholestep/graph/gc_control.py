@@ -5,20 +5,31 @@ from __future__ import annotations
 import gc
 import linecache
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 _MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
+
+
+_enabled = ContextVar("_enabled", default=False)
+
+
+def is_enabled(original: Callable[[], bool]) -> bool:
+    """In place of `gc.isenabled` where a user's code runs: whether the collector runs but for a pause."""
+    return original() or _enabled.get()
 
 
 @contextmanager
 def collector_paused() -> Generator[None]:
     """Pause the garbage collector inside this context or decorated function; nested uses have no effect."""
     enabled = gc.isenabled()
+    before = _enabled.set(enabled or _enabled.get())
     try:
         gc.disable()
         yield
     finally:
+        _enabled.reset(before)
         if enabled:
             gc.enable()
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
@@ -244,6 +244,12 @@ def source_line(node: Node) -> str:
     """Return `file:line  code` of the user's line that made the node, or ""."""
     line = node.meta.get("custom", {}).get("line")
     return show_line(*line) if line else ""
+
+
+def line_behind(graph: Graph, text: str) -> str:
+    """Return the user's line of the node that a line of a graph's text shows, or ""."""
+    name = text.strip().removeprefix("%").split(" ")[0]
+    return next((source_line(node) for node in graph.nodes if node.name == name), "")
 
 
 def show_line(file: str, number: int) -> str:

@@ -73,7 +73,10 @@ def is_own_function(value: object) -> bool:
 
 def is_own_module(value: object) -> bool:
     """Return whether a value is a module whose code is watched."""
-    return isinstance(value, ModuleType) and is_own_code(vars(value).get("__file__") or "")
+    if type(value) is not ModuleType:
+        return False
+    table = vars(value)
+    return is_own_code(table.get("__file__") or "") or not ("__file__" in table or table.get("__spec__"))
 
 
 def own_modules() -> list[ModuleType]:

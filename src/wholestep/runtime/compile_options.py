@@ -97,8 +97,9 @@ class CompileOptions:
             (parameters, optimizer state, options of optimizers) and of batches that ranks share; 0 for never.
         verify: trace the step again and compare it with the program that the call is about to run: a value that the
             step reads and that nothing else compares is found ([page](effects.md#what-is-compared-before-a-call)).
-            `"auto"`: on one rank, at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run
-            time; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls. False: never.
+            `"auto"`: at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run time on every
+            rank; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls. False: never.
+            A difference on one rank is an error of all. `progress` is told how long it takes ("trace again").
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
             not used for longest goes; a call of its kind compiles it again, on this rank alone.
         dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same
@@ -172,6 +173,11 @@ class CompileOptions:
     def agree_timeout_s(self) -> float:
         """`agree_timeout` in seconds."""
         return parse_seconds(self.agree_timeout, "agree_timeout")
+
+    @property
+    def verifies(self) -> bool | Literal["auto"]:
+        """`verify`; the environment switches "auto" off."""
+        return False if self.verify == "auto" and os.environ.get("WHOLESTEP_VERIFY") == "0" else self.verify
 
     @property
     def across_steps(self) -> bool:

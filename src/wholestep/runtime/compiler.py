@@ -131,6 +131,10 @@ class Compiler:
         """Of the step, the same on all ranks."""
         return self._consistency.label
 
+    def compare_again(self) -> None:
+        """Ranks compare the next program, whatever they have compared."""
+        self._consistency.forget()
+
     def has_compared(self, compared: str) -> bool:
         """True while ranks remember to have compared a program."""
         return self._consistency.knows(compared)
@@ -253,10 +257,7 @@ class Compiler:
     def capture_one_by_one(self, captured: Capture, error: SizesFixedError) -> None:
         """The sizes of a capture with symbols have a program each from now on."""
         assert captured.symbols is not None, "captured with symbols"
-        dims: dict[str, tuple[int, ...]] = {}
-        for name, dim in captured.symbols.record.dims.values():
-            dims[name] = (*dims.get(name, ()), dim)
-        self.sizes.failed(dims, error)
+        self.sizes.failed(captured.symbols.record.by_name(), error)
 
     def _refuse_other_graph(
         self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump

@@ -30,7 +30,7 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Calls, Rendezvous
 from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, Section
 from ..graph import meta
-from ..graph.graph import LocalGraph, Role, TrainGraph
+from ..graph.graph import LocalGraph, Role
 from ..graph.loop import with_bodies
 from ..graph.nodes import communicates, operands
 from ..graph.text import op_name, short_dtype
@@ -99,6 +99,11 @@ class ConsistencyCheck:
     def knows(self, compared: str) -> bool:
         """True while ranks remember to have compared a program."""
         return compared in self._agreed
+
+    def forget(self) -> None:
+        """Ranks, all of them, compare what they compile next."""
+        self._agreed.clear()
+        self._read.clear()
 
     def alone(self, made: RankProgram) -> RankProgram:
         """A program of a job of one rank."""
@@ -217,6 +222,7 @@ def step_lines(options: StepOptions) -> list[str]:
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
         f"tune{SEPARATOR}{given.tune}",
         f"check_every{SEPARATOR}{given.check_every}",
+        f"verify{SEPARATOR}{given.verifies}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
         f"float8{SEPARATOR}{options.capture.float8}",
         f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
@@ -331,19 +337,13 @@ def _name(value: object) -> str:
 
 def graph_sections(capture: Capture, device: str) -> dict[str, Section]:
     """The captured graph and its constants as sections."""
-    graph = Section.of(graph_lines(capture, device), partial(_source_of, capture.traced))
+    graph = Section.of(graph_lines(capture, device), partial(meta.line_behind, capture.traced.graph))
     return {CONSTANTS: Section.of(constant_lines(capture)), GRAPH: graph}
 
 
 def constant_lines(capture: Capture) -> list[str]:
     """Each constant of the captured graph: its type, shape, first values and a fingerprint of all."""
     return [f"{name}{SEPARATOR}{show_tensor(tensor)}" for name, tensor in capture.graph.constants.items()]
-
-
-def _source_of(train: TrainGraph, line: str) -> str:
-    """The user's line behind a line of the graph's text."""
-    name = line.strip().removeprefix("%").split(" ")[0]
-    return next((meta.source_line(node) for node in train.graph.nodes if node.name == name), "")
 
 
 def graph_lines(capture: Capture, device: str) -> list[str]:

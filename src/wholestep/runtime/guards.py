@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -92,54 +93,48 @@ class TensorGuard:
 
 
 @dataclass(frozen=True)
-class ContentGuard:
-    """The contents of an argument that can change: an array, a set, a generator. `contents` gives what is compared."""
+class LeafGuard:
+    """An argument that is no tensor: of the class `kind`, and with the contents `value` if it has `contents` that can
+    change. One without a class is not read: it is anything but a tensor, of which ranks may have parts.
+    """
 
-    kind: type
-    value: Any
-
-    def fits(self, value: Any) -> bool:
-        """True when `value` is of this class and has these contents."""
-        return type(value) is self.kind and (read := opaque(value)) is not None and bool(read() == self.value)
-
-
-@dataclass(frozen=True)
-class TypeGuard:
-    """An argument whose value may be any one of a class: an input of the graph, or never read."""
-
-    kind: type
+    kind: type | None
+    contents: bool = False
+    value: Any = None
 
     def fits(self, value: Any) -> bool:
-        """True when `value` is of this class."""
-        return type(value) is self.kind
-
-
-class UnreadGuard:
-    """An argument that the step does not read."""
-
-    def fits(self, value: Any) -> bool:
-        """True unless it is a tensor, of which ranks may have parts."""
-        return not isinstance(value, torch.Tensor)
+        """True when `value` is such an argument."""
+        if self.kind is None:
+            return not isinstance(value, torch.Tensor)
+        if type(value) is not self.kind or not self.contents:
+            return type(value) is self.kind
+        return (read := opaque(value)) is not None and bool(read() == self.value)
 
 
 class Condition:
     """Small comparisons that all have to hold at every call, as one generated function. A comparison costs 20 ns there;
-    in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`.
+    in a loop, 50 to 120. Example: `add("{}[{}] is {}", container, "lr", value)`. `says`: what is said where it fails.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {}
-        self._terms: list[str] = []
+        self._terms: list[tuple[str, Callable[[], str]]] = []
 
-    def add(self, term: str, *values: Any) -> None:
+    def add(self, term: str, *values: Any, says: Callable[[], str] = str) -> None:
         """An expression of Python, where each `{}` stands for one of `values`."""
         names = [f"v{len(self._names) + i}" for i in range(len(values))]
         self._names.update(zip(names, values, strict=True))
-        self._terms.append(term.format(*names))
+        self._terms.append((term.format(*names), says))
 
     def compiled(self) -> Callable[[], bool]:
         """True when all terms hold; false also where something that a term looks up is gone."""
-        body = " and ".join(self._terms) or "True"
+        return self._function(" and ".join(term for term, _ in self._terms) or "True")
+
+    def failed(self) -> str:
+        """What the first term that does not hold says, where not all do."""
+        return next((says() for term, says in self._terms if not self._function(term)()), "a setting changed")
+
+    def _function(self, body: str) -> Callable[[], bool]:
         absent = "KeyError, IndexError, AttributeError, ValueError"
         exec(f"def holds():\n try:\n  return {body}\n except ({absent}):\n  return False", self._names)
         return self._names["holds"]
@@ -191,8 +186,9 @@ class HookGuard:
         """True if hooks were added or removed. Compares them only if a hook was registered since, or is gone."""
         if RemovableHandle.next_id == self._registered and all(len(table) == size for table, size in self._sizes):
             return False
-        self._registered = RemovableHandle.next_id
-        return self._now() != self._expected
+        if same := self._now() == self._expected:
+            self._registered = RemovableHandle.next_id
+        return not same
 
     def _now(self) -> list[tuple[int, Any]]:
         found = [item for holder in self._holders for table in _torch.hook_tables(holder) for item in table.items()]
@@ -225,31 +221,47 @@ class Guards:
             for i, (leaf, name) in enumerate(zip(inputs.leaves, inputs.names, strict=True))
         ]
         self.shapes = batch_shapes(inputs)
-        self._params = {name: held.tensor for name, held in state.params.items()}
-        self._flags = [(param.requires_grad, param.dtype) for param in self._params.values()]
-        self._flags_hold = _torch.flags_check([*self._params.values()])
-        has_grad = [param.grad is not None for param in self._params.values()]
-        self._has_grad = None if capture.fresh_grads else has_grad
-        self._modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
-        self._groups = [(o, [list(g["params"]) for g in o.param_groups]) for o in state.optimizers.values()]
         carried = self._effects.group_options()
         baked = baked_numbers(state, capture.hypers)
         self.numbers = [number for number in baked if (id(number[0]), *number[1:3]) not in carried]
-        self._zeros = [(state, h, is_zero(state, h)) for h in capture.hypers if h.key != "lr"]
-        self._switches = [(holder, key, getattr(holder, key)) for holder, key in switches(state.wrappers)]
-        self._scalers = [(scaler, _torch.scaler_options(scaler)) for scaler in state.scalers.values()]
-        modules = (module for module, _ in self._modes)
-        self._hooks = HookGuard([*modules, *self._params.values(), *state.optimizers.values()])
-        condition = Condition()
-        for module, training in self._modes:
-            condition.add("{}.training is {}", module, training)
-        for optimizer, number, key, value in self.numbers:
-            same = "==" if isinstance(value, (*_PLAIN, tuple)) else "is"
-            condition.add(f"{{}}.param_groups[{{}}][{{}}] {same} {{}}", optimizer, number, key, value)
-        for holder, key, value in self._switches:
-            condition.add("getattr({}, {}) == {}", holder, key, value)
-        self._settings_hold = condition.compiled()
+        self._held = Condition()
+        self._hold_state(capture)
+        self._held_holds = self._held.compiled()
         self._assumptions_hold = _compiled(self._effects.expected)
+
+    def _hold_state(self, capture: Capture) -> None:
+        """Compare what modules, parameters and optimizers are set to."""
+        state, add = capture.state, self._held.add
+        params = {name: held.tensor for name, held in state.params.items()}
+        add("{}()", _torch.flags_check([*params.values()]), says=partial(_other_flag, _flags(params), params))
+        for optimizer in state.optimizers.values():
+            members = [list(group["params"]) for group in optimizer.param_groups]
+            add("{}({}, {})", _same_members, optimizer, members, says=partial(_other_members, optimizer, members))
+        modules = [module for root in state.modules.values() for module in root.modules()]
+        for module in modules:
+            now = partial("a {} is in {} mode".format, type(module).__name__, "eval" if module.training else "training")
+            add("{}.training is {}", module, module.training, says=now)
+        for option in self.numbers:
+            same = "==" if isinstance(option[3], (*_PLAIN, tuple)) else "is"
+            term = f"{{}}.param_groups[{{}}][{{}}] {same} {{}}"
+            if isinstance(option[3], tuple):  # loading a state dict may turn it into a list
+                term = "tuple({}.param_groups[{}][{}]) == {}"
+            add(term, *option, says=partial(_other_option, *option))
+        for holder, key in switches(state.wrappers):
+            text = f"{key} of {type(holder).__name__} is {not getattr(holder, key)}"
+            add("getattr({}, {}) == {}", holder, key, getattr(holder, key), says=text.__str__)
+        for hyper in (hyper for hyper in capture.hypers if hyper.key != "lr"):
+            zero = is_zero(state, hyper)
+            text = f"option {hyper.key!r} of a parameter group is {'no longer zero' if zero else 'zero'}"
+            add("{}({}, {}) is {}", is_zero, state, hyper, zero, says=text.__str__)
+        hooks = HookGuard([*modules, *params.values(), *state.optimizers.values()])
+        add("not {}()", hooks.changed, says="hooks were registered or removed".__str__)
+        for scaler in state.scalers.values():
+            options = _torch.scaler_options(scaler)
+            add("{}({}) == {}", _torch.scaler_options, scaler, options, says="options of a GradScaler changed".__str__)
+        for name, param in params.items() if not capture.fresh_grads else ():
+            text = f"the gradient of {name} is {'set' if param.grad is None else 'None'}"
+            add("({}.grad is None) is {}", param, param.grad is None, says=text.__str__)
 
     def check(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> Miss | None:
         """The first difference, but in sizes that a program may have other ones of; None without one."""
@@ -280,10 +292,11 @@ class Guards:
         return Miss(why) if why else None
 
     def _miss_of(self, name: str, leaf: Any, guard: Any, leaves: Sequence[Any]) -> Miss:
-        plain = ((n, v, g) for n, v, g in zip(self._names, leaves, self._leaves, strict=True) if not _is_tensor(g))
-        others = tuple(n for n, v, g in plain if not _same_value(v, g))
-        was = guard.kind.__name__ if isinstance(guard, TypeGuard) else _about(guard)
-        text = "has other contents" if isinstance(guard, ContentGuard) else f"is {_about(leaf)}, it was {was}"
+        rows = zip(self._names, leaves, self._leaves, strict=True)
+        others = tuple(n for n, v, g in rows if not isinstance(g, TensorGuard) and not _same_value(v, g))
+        kind = guard.kind if isinstance(guard, LeafGuard) else None
+        text = f"is {_about(leaf)}, it was {kind.__name__ if kind is not None else _about(guard)}"
+        text = "has other contents" if kind is not None and guard.contents else text
         return Miss(f"argument {name} {text}", where=name, arguments=others)
 
     def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:
@@ -320,75 +333,50 @@ class Guards:
         return Miss(f"the value that the step reads at {where} is another one", "reads a value of the batch", where)
 
     def _check_held(self) -> str:
-        if not self._flags_hold():
-            for (name, param), (needed, dtype) in zip(self._params.items(), self._flags, strict=True):
-                if param.requires_grad is not needed:
-                    return f"requires_grad of {name} is {param.requires_grad}"
-                if param.dtype is not dtype:
-                    return f"{name} is of {param.dtype}, it was of {dtype}"
-        for optimizer, had in self._groups:
-            now = [group["params"] for group in optimizer.param_groups]
-            with _ByIdentity():
-                same = now == had
-            if not same and [*map(len, now)] != [*map(len, had)]:
-                return f"the parameter groups have {[*map(len, now)]} parameters, they had {[*map(len, had)]}"
-            if not same:
-                return "the parameter groups have other parameters"
-        if not self._settings_hold() and (why := self._other_setting()):
-            return why
-        for state, hyper, zero in self._zeros:
-            if is_zero(state, hyper) is not zero:
-                return f"option {hyper.key!r} of a parameter group is {'zero' if not zero else 'no longer zero'}"
-        if self._hooks.changed():
-            return "hooks were registered or removed"
-        for scaler, options in self._scalers:
-            if _torch.scaler_options(scaler) != options:
-                return "options of a GradScaler changed"
-        if self._has_grad is not None:
-            for (name, param), had in zip(self._params.items(), self._has_grad, strict=True):
-                if (param.grad is not None) is not had:
-                    return f"the gradient of {name} is {'None' if had else 'set'}"
-        return ""
+        return "" if self._held_holds() else self._held.failed()
 
-    def _other_setting(self) -> str:
-        """The first training flag, option of a parameter group or switch of a wrapper that is another one."""
-        for module, training in self._modes:
-            if module.training is not training:
-                return f"a {type(module).__name__} is in {'training' if module.training else 'eval'} mode"
-        for optimizer, number, key, value in self.numbers:
-            found = optimizer.param_groups[number].get(key)
-            if found is not value and found != value and not _same_list(found, value):
-                return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
-        for holder, key, value in self._switches:
-            if getattr(holder, key) != value:
-                return f"{key} of {type(holder).__name__} is {getattr(holder, key)}"
-        return ""
+
+def _flags(params: Mapping[str, torch.Tensor]) -> dict[str, tuple[bool, torch.dtype]]:
+    return {name: (param.requires_grad, param.dtype) for name, param in params.items()}
+
+
+def _other_flag(had: Mapping[str, tuple[bool, torch.dtype]], params: Mapping[str, torch.Tensor]) -> str:
+    name, (needed, dtype) = next((n, has) for n, has in _flags(params).items() if has != had[n])
+    if needed is not had[name][0]:
+        return f"requires_grad of {name} is {needed}"
+    return f"{name} is of {dtype}, it was of {had[name][1]}"
+
+
+def _same_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor]]) -> bool:
+    with _ByIdentity():
+        return [group["params"] for group in optimizer.param_groups] == had
+
+
+def _other_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor]]) -> str:
+    were, are = [*map(len, had)], [len(group["params"]) for group in optimizer.param_groups]
+    if were != are:
+        return f"the parameter groups have {are} parameters, they had {were}"
+    return "the parameter groups have other parameters"
+
+
+def _other_option(optimizer: torch.optim.Optimizer, number: int, key: str, value: object) -> str:
+    found = optimizer.param_groups[number].get(key)
+    return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
 
 
 def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:
     """What is compared with an argument that is no tensor: itself, or its contents. `free`: its value may be any."""
     kind = cast(type[Any], type(leaf))
-    if free:
-        return TypeGuard(kind)
-    if unread:
-        return UnreadGuard()
+    if free or unread:
+        return LeafGuard(kind if free else None)
     contents = opaque(leaf) if isinstance(leaf, _CHANGING) else None
-    return cast(Any, leaf) if contents is None else ContentGuard(kind, contents())
-
-
-def _is_tensor(guard: Any) -> bool:
-    return isinstance(guard, TensorGuard)
+    return cast(Any, leaf) if contents is None else LeafGuard(kind, True, contents())
 
 
 def _same_value(leaf: Any, guard: Any) -> bool:
-    if isinstance(guard, (ContentGuard, UnreadGuard, TypeGuard)):
+    if isinstance(guard, LeafGuard):
         return guard.fits(leaf)
     return leaf is guard or (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard)
-
-
-def _same_list(found: object, value: object) -> bool:
-    """Loading a state dict may turn a tuple into a list."""
-    return isinstance(found, list) and tuple(cast(list[Any], found)) == value
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, PurePath, frozenset)

@@ -1,13 +1,11 @@
 """Traces a step again, before a call runs its program, and compares: what the step reads and no guard knows is found.
 
-A capture changes nothing, so it can be repeated. Ranks do it at the same calls, and tell each other nothing: one that
-raises ends the others as any error does.
+A capture changes nothing, so it can be repeated. Ranks do it at the same calls and tell each other what they found, so
+that all of them raise.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +23,14 @@ from ..capture.capture_options import CaptureOptions
 from ..capture.effects import Effects, Extra, Made, Write
 from ..capture.host_numbers import At
 from ..capture.locations import MISSING, SIMPLE, Location
-from ..errors import CaptureError, shown
+from ..distributed.rendezvous import Rendezvous
+from ..distributed.sections import show_ranks
+from ..errors import CaptureError, RankMismatchError, WholestepError, shown
 from ..graph import meta
-from ..graph.graph import TrainGraph
+from ..graph.loop import with_bodies
+from ..graph.nodes import communicates
 from ..tuning import TUNING
+from .consistency import graph_lines
 from .program import Program
 from .step_inputs import StepInputs
 
@@ -38,8 +40,8 @@ _FIRST = 8  # the last call that is verified whatever it takes
 @dataclass
 class Verification:
     """When to trace a step again: at calls 2, 5 and 8, and at 17, 32, 65, ... while `TUNING.verify_share` of the time
-    since the first call is not used up; at all of them if `given` is True. Every second one is odd: what alternates is
-    found too.
+    since the first call is not used up on any rank; at all of them if `given` is True. Every second one is odd: what
+    alternates is found too.
     """
 
     fn: Callable[..., Any]
@@ -50,41 +52,65 @@ class Verification:
     _longest: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _last: int = 1
+    _seen: int = 1
+    _told: int = 0
 
-    def __post_init__(self) -> None:
-        if self.given == "auto" and os.environ.get("WHOLESTEP_VERIFY") == "0":
-            self.given = False
-
-    def is_due(self, call: int, ranks: int) -> bool:
-        """Whether the program of a call, counted from 1, is verified before it runs."""
-        if self.given == "auto" and ranks > 1:
-            return False
+    def is_due(self, call: int) -> bool:
+        """Whether it may be the turn of a call, counted from 1. The same on all ranks."""
         power = call.bit_length() - 1
-        if not self.given or power < 1 or call != 2**power + (power % 2 == 0):
-            return False
-        allowed = TUNING.verify_share * (time.monotonic() - self._began)
-        return call <= _FIRST or self.given is True or self._spent + self._longest <= allowed
+        return bool(self.given) and call == 2**power + (power % 2 == 0) and call > self._seen
 
-    def verify(self, call: int, program: Program, inputs: StepInputs) -> None:
-        """Raise CaptureError if the step, traced now, is not what the program runs."""
-        begin = time.monotonic()
+    def verify(self, call: int, program: Program, inputs: StepInputs | None, ranks: Rendezvous, label: str) -> None:
+        """Raise CaptureError, on all ranks, if the step, traced now, is not what the program of one of them runs.
+
+        Without `inputs`, this rank has traced this call already. Ranks whose program has no collectives may call it
+        alone: they tell each other nothing.
+        """
+        alone = not any(communicates(node) for node, _ in with_bodies(program.local.graph))
+        tell = partial(self._told_by_all, call, None if alone else ranks, label)
+        begin, self._seen = time.monotonic(), call
+        allowed = self._spent + self._longest <= TUNING.verify_share * (begin - self._began)
+        if call > _FIRST and self.given is not True and any(tell(() if allowed else ("no time",))):
+            return
+        own: WholestepError | None = None
         try:
-            found = self._difference(program.capture, inputs, program)
-        finally:
-            took = time.monotonic() - begin
-            self._spent, self._longest = self._spent + took, max(self._longest, took)
-        if found is not None:
-            was, now, where = found
-            raise CaptureError(
-                f"call {call} of {self.name} is not what its program does: the step reads a value that has changed and "
-                f"that wholestep does not compare. The program has {was}; traced now, the step has {now}. Calls after "
-                f"call {self._last} may have run with the old value",
-                "values that each call compares: numbers, text, containers and attributes of objects that the step's "
-                "function, its arguments, closures or globals lead to",
-                "pass the value to the step, or keep it in an attribute",
-                where,
-            )
+            difference = self._difference(program.capture, inputs, program) if inputs is not None else None
+            own = None if difference is None else self._error(call, *difference)
+        except WholestepError as error:
+            own = error
+        took = time.monotonic() - begin
+        self._spent, self._longest = self._spent + took, max(self._longest, took)
+        texts = tell(() if own is None else (own.found, own.needed, own.next_step, own.where))
+        if own is not None:
+            raise own
+        for rank, told in enumerate(texts):
+            if told:
+                raise CaptureError(f"on {show_ranks([rank])}: {told[0]}", *told[1:])
         self._last = call
+
+    def _told_by_all(self, call: int, ranks: Rendezvous | None, label: str, texts: tuple[str, ...]) -> list[Any]:
+        if ranks is None or ranks.size == 1:
+            return [texts]
+        self._told += 1
+        what = f"what call {call} of {self.name} is, traced again"
+        rows: list[tuple[int, tuple[str, ...]]] = ranks.gather(
+            f"{label}/verify/{self._told}", (call, texts), what, tuple[int, tuple[str, ...]]
+        )
+        if any(number != call for number, _ in rows):
+            found = f"ranks trace {self.name} again at different calls: {[number for number, _ in rows]}"
+            raise RankMismatchError(found, "the same calls on all ranks", "call the step equally often on every rank")
+        return [told for _, told in rows]
+
+    def _error(self, call: int, was: str, now: str, where: str) -> CaptureError:
+        return CaptureError(
+            f"call {call} of {self.name} is not what its program does: the step reads a value that has changed and "
+            f"that wholestep does not compare. The program has {was}; traced now, the step has {now}. Calls after "
+            f"call {self._last} may have run with the old value",
+            "values that each call compares: numbers, text, containers and attributes of objects that the step's "
+            "function, its arguments, closures or globals lead to",
+            "pass the value to the step, or keep it in an attribute",
+            where,
+        )
 
     def _difference(self, captured: Capture, inputs: StepInputs, program: Program) -> tuple[str, str, str] | None:
         options = replace(self.options, device=program.world.device)
@@ -92,8 +118,6 @@ class Verification:
             again = capture_again(self.fn, inputs.args, inputs.kwargs, options, captured, inputs.whole)
         except CaptureError as error:
             return "no such line", error.found, error.where
-        if captured.calls_caches or again.calls_caches:
-            return None  # what a cache keeps is an operation in one trace and a constant in the next
         if captured.symbols is not None:
             assert again.symbols is not None, "captured with the same symbols"
             if captured.symbols.record.hints != again.symbols.record.hints:
@@ -103,9 +127,10 @@ class Verification:
 
 def _first_difference(captured: Capture, again: Capture, program: Program) -> tuple[str, str, str] | None:
     """What a capture and the next one have in other words: two texts, and the user's line."""
-    for was, now in zip_longest(*map(_graph_lines, (captured, again)), fillvalue=""):
+    device = program.world.device
+    for was, now in zip_longest(graph_lines(captured, device), graph_lines(again, device), fillvalue=""):
         if was != now:
-            line = _line_of(again.traced, now) or _line_of(captured.traced, was)
+            line = meta.line_behind(again.traced.graph, now) or meta.line_behind(captured.traced.graph, was)
             return was.strip() or "no more", now.strip() or "no more", line
     for name, old, new in _constants(captured, again, program):
         if not _same_tensor(old, new):
@@ -116,16 +141,6 @@ def _first_difference(captured: Capture, again: Capture, program: Program) -> tu
         if was != now:
             return was, now, ""
     return None
-
-
-def _graph_lines(captured: Capture) -> list[str]:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(captured.traced)).splitlines()
-
-
-def _line_of(graph: TrainGraph, line: str) -> str:
-    """The user's line behind a line of a graph's text."""
-    name = line.strip().removeprefix("%").split(" ")[0]
-    return next((meta.source_line(node) for node in graph.graph.nodes if node.name == name), "")
 
 
 def _constants(

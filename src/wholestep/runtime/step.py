@@ -95,7 +95,7 @@ class CompiledStep:
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
         self._known_sizes: KnownSizes | None = None
-        self._verification = Verification(fn, self.__name__, options.capture, options.given.verify)
+        self._verification = Verification(fn, self.__name__, options.capture, options.given.verifies)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
@@ -430,7 +430,7 @@ class CompiledStep:
                 if miss is None:
                     if i != last:
                         self.programs.append(self.programs.pop(i))
-                    if self._verification.is_due(self.calls + 1, program.world.mesh.size):
+                    if self._verification.is_due(self.calls + 1):
                         self._verify(program, self._inputs(args, kwargs, given and given.of_all))
                     return program
                 newest = newest or miss
@@ -441,15 +441,23 @@ class CompiledStep:
         with self._stages.reporting(), busy, collected_after(), source_lines_dropped():
             flush_pending()
             inputs = self._inputs(args, kwargs, given and given.of_all)
-            return self._compile(inputs, self._other_sizes(inputs))
+            program = self._compile(inputs, self._other_sizes(inputs))
+        if self._verification.is_due(self.calls + 1):
+            self._verify(program, None)
+        return program
 
-    def _verify(self, program: Program, inputs: StepInputs) -> None:
-        """Trace the step again; a program that it is not any more is forgotten."""
-        try:
-            self._verification.verify(self.calls + 1, program, inputs)
-        except CaptureError:
-            self.programs.remove(program)
-            raise
+    def _verify(self, program: Program, inputs: StepInputs | None) -> None:
+        """Trace the step again; if it is another one on any rank, ranks forget their programs, and compare the next."""
+        compiler = self._compiler
+        assert compiler is not None, "joined"
+        busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.given.agree_timeout_s)
+        with self._stages.reporting(), busy, self._stages.stage("trace again"):
+            try:
+                self._verification.verify(self.calls + 1, program, inputs, compiler.rendezvous, compiler.label)
+            except CaptureError:
+                self.programs.clear()
+                compiler.compare_again()
+                raise
 
     def _in_order(self) -> Sequence[int]:
         """Places of the programs in the order in which they are looked at where calls are recorded: the latest first,

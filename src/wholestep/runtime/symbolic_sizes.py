@@ -185,37 +185,34 @@ def _likely(leaf: Any) -> set[int]:
 def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
     """The sizes of the symbols of a capture in the batch that another one was made for; None if it is not for that."""
     assert captured.symbols is not None, "captured with symbols"
-    places = captured.symbols.record.dims
     metas = {given.name: given.meta for given in other.graph.inputs if given.role is Role.BATCH}
-    shapes = {name: found.shape for name, found in metas.items()}
-    if any(metas[name].stride != row_major(shapes[name]) for name, _ in places.values()):
+    shapes = {name: tuple(map(int, found.shape)) for name, found in metas.items()}
+    symbolic = {name for name, _ in captured.symbols.record.dims.values()}
+    if any(metas[name].stride != row_major(metas[name].shape) for name in symbolic):
         return None
-    for given in captured.graph.inputs:
-        if given.role is Role.BATCH:
-            fixed = [dim for dim in range(len(given.meta.shape)) if (given.name, dim) not in places.values()]
-            if any(int(given.meta.shape[dim]) != int(shapes[given.name][dim]) for dim in fixed):
-                return None
-    sizes = {symbol: int(shapes[name][dim]) for symbol, (name, dim) in places.items()}
-    return sizes if captured.symbols.hold(sizes) else None
+    sizes = _sizes_in(captured, shapes)
+    return sizes if sizes is not None and captured.symbols.hold(sizes) else None
 
 
 def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Capture | None:
     """A capture with symbols for these dims that applies to a call, though its program does not; None without one."""
-    shapes = batch_shapes(inputs)
+    asked = {(name, dim) for name, those in dims.items() for dim in those}
     for captured in like:
-        if captured.symbols is None:
-            continue
-        places = captured.symbols.record.dims
-        fixed = [given for given in captured.graph.inputs if given.role is Role.BATCH]
-        same = all(
-            int(size) == shapes[given.name][dim]
-            for given in fixed
-            for dim, size in enumerate(given.meta.shape)
-            if (given.name, dim) not in places.values()
-        )
-        if same and {(name, dim) for name, those in dims.items() for dim in those} <= set(places.values()):
-            return at_other_sizes(captured, {symbol: shapes[name][dim] for symbol, (name, dim) in places.items()})
+        sizes = None if captured.symbols is None else _sizes_in(captured, batch_shapes(inputs))
+        if captured.symbols is not None and sizes is not None and asked <= {*captured.symbols.record.dims.values()}:
+            return at_other_sizes(captured, sizes)
     return None
+
+
+def _sizes_in(captured: Capture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
+    """The sizes of the symbols of a capture in a batch of these shapes; None if another size is not that of it."""
+    assert captured.symbols is not None, "captured with symbols"
+    places = captured.symbols.record.dims
+    of_batch = [given for given in captured.graph.inputs if given.role is Role.BATCH]
+    sizes = [(given.name, dim, int(size)) for given in of_batch for dim, size in enumerate(given.meta.shape)]
+    if any(shapes[name][dim] != size for name, dim, size in sizes if (name, dim) not in places.values()):
+        return None
+    return {symbol: shapes[name][dim] for symbol, (name, dim) in places.items()}
 
 
 def other_sizes(captured: Capture, ranks: int, far: bool = False, smaller: bool = False) -> dict[str, int]:
@@ -267,18 +264,11 @@ def hints_of(captured: Capture) -> dict[str, int]:
 def refuse_other_graph(made: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
     """Raise SizesFixedError unless a graph with symbols is, at these sizes, the graph captured for them."""
     filled = instantiated(made, sizes)
-    if str(filled) != str(fixed):
-        raise SizesFixedError("with symbols for sizes, another graph is captured", _first_other(filled, fixed))
-
-
-def _first_other(filled: TrainGraph, fixed: TrainGraph) -> str:
-    """The user's line behind the first node that differs."""
-    ours = dict.fromkeys(str(filled).splitlines())
-    for line in str(fixed).splitlines():
-        if line not in ours and line.strip().startswith("%"):
-            name = line.strip().removeprefix("%").split(" ")[0]
-            return next((meta.source_line(node) for node in fixed.graph.nodes if node.name == name), "")
-    return ""
+    ours, theirs = (str(one).splitlines() for one in (filled, fixed))
+    if ours != theirs:
+        others = (line for line in theirs if line not in {*ours} and line.strip().startswith("%"))
+        where = meta.line_behind(fixed.graph, next(others, ""))
+        raise SizesFixedError("with symbols for sizes, another graph is captured", where)
 
 
 @dataclass(frozen=True)
