@@ -278,7 +278,7 @@ ROWS = (
         line="the plain model: wholestep adds the communication",
         runs=False,
     ),
-    Row(G, "fake quantization (quantization-aware training)", train(model=quantized), runs=False),
+    Row(G, "fake quantization (quantization-aware training)", train(model=quantized)),
     Row(
         G,
         "a custom `autograd.Function`",

@@ -211,15 +211,13 @@ ROWS = (
         line="`ws.callback(log.append, loss)`",
     ),
     Row(G, "updates every n-th call, by a counter of its own", steps(every_other, with_log)),
-    Row(G, "`while` on values", train(looped), runs=False),
+    Row(G, "`while` on values", train(looped)),
     Row(G, "loops, dicts, comprehensions over shapes and lists", train(comprehended), ranks=True),
     Row(G, "`assert` on shapes", train(asserted_shapes)),
     Row(
         G,
         "`assert` on values",
-        train(asserted_shapes),
-        before=train(asserted),
-        line="assert after the call, on what the step returns",
+        train(asserted),
     ),
     Row(
         G,

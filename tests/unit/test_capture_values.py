@@ -107,8 +107,8 @@ def test_sizes_from_a_list_and_from_a_mask() -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda out, batch: out.sum() if out.sum() > 0 else -out.sum(),
-        lambda out, batch: out.sum() if batch["x"].sum() > 0 else -out.sum(),
+        lambda out, batch: out.sum() if out.sum().item() > 0 else -out.sum(),
+        lambda out, batch: out.sum() if float(batch["x"].sum()) > 0 else -out.sum(),
         lambda out, batch: out.sum() * torch.randint(0, 9, ()).item(),
         lambda out, batch: out.sum() * batch["ids"].clone().copy_(out[0, 0].detach()).sum().item(),
     ],

@@ -20,6 +20,7 @@ from ..graph.graph import Role, TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
+from .branches import Branch, along_branches, check_branches
 from .call_structure import StepCall, Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
@@ -43,7 +44,7 @@ class Capture:
 
     `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
     sizes of the batch that the graph has as symbols. `unfilled` is the graph of the trace, where that of the step fills
-    padded positions of the batch.
+    padded positions of the batch. `branches` are those that the graph assumes (`check_branches`).
     """
 
     graph: TrainGraph
@@ -58,6 +59,7 @@ class Capture:
     checked: tuple[str, ...] = ()
     symbols: _torch.Symbols | None = None
     unfilled: TrainGraph | None = None
+    branches: tuple[Branch, ...] = ()
 
     @property
     def traced(self) -> TrainGraph:
@@ -144,7 +146,12 @@ def capture_step(
     for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
-                made = _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic)
+                made = along_branches(
+                    options.branches,
+                    lambda taken, given=(numbers, whole, promoted, dynamic): _captured(
+                        fn, args, kwargs, replace(options, branches=taken), *given
+                    ),
+                )
         except CaptureError as failed:
             first = first or failed
             if failed.place in arguments:
@@ -173,6 +180,7 @@ def capture_again(
 ) -> Capture:  # fmt: skip
     """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
     dims = {} if like.symbols is None else like.symbols.record.by_name()
+    options = replace(options, branches=tuple(branch.expected for branch in like.branches))
     state, *_ = find_state(fn, args, kwargs, options.extra)
     with overridden(state, options.module_overrides):
         return _captured(fn, args, kwargs, options, like.hypers, whole, like.effects.carried, dims)
@@ -205,6 +213,10 @@ def _captured(
     if dynamic:
         refuse_symbolic(traced.result_leaves, effects)
     checked: tuple[str, ...] = ()
+    if branches := traced.branches.taken:
+        first = sum(out.kind == "result" for out in graph.outputs) - len(branches)
+        graph = check_branches(graph, branches, first, fused and not options.skip_nonfinite)
+        effects = replace(effects, extra=effects.extra - len(branches))
     if options.skip_nonfinite:
         refuse_unskippable(state, effects)
         graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
@@ -212,7 +224,7 @@ def _captured(
         traced.stand_ins.symbols.end_of_trace()
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols,
+        tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols, branches=tuple(branches),
     )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ class CaptureOptions:
         fused: keep fused and foreach optimizer kernels; False decomposes them.
         keep_grads: keep gradients in `param.grad` even if the step resets them at its start.
         skip_nonfinite: the step leaves its state as it was if its loss or a gradient is not finite.
+        branches: what `if tensor:` takes the tensor for, in order; behind these, whatever lets the trace go on. A graph
+            that has assumed something says in its last result whether that was so. Without it, `if tensor:` is refused.
         module_overrides: replacements for submodules during the trace, by path (globs allowed).
         model: modules of the step that are neither arguments nor closure variables, which are found automatically.
         optimizer: optimizers, likewise.
@@ -49,6 +51,7 @@ class CaptureOptions:
     fused: bool = True
     keep_grads: bool = False
     skip_nonfinite: bool = False
+    branches: tuple[bool, ...] | None = None
     module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     model: Modules | None = None
     optimizer: Optimizers | None = None

@@ -88,6 +88,10 @@ class HostProgram:
                 made = dict(enumerate(self.run()))
         return next((d.where for d in self.decisions if bool(self._value(d.index, made)) is not d.expected), "")
 
+    def saved(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """What effects modify, and its items now."""
+        return [(items, {k: _copied(v) for k, v in items.items()}) for items in self.changed]
+
     def _value(self, index: int, made: dict[int, Any]) -> Any:
         """Return the result of an instruction; `made` holds the results so far."""
         if index not in made:
@@ -101,11 +105,12 @@ def preserved(dicts: Sequence[dict[Any, Any]]) -> Generator[None]:
     """Restore the items of the given dicts, and lists and 0-dim tensors among these, after this context."""
     with _torch.undone():
         for items in dicts:
-            _torch.undo(_put_back, items, {k: _copied(v) for k, v in items.items()})
+            _torch.undo(put_back, items, {k: _copied(v) for k, v in items.items()})
         yield
 
 
-def _put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Give a dict the items that it had before."""
     items.clear()
     items.update(before)
 

@@ -41,21 +41,21 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
     if all(name == LOSS for name, _ in checked):
         return graph, ()
     flags = _flags(checked, foreach)
-    updates = _Updates(flags[0])
+    updates = Updates(flags[0])
     inputs = {given.name: (given.role, node) for given, node in graph.placeholders()}
     kept: list[tuple[Output, Node]] = []
     for out, made in graph.results():
         role, old = inputs.get(out.target, (None, None)) if out.kind == "update" else (None, None)
         created = out.kind == "update" and old is None
         if old is not None and role in _KEPT:
-            place = _After(updates.last(made))
+            place = After(updates.last(made))
             made = updates.kept(made, old) or place.call(aten.where.self, flags[0], old, made)
         elif created and not out.target.endswith("/grad"):
             owner, _, key = out.target.rpartition("/")
             found = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
             raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
         elif created and not fresh_grads:
-            place = _After(updates.last(made))
+            place = After(updates.last(made))
             made = place.call(aten.where.self, flags[0], place.call(aten.zeros_like.default, made), made)
         kept.append((out, made))
     results = sum(out.kind == "result" for out, _ in kept)
@@ -118,7 +118,7 @@ def _flags(checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, No
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     grads = [node for name, node in checked if name != LOSS]
     known = _known_norms(grads, wide)
-    place = _After(max([*(node for _, node in checked), *known.values()], key=order.__getitem__))
+    place = After(max([*(node for _, node in checked), *known.values()], key=order.__getitem__))
     sizes = [place.size(node, 1, wide) for name, node in checked if name == LOSS]
     others = [node for node in grads if node not in known]
     if foreach and len({meta.one_tensor(node).dtype for node in others}) == 1:
@@ -145,13 +145,13 @@ def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
     return found
 
 
-class _Updates:
+class Updates:
     """Updates that keep the old value by themselves, without a copy: by fused optimizers, which a flag can stop, and of
     counts, which grow by 0 in a skipped step.
     """
 
     def __init__(self, skipped: Node) -> None:
-        place = _After(skipped)
+        place = After(skipped)
         self._number = place.call(aten._to_copy.default, skipped, dtype=torch.float32)
         self._one = place.call(aten.rsub.Scalar, self._number, 1)
         self._order = {node: i for i, node in enumerate(skipped.graph.nodes)}
@@ -184,7 +184,7 @@ class _Updates:
 
 
 @dataclass
-class _After:
+class After:
     """Inserts calls after a node, in order."""
 
     node: Node

@@ -23,6 +23,7 @@ from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
+from .branches import Branches
 from .call_structure import LENGTHS, Structure, argument_names, in_place, take_apart
 from .effects import RefusedError
 from .fake_inputs import FakeInputs, Request, stand_ins
@@ -73,11 +74,15 @@ def trace_step(request: Request) -> Traced:
     try:
         run.trace()
     except WholestepError as error:
+        if isinstance(error, CaptureError):
+            error.branches = run.branches.expected
         returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
         error.where = error.where or run.watch.found_at or ("" if returned else _user_frame(error))
         raise
     except Exception as error:
-        raise _explain(error) from error
+        explained = _explain(error)
+        explained.branches = run.branches.expected
+        raise explained from error
     return run
 
 
@@ -113,6 +118,7 @@ class Traced:
         self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
+        self.branches = Branches(fakes.inputs, request.options.branches)
         self.own = OwnTensors(_calling_text)
         self.watch = Watch(
             request.state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find
@@ -217,6 +223,7 @@ class Traced:
             self.watch.refuse_made(leaves)
             batch = [(i, n) for i, n in enumerate(request.names) if isinstance(request.call.leaves[i], torch.Tensor)]
             self.watch.assign_to_batch({n: (i, given[n], n in self.reset) for i, n in batch})
+            self.watch.extra += self.branches.values
             finals = self._new_values(given)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -413,6 +420,9 @@ class _TorchCalls(TorchFunctionMode):
             if value is not None:
                 with _torch.outside_of_trace():
                     return func(value, *args[1:], **named)
+            taken = self._step.branches.take(args[0], _calling_text()) if func is torch.Tensor.__bool__ else None
+            if taken is not None:
+                return taken
             raise _reads_value(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
                 "while it is being captured",

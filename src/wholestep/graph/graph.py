@@ -20,6 +20,9 @@ from .text import CollectiveTotal, collective_totals, show_local_graph, show_tra
 NONFINITE = "not finite"
 """The target of two results: whether the step is skipped, and which values are not finite."""
 
+BRANCHES = "branches"
+"""The target of a result: on how many ranks each branch is another one than the step takes, and on how many not."""
+
 
 class Role(enum.Enum):
     """Kind of an input of the step."""

@@ -96,7 +96,7 @@ class Compiler:
 
     The fields after `cache` are what one compile finds out for the next: the strategies with layouts solved on measured
     hardware, the choice of `Auto` and the hardware that it was made on, places of Python numbers that are carried from
-    call to call, or changed between calls.
+    call to call, or changed between calls; and the branches that the next program has to take.
     """
 
     fn: Callable[..., Any]
@@ -114,6 +114,7 @@ class Compiler:
     _carried: Promoted = field(default_factory=Promoted)
     _changing: Promoted = field(default_factory=Promoted)
     _orders: list[StageParts] = field(default_factory=list[StageParts])
+    branches: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
@@ -285,7 +286,7 @@ class Compiler:
         dims: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Capture:  # fmt: skip
         note_changed(held)
-        options = replace(self.options.capture, device=self.world.device)
+        options = replace(self.options.capture, device=self.world.device, branches=self.branches)
         carried, changing = self._carried, self._changing
         return capture_step(
             self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing, dynamic=dims

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..backend.protocol import Run
+from ..capture.branches import other_branch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
 from ..capture.effects import Extra
-from ..capture.host_numbers import At
+from ..capture.host_numbers import At, put_back
 from ..capture.locations import MISSING, Location, same_kind, shown
 from ..capture.optimizer_entries import Entry, Lookup
 from ..capture.trace import TensorLeaf
@@ -25,7 +26,7 @@ from ..distributed.owned_tensors import wrap
 from ..dtensor import placements
 from ..errors import StateError
 from ..graph import meta
-from ..graph.graph import NONFINITE, Input, LocalGraph, Role
+from ..graph.graph import BRANCHES, NONFINITE, Input, LocalGraph, Role
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
@@ -79,7 +80,8 @@ class Program:
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
         results = [o.target for o in self.local.outputs if o.kind == "result"]
-        self._all_results = len(results) - results.count(NONFINITE)
+        self._all_results = len(results) - results.count(NONFINITE) - results.count(BRANCHES)
+        self._first_nonfinite = len(results) - results.count(NONFINITE)
         self._count = self._all_results - effects.extra
         self._first_created = len(results)
         self._created = [o.target for o in self.local.outputs if o.kind == "update"]
@@ -94,6 +96,7 @@ class Program:
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
         ]
         self._built = self._structures()
+        self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         made = (leaf for write in effects.writes if write.made for leaf in write.made.leaves)
         self._in_containers = {leaf.index for leaf in made if isinstance(leaf, Extra)}
         self.bind_state()
@@ -260,10 +263,10 @@ class Program:
         inputs = self.gather_inputs(leaves)
         self.phase = Phase.RUNS
         if self._drawing is None:
-            out = self.run(inputs)
+            out = self._run(inputs)
         else:
             with self._drawing():
-                out = self.run(inputs)
+                out = self._run(inputs)
         self.phase = Phase.KEEPS
         for param in self._params:
             if param.grad is not None:
@@ -272,7 +275,7 @@ class Program:
         if self.acts:
             self._act({**made, **dict(enumerate(out[self._count : self._all_results]))})
         if self.capture.checked:
-            self.nonfinite = out[self._all_results : self._first_created]
+            self.nonfinite = out[self._first_nonfinite : self._first_created]
         self.phase = Phase.AFTER
         if self._single:
             return out[0]
@@ -283,6 +286,23 @@ class Program:
         ]
         return put_together(self.capture.results, made)
 
+    def _run(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the program. Raises OtherBranchError: another one has to, and this one has changed nothing."""
+        out = self.run(inputs)
+        if self.capture.branches:
+            differ, same = cast("list[list[float]]", out[self._all_results].tolist())
+            number = next((i for i, count in enumerate(differ) if count), None)
+            if number is not None:
+                for items, before in self._before:
+                    put_back(items, before)
+                self.phase = Phase.BEFORE
+                raise other_branch(self.capture.branches, number, bool(same[number]))
+        return out
+
+    def follows(self, taken: tuple[bool, ...]) -> bool:
+        """Whether the program takes these branches, and may take others behind them."""
+        return tuple(branch.expected for branch in self.capture.branches[: len(taken)]) == taken
+
     def _prepare(self, leaves: Sequence[Any]) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
         for i in self.capture.effects.given:
@@ -292,6 +312,8 @@ class Program:
                 found = f"{place.path} is set before a step that adds to it"
                 needed = "a tensor of the batch without a gradient"
                 raise StateError(found, needed, f"set `{place.path} = None` before the call, or at the step's begin")
+        if self.capture.branches:
+            self._before = self.capture.effects.program.saved()
         self._host = self.capture.effects.program.run()
         for i, at in self._computed:
             self._numbers[i].fill_(self._host[at])

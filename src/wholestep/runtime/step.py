@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from .._torch import drop_modes, modes_now
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
+from ..capture.branches import OtherBranchError
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
 from ..capture.scheduled_numbers import scheduled
@@ -24,7 +25,7 @@ from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CaptureError, PlanError
+from ..errors import CaptureError, PlanError, WholestepError
 from ..graph.gc_control import collected_after, source_lines_dropped
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
@@ -114,26 +115,32 @@ class CompiledStep:
             call = take_apart((args, kwargs))
             if self._cuts_batches:
                 self._check_pieces(call, args, kwargs)
-            padding: tuple[PaddedCall, Program] | None = None
+            padding: tuple[PaddedCall, Program, GivenSizes | None] | None = None
             if self._pads:
                 names = leaf_names(self.fn, call.structure)
                 call, args, kwargs = with_lengths(self.options.given.paddings, call, names)
                 padding = self._padding(call, args, kwargs)
             if padding is not None:
-                made, fits = padding
+                made, fits, given = padding
                 call, args, kwargs = made.call, made.args, made.kwargs
             else:
                 given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
                 fits = self._program(call, args, kwargs, given)
-            flush_pending(but=fits.run)
-            program = fits
-            program.phase = Phase.BEFORE
-            if self._clock is not None:
-                self._clock.reset(program.world.device)
-            if program.acts:
-                program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
+            while True:
+                flush_pending(but=fits.run)
+                program = fits
+                program.phase = Phase.BEFORE
+                if self._clock is not None:
+                    self._clock.reset(program.world.device)
+                if program.acts:
+                    program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
+                try:
+                    with uninterrupted():
+                        result = program(call.leaves)
+                    break
+                except OtherBranchError as other:
+                    fits = self._along(other, call, args, kwargs, given)
             with uninterrupted():
-                result = program(call.leaves)
                 self.calls += 1
                 if self._nonfinite is not None and program.nonfinite:
                     self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
@@ -362,7 +369,7 @@ class CompiledStep:
 
     def _padding(
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[PaddedCall, Program] | None:
+    ) -> tuple[PaddedCall, Program, GivenSizes | None] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
         given = self.options.given.paddings
         sharder = self._sharder_of(call, args, kwargs) if self._shares_batches else None
@@ -380,12 +387,32 @@ class CompiledStep:
         assert check is not None, "a program with symbols"
         broken = check.broken_at(made.lengths)
         if not greatest(int(broken is not None)):
-            return made, program
+            return made, program, sizes
         text = check.record.shown(broken.text) if broken is not None else "that another rank has"
         why = f"not padded: without padding, sizes break the guard {text}"
         if why not in self.misses:
             self._note_miss(Miss(why))
         return None
+
+    def _along(
+        self, other: OtherBranchError, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        given: GivenSizes | None,
+    ) -> Program:  # fmt: skip
+        """The program that takes other branches than one that ran and has changed nothing. Where the step raises on
+        these, its error is raised.
+        """
+        assert self._compiler is not None, "a program ran"
+        self._compiler.branches = other.taken
+        try:
+            return self._program(call, args, kwargs, given, Miss(other.found, "takes a branch", other.where))
+        except CaptureError as error:
+            raised = error.__cause__
+            own = raised is not None and not isinstance(raised, WholestepError) and not error.reads_value
+            if not own or error.branches != other.taken:
+                raise
+            raise cast(BaseException, raised) from None
+        finally:
+            self._compiler.branches = ()
 
     def _sizes_known_to_ranks(self) -> KnownSizes:
         assert self._compiler is not None, "joined"
@@ -414,17 +441,21 @@ class CompiledStep:
         return self._compiler
 
     def _program(
-        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: GivenSizes | None
-    ) -> Program:
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: GivenSizes | None,
+        other: Miss | None = None,
+    ) -> Program:  # fmt: skip
         """The program that fits a call, compiled where there is none. What others have given is taken once the rest
         fits.
         """
         if self.programs:
             now = ambient(self.programs[-1].world.device)
-            newest: Miss | None = None
+            newest = other
+            taken = self._compiler.branches if self._compiler else ()
             last = len(self.programs) - 1
             for i in range(last, -1, -1) if self._installer.recordings is None else self._in_order():
                 program = self.programs[i]
+                if not program.follows(taken):
+                    continue
                 miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
                 miss = miss or program.guards.check_sizes(call.leaves, given and given.of_all)
                 if miss is None:

@@ -1,0 +1,155 @@
+"""Branches on values of tensors: a step is traced along those that are expected, and its graph says whether another one
+was due, in which case it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph import meta
+from ..graph.graph import BRANCHES, Input, Output, Role, TrainGraph
+from ..graph.ops import OVER_RANKS
+from ..tuning import TUNING
+from .skip_nonfinite import After, Updates
+
+aten = torch.ops.aten
+_OF_OPTIONS = (Role.HYPER, Role.CONST)
+MOST = 500  # of one trace: a loop that ends by a value may never end
+_USUALLY_TRUE = (aten.all.default, aten.all.dim, aten.mul.Tensor)  # of booleans: as `isfinite` is traced
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The truth of a value that a trace assumes, and the user's line that asks for it."""
+
+    expected: bool
+    where: str
+
+
+class OtherBranchError(CaptureError):
+    """A call has to take another branch than its program: its first ones are `taken`."""
+
+    def __init__(self, taken: tuple[bool, ...], where: str) -> None:
+        super().__init__(f"the branch at {where} is another one", where=where)
+        self.taken = taken
+
+
+def other_branch(branches: Sequence[Branch], number: int, differ: bool) -> CaptureError:
+    """The error of a call in which the truth of value `number` is not as expected. `differ`: on some ranks it is."""
+    branch = branches[number]
+    if not differ:
+        before = tuple(one.expected for one in branches[:number])
+        return OtherBranchError((*before, not branch.expected), branch.where)
+    return CaptureError(
+        "ranks, or micro-batches, take different branches",
+        "a value that is the same for all of them: they run one program, and share its collectives",
+        "choose with torch.where, run the other branch on zeros as well (an empty batch of that kind), or compile with "
+        'semantics="global"; nothing was changed',
+        branch.where,
+    )
+
+
+@dataclass
+class Branches:
+    """Those of one trace. `assumed` are the first ones; without it, no value is assumed."""
+
+    inputs: Sequence[Input]
+    assumed: tuple[bool, ...] | None
+    taken: list[Branch] = field(default_factory=list[Branch])
+    values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    @property
+    def expected(self) -> tuple[bool, ...]:
+        """What values were taken for so far; nothing of a trace with too many."""
+        return tuple(branch.expected for branch in self.taken) if len(self.taken) < MOST else ()
+
+    def take(self, value: torch.Tensor, where: str) -> bool | None:
+        """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
+        traced = None if self.assumed is None or _torch.inside_transform() else _torch.traced_node(value)
+        if self.assumed is None or traced is None or value.numel() != 1 or len(self.taken) == MOST:
+            return None
+        node, known = traced[0], self.assumed
+        if not self._depends_on_tensors(node):
+            return None
+        usual = node.target in _USUALLY_TRUE and value.dtype is torch.bool
+        expected = known[len(self.taken)] if len(self.taken) < len(known) else usual
+        with torch.no_grad():
+            self.values.append((value.detach() != 0).reshape(()))
+        self.taken.append(Branch(expected, where))
+        return expected
+
+    def _depends_on_tensors(self, node: Node) -> bool:
+        """False for what is computed of options of an optimizer alone, which can be constants."""
+        given = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
+        waiting, seen = [node], set[Node]()
+        while waiting:
+            one = waiting.pop()
+            if one in given and given[one].role not in _OF_OPTIONS:
+                return True
+            waiting += [n for n in one.all_input_nodes if n not in seen]
+            seen.update(one.all_input_nodes)
+        return False
+
+
+def along_branches(assumed: tuple[bool, ...] | None, capture: Callable[[tuple[bool, ...] | None], Any]) -> Any:
+    """Capture along the `assumed` branches, and behind them along the first ones on which the step can be traced."""
+    first: CaptureError | None = None
+    tried, now = set[tuple[bool, ...]](), assumed
+    for _ in range(TUNING.most_captures):
+        try:
+            return capture(now)
+        except CaptureError as error:
+            first, taken = first or error, error.branches
+            now = None
+            for i in reversed(range(len(assumed or ()), len(taken))):
+                tried.add(taken[: i + 1])
+                other = (*taken[:i], not taken[i])
+                if other not in tried:
+                    now = other
+                    break
+            if now is None:
+                raise first from first.__cause__
+    assert first is not None, "a capture returned or raised"
+    raise first
+
+
+def check_branches(graph: TrainGraph, branches: Sequence[Branch], first: int, fused: bool) -> TrainGraph:
+    """Return the step with one more result in place of the values of `branches`, which are results from number `first`
+    on: how many ranks have each as it is not expected, and as it is. The step changes nothing if one is not.
+    """
+    pairs = graph.results()
+    end = first + len(branches)
+    values = [node for _, node in pairs[first:end]]
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    place = After(max(values, key=order.__getitem__))
+    pairs = [*pairs[:first], *pairs[end:]]
+    others = [
+        place.call(aten.logical_not.default, node) if branch.expected else node
+        for node, branch in zip(values, branches, strict=True)
+    ]
+    sizes = [place.call(aten._to_copy.default, node, dtype=torch.float32) for node in others]
+    differ = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
+    same = [place.call(OVER_RANKS, place.call(aten.rsub.Scalar, size, 1)) for size in sizes]
+    counts = place.call(aten.stack.default, [differ, place.call(aten.stack.default, same)])
+    stop = place.call(aten.any.default, place.call(aten.gt.Scalar, differ, 0))
+    updates = Updates(stop) if fused else None
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    olds = {given.name: node for given, node in graph.placeholders()}
+    kept: list[tuple[Output, Node]] = []
+    for out, made in pairs:
+        old = olds.get(out.target) if out.kind == "update" else None
+        if old is not None and made is not old:
+            after = After(updates.last(made) if updates else max(made, place.node, key=order.__getitem__))
+            made = (updates and updates.kept(made, old)) or after.call(aten.where.self, stop, old, made)
+        kept.append((out, made))
+    results = sum(out.kind == "result" for out, _ in kept)
+    kept.insert(results, (Output("result", BRANCHES), counts))
+    next(iter(reversed(graph.graph.nodes))).args = (tuple(node for _, node in kept),)
+    return replace(graph, outputs=tuple(out for out, _ in kept))

@@ -1,0 +1,188 @@
+"""Branches on values of tensors: each call takes those of eager, or raises what eager raises and changes nothing."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import wholestep as ws
+from wholestep.capture import branches
+
+INF = float("inf")
+
+
+class Codes(nn.Module):
+    """Fills its table in its first call, as quantizers do, and draws random numbers."""
+
+    initted: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("initted", torch.tensor(False))
+        self.register_buffer("table", torch.zeros(2))
+        self.lin, self.drop = nn.Linear(3, 2), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.lin(x))
+        if not self.initted:
+            self.table.copy_(h.detach().mean(0))
+            self.initted.fill_(True)
+        return h - self.table
+
+
+def update(optimizer: Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def clamped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = model(x)
+    if not torch.isfinite(h).all():
+        h = h.nan_to_num(0.0, 1.0, -1.0)
+    return update(optimizer, h.square().mean())
+
+
+def asserted(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    assert (x.detach() < 100).all(), "too large"
+    return update(optimizer, model(x).square().mean())
+
+
+def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+    optimizer.step()
+    return loss.detach()
+
+
+def skipped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    return update(optimizer, loss) if torch.isfinite(loss) else loss.detach()
+
+
+def several(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = F.dropout(model(x), 0.3)
+    if h.mean() > 0 and h.max() > 1:
+        h = h * 2
+    elif h.min() < -1:
+        h = h + torch.rand_like(h)
+    loss = update(optimizer, h.square().mean())
+    x.mul_(0.5)
+    return loss
+
+
+def looped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = model(x)
+    while h.isfinite().all() and h.abs().max() > 1:
+        h = h / 2
+    return update(optimizer, h.square().mean())
+
+
+def scheduled(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = update(optimizer, model(x).square().mean())
+    optimizer.param_groups[0]["lr"] *= 0.9
+    vars(optimizer)["calls"] = vars(optimizer).get("calls", 0) + 1
+    if loss > 1:
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return loss
+
+
+STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
+    **{fn.__name__: (fn, lambda: nn.Linear(3, 2)) for fn in (clamped, asserted, clipped, skipped, several, looped)},
+    "scheduled": (scheduled, lambda: nn.Linear(3, 2)),
+    "buffer": (clamped, Codes),
+}  # fmt: skip
+
+
+def inputs(call: int) -> Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(call)) * (1 + 2 * (call % 3))
+    if call == 3:
+        x[0, 0] = INF
+    return x
+
+
+def outcome(fn: Callable[..., Tensor], *args: Any) -> Any:
+    try:
+        return fn(*args)
+    except (RuntimeError, AssertionError) as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_branch_of_each_call_is_that_of_eager(kind: str, adam: bool) -> None:
+    """With its random numbers, changes in place and host numbers; a call that raises leaves what was before it."""
+    fn, make = STEPS[kind]
+    torch.manual_seed(0)
+    ours = make()
+    theirs = copy.deepcopy(ours)
+    kinds = torch.optim.AdamW if adam else torch.optim.SGD
+    mine, expected = (kinds(m.parameters(), lr=0.1) for m in (ours, theirs))
+    step = ws.compile(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(7):
+            x, before = inputs(call), copy.deepcopy((theirs.state_dict(), expected.state_dict()))
+            y = x.clone()
+            torch.manual_seed(call)
+            there, drawn = outcome(fn, theirs, expected, y), torch.get_rng_state()
+            torch.manual_seed(call)
+            here = outcome(step, ours, mine, x)
+            if isinstance(there, str):
+                assert isinstance(here, str)
+                assert here[:25] == there[:25]  # pytest adds to assertions
+                theirs.load_state_dict(before[0])
+                expected.load_state_dict(before[1])
+            else:
+                torch.testing.assert_close(here, there, equal_nan=True)
+                assert torch.equal(torch.get_rng_state(), drawn)
+                torch.testing.assert_close(x, y)
+            for name, value in theirs.state_dict().items():
+                torch.testing.assert_close(ours.state_dict()[name], value, equal_nan=True, msg=f"{name} in call {call}")
+            assert mine.param_groups[0]["lr"] == expected.param_groups[0]["lr"]
+
+
+def test_a_step_with_branches_is_captured_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are kept: a branch that was taken before costs no capture; a loop that nothing ends is refused."""
+    monkeypatch.setattr(branches, "MOST", 10)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        return update(optimizer, loss if x.sum() > 0 else -loss)
+
+    step = ws.compile(fn)
+    for sign in (-1, 1, -1, 1, 1, -1):
+        step(model, optimizer, sign * torch.ones(2, 3))
+    assert step.captures == 2
+
+    def endless(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        while True:
+            if loss > 3:
+                return loss.detach()
+
+    with pytest.raises(ws.CaptureError, match="reads the value of a tensor"):
+        ws.compile(endless)(model, optimizer, torch.ones(2, 3))
+
+
+def test_the_stages_assume_branches_only_if_they_are_told_to() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ws.CaptureError, match=r"with bool\(\), which"):
+        ws.capture(clamped, model, optimizer, torch.ones(2, 3))
+    graph = ws.capture(clamped, model, optimizer, torch.ones(2, 3), options=ws.CaptureOptions(branches=(False,)))
+    assert "nan_to_num" in str(graph) or "where" in str(graph)
+    assert graph.outputs[1].target == "branches"
