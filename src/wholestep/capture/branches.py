@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph import meta
 from ..graph.graph import BRANCHES, Input, Output, Role, TrainGraph
 from ..graph.ops import OVER_RANKS
 from ..tuning import TUNING
