@@ -1,6 +1,7 @@
 """Micro-batches: pieces of a batch, one after the other, against one device on all of it, in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -465,6 +466,11 @@ def test_a_change_of_an_argument_that_is_cut_is_refused() -> None:
     assert "sums += value  # here" in found
     assert "MicroBatches(..., input_batch_dim={'sums': None, '*': 0})" in found
     ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(2, input_batch_dim={"sums": None, "*": 0})))
+    shared = ws.DataParallel("zero1", semantics="global")
+    with pytest.raises(PlanError, match=r"the step changes sums, of which each rank has a piece"):
+        ws.partition(graph, ws.plan(graph, "dp=2", shared))
+    ws.partition(graph, ws.plan(graph, "dp=2", replace(shared, input_batch_dim={"sums": None, "*": 0})))
+    ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("zero1")))
 
 
 def test_a_loop_that_is_split_everywhere_is_refused() -> None:

@@ -73,7 +73,6 @@ class _Fold:
         self.batch = {node: layout.state(TIME).dim for (_, node), layout in given if layout.state(TIME) != REPLICATED}
         self.looped, self.sunk = set(self.batch), set[Node]()
         self._find_looped()
-        self._check_outputs()
         self.loops = self._earliest()
         self._latest()
         self.keeps = self._kept()
@@ -102,19 +101,6 @@ class _Fold:
         self.new.output(map_arg(output.args[0], self.at.__getitem__))
         drop_dead(self.new)
         return replace(self.local, graph=self.new, mesh=mesh, layouts=layouts)
-
-    def _check_outputs(self) -> None:
-        """Raise PlanError if an output differs between pieces: results are joined, new values of inputs are not."""
-        outputs = operands(next(iter(reversed(self.local.graph.nodes))))
-        for made, node in zip(self.local.outputs, outputs, strict=True):
-            if node in self.looped:
-                found = f"the step changes {made.target}, of which each micro-batch has a piece"
-                needed = "changes of state, or of arguments that micro-batches have whole"
-                next_step = (
-                    "make a new tensor, as `x = x * 2`, instead; if the argument has no samples, name it: "
-                    f"MicroBatches(..., input_batch_dim={{{made.target!r}: None, '*': 0}})"
-                )
-                raise PlanError(found, needed, next_step, meta.source_line(node))
 
     def _read(self, node: Node) -> Node:
         """A value in the outer graph; memory of its shape for one that is not there: only the shape is read."""

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
@@ -67,6 +68,7 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     decisions are about it (`Plan.decompose`), with the marks that planning left (`plan.whole_units`): planning the same
     graph again replaces them.
     """
+    _refuse_cut_arguments(graph, plan)
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:
@@ -75,6 +77,25 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     check_local_graph(local)
     check_owners(local.graph)
     return local
+
+
+def _refuse_cut_arguments(graph: TrainGraph, plan: Plan) -> None:
+    """Raise PlanError for an argument that the step changes in place, and of which ranks or micro-batches have parts:
+    it may be no batch, and its rows none of these.
+    """
+    batch = {i.name for i in plan.inputs if i.role is Role.BATCH}
+    for out, node in graph.results():
+        if out.kind == "update" and out.target in batch and plan.storage[out.target].is_sharded:
+            in_time = TIME in plan.storage[out.target].shard_axes()
+            of, kind = ("each micro-batch", "MicroBatches") if in_time else ("each rank", "DataParallel")
+            raise PlanError(
+                f"the step changes {out.target}, of which {of} has a piece",
+                "changes of state, or of arguments that are there as a whole",
+                "make a new tensor, as `x = x * 2`, instead; what lasts (an average, samples of earlier calls) is a "
+                "buffer of the model, or held by an object that the step closes over; if the argument has no samples, "
+                f"name it: {kind}(..., input_batch_dim={{{out.target!r}: None, '*': 0}})",
+                meta.source_line(node),
+            )
 
 
 @dataclass
