@@ -131,8 +131,9 @@ class Condition:
         return self._function(" and ".join(term for term, _ in self._terms) or "True")
 
     def failed(self) -> str:
-        """What the first term that does not hold says, where not all do."""
-        return next((says() for term, says in self._terms if not self._function(term)()), "a setting changed")
+        """What the first term that does not hold says. A term may be false where nothing changed, and then says ""."""
+        said = (says() for term, says in self._terms if not self._function(term)())
+        return next(filter(None, said), "")
 
     def _function(self, body: str) -> Callable[[], bool]:
         absent = "KeyError, IndexError, AttributeError, ValueError"
@@ -341,10 +342,13 @@ def _flags(params: Mapping[str, torch.Tensor]) -> dict[str, tuple[bool, torch.dt
 
 
 def _other_flag(had: Mapping[str, tuple[bool, torch.dtype]], params: Mapping[str, torch.Tensor]) -> str:
-    name, (needed, dtype) = next((n, has) for n, has in _flags(params).items() if has != had[n])
-    if needed is not had[name][0]:
-        return f"requires_grad of {name} is {needed}"
-    return f"{name} is of {dtype}, it was of {had[name][1]}"
+    """Which parameter has another flag; "" where none has: `_torch.flags_check` is false under a dispatch mode."""
+    for name, (needed, dtype) in _flags(params).items():
+        if needed is not had[name][0]:
+            return f"requires_grad of {name} is {needed}"
+        if dtype is not had[name][1]:
+            return f"{name} is of {dtype}, it was of {had[name][1]}"
+    return ""
 
 
 def _same_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor]]) -> bool:

@@ -185,7 +185,7 @@ def _is_done(write: Write) -> bool:
     now = write.place.get()
     if write.made is None or any(isinstance(leaf, (At, Extra)) for leaf in write.made.leaves):
         return write.made is None and now is MISSING
-    then = write.made.value((), ())
+    then = write.made.value((), {})
     return now is then or (isinstance(now, SIMPLE) and type(now) is type(then) and now == then)
 
 

@@ -483,6 +483,7 @@ class CompiledStep:
         assert compiler is not None, "joined"
         busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.given.agree_timeout_s)
         with self._stages.reporting(), busy, self._stages.stage("trace again"):
+            flush_pending()  # on all ranks: what a trace calls would do it, with tensors of the trace in their places
             try:
                 self._verification.verify(self.calls + 1, program, inputs, compiler.rendezvous, compiler.label)
             except CaptureError:

@@ -1,0 +1,51 @@
+"""Branches on values on two ranks: all take one, raise what the step raises, or are told that they differ."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+
+
+def clamped(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    h = model(x)
+    if not torch.isfinite(h).all():
+        h = h.nan_to_num()
+    loss = h.square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    return loss.detach()
+
+
+def _train(rank: int, world: int, semantics: Any) -> list[str]:
+    """Call 1 is not finite on both ranks, call 2 on the second one."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ws.compile(clamped, parallel=ws.DataParallel("replicate", semantics=semantics))
+    said: list[str] = []
+    for call in range(4):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * call + rank))
+        if call == 1 or (call == 2 and rank == 1):
+            x[0, 0] = float("inf")
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            step(model, optimizer, x)
+            said.append("ran")
+        except (RuntimeError, ws.CaptureError) as error:
+            said.append(str(error).splitlines()[0][:25])
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return said
+
+
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+def test_ranks_take_one_branch_or_none(semantics: str) -> None:
+    raised = "The total norm of order 2.0 for gradients"[:25]
+    second = "ranks, or micro-batches, take"[:25] if semantics == "per_rank" else raised
+    for said in run_ranks(_train, 2, semantics):
+        assert said == ["ran", raised, second, "ran"]
