@@ -70,8 +70,8 @@ def one_fails(rank: int, world: int) -> tuple[str, str]:
     def reads(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()
-        if rank == 1 and loss > 1:
-            print("large")
+        if rank == 1:
+            print(loss.tolist())
         optimizer.step()
         return loss
 
