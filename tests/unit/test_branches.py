@@ -186,3 +186,23 @@ def test_the_stages_assume_branches_only_if_they_are_told_to() -> None:
     graph = ws.capture(clamped, model, optimizer, torch.ones(2, 3), options=ws.CaptureOptions(branches=(False,)))
     assert "nan_to_num" in str(graph) or "where" in str(graph)
     assert graph.outputs[1].target == "branches"
+
+
+def test_a_loop_that_ends_by_a_value_is_refused_in_the_call() -> None:
+    """Each length is a program of its own: a call tries so many, not one for each pass of the loop."""
+    model = nn.Linear(1, 1)
+
+    def step(optimizer: Optimizer, limit: Tensor) -> Tensor:
+        size = model(torch.ones(1, 1)).square().sum()
+        total = size.detach() * 0
+        while total < limit:
+            total = total + 1
+        return update(optimizer, size + total)
+
+    compiled, optimizer = ws.compile(step), torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(optimizer, torch.tensor(0.0))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ws.CaptureError, match="one call takes another branch than each of"):
+        compiled(optimizer, torch.tensor(1000.0))
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    compiled(optimizer, torch.tensor(1.0))

@@ -40,6 +40,17 @@ class OtherBranchError(CaptureError):
         self.taken = taken
 
 
+def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
+    """The error of a call that takes another branch than each of the programs that were tried."""
+    return CaptureError(
+        f"one call takes another branch than each of {tries} programs, as a loop does that ends by a value",
+        "few branches on values in a step: each way through them is a program",
+        "let a number of Python end the loop, choose with torch.where, or leave the loop out of the compiled step; "
+        "nothing was changed",
+        other.where,
+    )
+
+
 def other_branch(branches: Sequence[Branch], number: int, differ: bool) -> CaptureError:
     """The error of a call in which the truth of value `number` is not as expected. `differ`: on some ranks it is."""
     branch = branches[number]

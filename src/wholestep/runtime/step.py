@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
+from itertools import count
 from typing import Any, cast
 
 from .._torch import drop_modes, modes_now
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
-from ..capture.branches import OtherBranchError
+from ..capture.branches import OtherBranchError, too_many_branches
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
 from ..capture.scheduled_numbers import scheduled
@@ -55,6 +56,7 @@ from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepI
 from .tuner import ScheduleTuning, Tuner
 
 MOST_VALUES = TUNING.most_captures
+MOST_TRIES = MOST_VALUES // 2  # programs of one call, each for other branches
 
 
 class CompiledStep:
@@ -126,7 +128,7 @@ class CompiledStep:
             else:
                 given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
                 fits = self._program(call, args, kwargs, given)
-            while True:
+            for tries in count():
                 flush_pending(but=fits.run)
                 program = fits
                 program.phase = Phase.BEFORE
@@ -139,6 +141,8 @@ class CompiledStep:
                         result = program(call.leaves)
                     break
                 except OtherBranchError as other:
+                    if tries == MOST_TRIES:
+                        raise too_many_branches(other, tries) from None
                     fits = self._along(other, call, args, kwargs, given)
             with uninterrupted():
                 self.calls += 1
