@@ -86,6 +86,7 @@ def _under(rank: int, world: int, budget: int) -> tuple[int, int, str]:
     return ws.peak_memory(step.local_graph).size_bytes, again, step.plan.strategy
 
 
+@pytest.mark.full
 def test_a_budget_is_kept_by_computing_again() -> None:
     free = run_ranks(_under, 2, 1 << 40)[0]
     assert free[1] == 0

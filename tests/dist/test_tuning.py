@@ -259,7 +259,8 @@ def train_stages(rank: int, world: int, mesh: str, tune: str, folder: str, start
     return found
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("dp=2,pp=2", marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2"])
 def test_orders_of_blocks_take_turns(mesh: str, tmp_path: Path) -> None:
     """Batches of several sizes: all stages run one order in each call, with the bits of every other, and keep one."""
     world, calls = 4 if "dp" in mesh else 2, TUNING.calls_before_trial + 6 * TUNING.turn_calls + 3

@@ -39,6 +39,7 @@ def test_programs_are_solved_for_the_meshes_whose_templates_do_best() -> None:
     assert 0 < planned.objective.model_bound_s <= planned.objective.model_s
 
 
+@pytest.mark.full
 def test_how_many_meshes_are_solved_for() -> None:
     seen: list[str] = []
     auto = ws.Auto(hardware=NODES, tensor=PAIRS, solved_meshes=0)
