@@ -166,10 +166,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
         lambda m, x: sum(part.sum() for part in torch.linalg.lstsq(m(x), x)),
         "the step uses all results of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
     ),
-    "cond": (
-        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m(x),)).sum(),
-        "the step passes torch.cond a predicate that is known only when the step runs",
-    ),
 }
 
 
@@ -197,6 +193,20 @@ def test_cond_takes_the_branch_that_integers_of_the_batch_say() -> None:
     for x, n in beside([torch.tensor(v) for v in (1, 3, 2, 4)]):
         expected = eager(model, x, n)
         torch.testing.assert_close(step(model, optimizer, x, n), expected.detach())
+    assert step.captures == 2
+
+
+def test_cond_takes_the_branch_that_numbers_of_the_batch_say() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (model(x),)).sum()
+
+    model = linear()
+    step = ws.compile(lambda model, optimizer, x: _step(model, optimizer, loss(model, x)))
+    optimizer = sgd(model)
+    for number in range(4):
+        x = torch.full((5, 4), 1.0 - 2 * (number % 2))
+        expected = model(x).sin().sum() if number % 2 == 0 else model(x).cos().sum()
+        torch.testing.assert_close(step(model, optimizer, x), expected.detach())
     assert step.captures == 2
 
 

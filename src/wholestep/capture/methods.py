@@ -147,7 +147,7 @@ def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
 def _cond(
     original: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
-    """`torch.cond`: traces the branch taken if integers of the batch determine the predicate."""
+    """`torch.cond`: traces the branch that is taken, as an `if`."""
     try:
         taken = bool(pred)
     except CaptureError as error:
