@@ -140,7 +140,7 @@ _READS, _OBJECT = "the step reads the value of a tensor", "in its state, which (
 _REFUSED = {
     "AdaShift": _OBJECT, "MADGRAD": _OBJECT, "SPAM": _OBJECT,
     "ScalableShampoo": "the step creates an object", "Kron": "draws numbers from numpy.random",
-    "AdaGC": _READS, "AdamP": _READS, "AvaGrad": _READS, "DAdaptAdam": _READS, "Prodigy": _READS, "SGDP": _READS,
+    "AvaGrad": _READS, "DAdaptAdam": _READS, "Prodigy": _READS,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import (
+    BackendError,
     CaptureError,
     CheckpointError,
     LayoutError,
@@ -28,8 +29,8 @@ from .typed_json import MOST_NUMBER, hints_of
 
 _MODULE = re.compile(r"\b(?:\w+\.)+(?=\w)")
 _ERRORS: dict[str, type[WholestepError]] = {
-    "checkpoint": CheckpointError, "compile": CaptureError, "layout": LayoutError, "mesh": MeshError,
-    "rules": RuleError,
+    "backend": BackendError, "checkpoint": CheckpointError, "compile": CaptureError, "layout": LayoutError,
+    "mesh": MeshError, "rules": RuleError,
 }  # fmt: skip
 """By room; of all others PlanError."""
 
@@ -100,7 +101,7 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
             raise
         except Exception as wrong:
             checked(values, others)
-            if not isinstance(wrong, (ArithmeticError, LookupError, OSError, ValueError)):
+            if not isinstance(wrong, (ArithmeticError, LookupError, ValueError)):
                 raise
             written = ", ".join([*map(shown, args[1:]), *(f"{name}={shown(value)}" for name, value in named.items())])
             found = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"

@@ -263,7 +263,7 @@ def test_nothing_is_copied_between_a_scale_and_a_cast(recipe: Recipe) -> None:
     [
         (lambda: ws.Float8("blockwise"), "recipe='blockwise'"),  # type: ignore[arg-type]
         (lambda: ws.Float8(modules=[]), r"modules=\[\]"),
-        (lambda: ws.Float8(modules="layers.*"), "a list of paths"),  # type: ignore[arg-type]
+        (lambda: ws.Float8(modules="layers.*"), "modules of type 'auto'"),  # type: ignore[arg-type]
     ],
 )
 def test_options_that_say_nothing_are_refused(make: Any, error: str) -> None:

@@ -234,9 +234,10 @@ def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refuse
             raise ws.PlanError("4 layers", "all", "give all")
         return build(ModelSpec(tiny, layers=count))
 
-    captured = ws.capture(target.step, *target.args, options=ws.CaptureOptions(kernels="cuda"))
+    options = ws.CaptureOptions(kernels="cuda")
+    captured = ws.capture(target.step, *target.args, options=options)
     short = replace(target, with_layers=with_layers)
-    assert str(planning.captured_for(Screen(Console(stderr=True)), short, H100)) == str(captured)
+    assert str(planning.captured_of(Screen(Console(stderr=True)), short, H100, options)) == str(captured)
     assert asked == [4]
 
 

@@ -325,7 +325,9 @@ def test_wherever_a_stretch_is_cut_it_computes_the_same(seed: int, monkeypatch: 
 def test_a_scope_that_does_not_exist() -> None:
     with pytest.raises(ws.BackendError) as raised:
         ws.Inductor(scope="layer")  # type: ignore[arg-type]
-    assert str(raised.value) == ("Inductor(scope='layer')\n  needed: 'region' or 'whole'\n  next: correct the name")
+    assert str(raised.value) == (
+        "Inductor(scope='layer')\n  needed: scope of type 'region' | 'whole'\n  next: correct scope="
+    )
 
 
 def test_no_compiler_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_auto_takes_no_function() -> None:
     with pytest.raises(ws.PlanError) as error:
         ws.Auto(data=ws.DataParallel(shard_weights))
     assert f"Auto(data=DataParallel(style={NAME}))" in str(error.value)
-    with pytest.raises(ws.PlanError, match="needed: some of 'replicate'"):
+    with pytest.raises(ws.PlanError, match="needed: styles of type Sequence"):
         ws.Auto(styles=[shard_weights])  # type: ignore[list-item]
 
 

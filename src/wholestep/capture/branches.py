@@ -25,7 +25,7 @@ _USUALLY_TRUE = (aten.all.default, aten.all.dim, aten.mul.Tensor)  # of booleans
 
 
 @dataclass(frozen=True)
-class Branch:
+class TakenBranch:
     """The truth of a value that a trace assumes, and the user's line that asks for it."""
 
     expected: bool
@@ -51,7 +51,7 @@ def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
     )
 
 
-def other_branch(branches: Sequence[Branch], number: int, differ: bool) -> CaptureError:
+def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> CaptureError:
     """The error of a call in which the truth of value `number` is not as expected. `differ`: on some ranks it is."""
     branch = branches[number]
     if not differ:
@@ -72,7 +72,7 @@ class Branches:
 
     inputs: Sequence[Input]
     assumed: tuple[bool, ...] | None
-    taken: list[Branch] = field(default_factory=list[Branch])
+    taken: list[TakenBranch] = field(default_factory=list[TakenBranch])
     values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @property
@@ -92,7 +92,7 @@ class Branches:
         expected = known[len(self.taken)] if len(self.taken) < len(known) else usual
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
-        self.taken.append(Branch(expected, where))
+        self.taken.append(TakenBranch(expected, where))
         return expected
 
     def _depends_on_tensors(self, node: Node) -> bool:
@@ -130,7 +130,7 @@ def along_branches(assumed: tuple[bool, ...] | None, capture: Callable[[tuple[bo
     raise first
 
 
-def check_branches(graph: TrainGraph, branches: Sequence[Branch], first: int, fused: bool) -> TrainGraph:
+def check_branches(graph: TrainGraph, branches: Sequence[TakenBranch], first: int, fused: bool) -> TrainGraph:
     """Return the step with one more result in place of the values of `branches`, which are results from number `first`
     on: how many ranks have each as it is not expected, and as it is. The step changes nothing if one is not.
     """

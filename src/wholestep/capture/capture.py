@@ -20,7 +20,7 @@ from ..graph.graph import Role, TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
-from .branches import Branch, along_branches, check_branches
+from .branches import TakenBranch, along_branches, check_branches
 from .call_structure import StepCall, Structure, closed_over, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
@@ -59,7 +59,7 @@ class Capture:
     checked: tuple[str, ...] = ()
     symbols: _torch.Symbols | None = None
     unfilled: TrainGraph | None = None
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[TakenBranch, ...] = ()
 
     @property
     def traced(self) -> TrainGraph:

@@ -129,7 +129,7 @@ def _export(directory: Path, to: str, format: str, dtype: str | None) -> None:
         refuse(f"--dtype {dtype}: needed a floating-point dtype of torch, as bfloat16")
     if format not in ("safetensors", "dcp"):
         refuse(f"--export {format}: needed safetensors or dcp")
-    export(to, directory, format, dtype=wanted)
+    export(to, str(directory), format, dtype=wanted)
 
 
 def _reshard(shown: Screen, directory: Path, to: str, files: int) -> None:

@@ -137,11 +137,11 @@ class GpuPlanner:
     @property
     def given(self) -> str:
         """The options of the model and the hardware, for another command."""
-        names = "layers", "dtype", "optimizer", "precision", "async_tp", "backend", "stack", "profile"
+        names = "layers", "dtype", "optimizer", "precision", "backend", "stack", "profile"
         asked = {name: getattr(self.options, name) for name in names} | {"hardware": self.machine}
         given = {name: getattr(value, "value", value) for name, value in asked.items() if value not in (None, "eager")}
         more = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
-        more += ["--tp-regather"] * self.options.tp_regather
+        more += ["--async-tp"] * self.options.async_tp + ["--tp-regather"] * self.options.tp_regather
         return " ".join([f"--hf {self.spec.config} --seq {self.seq}", *more])
 
     @property

@@ -173,10 +173,10 @@ def capture(
 def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
     target, hardware = asked.target, asked.hardware
-    return _captured(shown, target, hardware, asked.options.capture_options(target, hardware), stage)
+    return captured_of(shown, target, hardware, asked.options.capture_options(target, hardware), stage)
 
 
-def _captured(
+def captured_of(
     shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions, stage: str = "capture"
 ) -> ws.TrainGraph:
     """Of a model of `--hf` from few of its layers where all are equal."""
@@ -435,7 +435,7 @@ def costs_of(shown: Screen, target: Target, plans: Mapping[Path, ws.Plan], hardw
         mixed, kernels = plan.mixed_precision, "cuda" if hardware.has_gpus else None
         if mixed not in graphs:
             options = ws.CaptureOptions(mixed_precision=mixed, kernels=kernels)
-            graphs[mixed] = _captured(shown, target, hardware, options)
+            graphs[mixed] = captured_of(shown, target, hardware, options)
         graph = graphs[mixed]
         with shown.stage(f"simulate {path}"):
             rows.append(PlanRow(str(path), batches_of(plan), costs(ws.partition(graph, plan), plan, hardware)))

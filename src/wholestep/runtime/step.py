@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
-from itertools import count
 from typing import Any, cast
 
 from .._torch import drop_modes, modes_now
@@ -128,7 +127,8 @@ class CompiledStep:
             else:
                 given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
                 fits = self._program(call, args, kwargs, given)
-            for tries in count():
+            tries = 0
+            while True:
                 flush_pending(but=fits.run)
                 program = fits
                 program.phase = Phase.BEFORE
@@ -141,6 +141,7 @@ class CompiledStep:
                         result = program(call.leaves)
                     break
                 except OtherBranchError as other:
+                    tries += 1
                     if tries == MOST_TRIES:
                         raise too_many_branches(other, tries) from None
                     fits = self._along(other, call, args, kwargs, given)
