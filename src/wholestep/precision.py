@@ -76,4 +76,4 @@ class StepPrecision:
 
     def __str__(self) -> str:
         used = f"weights {self.weights}, compute {self.compute}, optimizer state {self.state or 'none'}"
-        return f"{used}: {round(self.bytes_each, 2):,.9g} B a parameter with its gradient"
+        return f"{used}: {round(self.bytes_each, 1):,.9g} B a parameter with its gradient"
