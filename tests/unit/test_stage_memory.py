@@ -186,7 +186,8 @@ def test_peaks_of_stages_are_as_predicted(order: str) -> None:
                 own = ws.run_passes(stage_program(made, stage), [Reinplace()])
                 predicted, measured = predicted_and_measured(own, group, exchange=False)
                 assert measured <= predicted.size_bytes
-                assert predicted.size_bytes == pytest.approx(measured, rel=0.05 if order == "gpipe" else 0.02)
+                rel = 0.05 if order == "gpipe" else 0.01 if made is local else 0.02  # attention that runs again
+                assert predicted.size_bytes == pytest.approx(measured, rel=rel)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Branches on values of tensors: a step is traced along those that are expected, and its graph says whether another one
-was due, in which case it changes nothing.
+"""Branches on values of tensors. A trace assumes the truth of each value; the graph checks it, and changes nothing
+where the assumption is wrong.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
     """The error of a call in which the truth of value `number` is not as expected. `differ`: on some ranks it is."""
     branch = branches[number]
     if not differ:
-        before = tuple(one.expected for one in branches[:number])
+        before = tuple(earlier.expected for earlier in branches[:number])
         return OtherBranchError((*before, not branch.expected), branch.where)
     return CaptureError(
         "ranks, or micro-batches, take different branches",
@@ -68,7 +68,7 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
 
 @dataclass
 class Branches:
-    """Those of one trace. `assumed` are the first ones; without it, no value is assumed."""
+    """The branches of one trace. It takes the `assumed` ones first; None: it assumes no value."""
 
     inputs: Sequence[Input]
     assumed: tuple[bool, ...] | None
@@ -85,11 +85,11 @@ class Branches:
         traced = None if self.assumed is None or _torch.inside_transform() else _torch.traced_node(value)
         if self.assumed is None or traced is None or value.numel() != 1 or len(self.taken) == MOST:
             return None
-        node, known = traced[0], self.assumed
+        node, number = traced[0], len(self.taken)
         if not self._depends_on_tensors(node):
             return None
         usual = node.target in _USUALLY_TRUE and value.dtype is torch.bool
-        expected = known[len(self.taken)] if len(self.taken) < len(known) else usual
+        expected = self.assumed[number] if number < len(self.assumed) else usual
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
         self.taken.append(TakenBranch(expected, where))
@@ -97,14 +97,14 @@ class Branches:
 
     def _depends_on_tensors(self, node: Node) -> bool:
         """False for what is computed of options of an optimizer alone, which can be constants."""
-        given = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
+        inputs = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
         waiting, seen = [node], set[Node]()
         while waiting:
-            one = waiting.pop()
-            if one in given and given[one].role not in _OF_OPTIONS:
+            node = waiting.pop()
+            if node in inputs and inputs[node].role not in _OF_OPTIONS:
                 return True
-            waiting += [n for n in one.all_input_nodes if n not in seen]
-            seen.update(one.all_input_nodes)
+            waiting += [operand for operand in node.all_input_nodes if operand not in seen]
+            seen.update(node.all_input_nodes)
         return False
 
 
@@ -151,15 +151,15 @@ def check_branches(graph: TrainGraph, branches: Sequence[TakenBranch], first: in
     stop = place.call(aten.any.default, place.call(aten.gt.Scalar, differ, 0))
     updates = Updates(stop) if fused else None
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
-    olds = {given.name: node for given, node in graph.placeholders()}
-    kept: list[tuple[Output, Node]] = []
-    for out, made in pairs:
-        old = olds.get(out.target) if out.kind == "update" else None
-        if old is not None and made is not old:
-            after = After(updates.last(made) if updates else max(made, place.node, key=order.__getitem__))
-            made = (updates and updates.kept(made, old)) or after.call(aten.where.self, stop, old, made)
-        kept.append((out, made))
-    results = sum(out.kind == "result" for out, _ in kept)
-    kept.insert(results, (Output("result", BRANCHES), counts))
-    next(iter(reversed(graph.graph.nodes))).args = (tuple(node for _, node in kept),)
-    return replace(graph, outputs=tuple(out for out, _ in kept))
+    placeholders = {read.name: node for read, node in graph.placeholders()}
+    checked: list[tuple[Output, Node]] = []
+    for out, new in pairs:
+        old = placeholders.get(out.target) if out.kind == "update" else None
+        if old is not None and new is not old:
+            after = After(updates.last(new) if updates else max(new, place.node, key=order.__getitem__))
+            new = (updates and updates.kept(new, old)) or after.call(aten.where.self, stop, old, new)
+        checked.append((out, new))
+    results = sum(out.kind == "result" for out, _ in checked)
+    checked.insert(results, (Output("result", BRANCHES), counts))
+    next(iter(reversed(graph.graph.nodes))).args = (tuple(node for _, node in checked),)
+    return replace(graph, outputs=tuple(out for out, _ in checked))

@@ -44,7 +44,7 @@ class Capture:
 
     `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
     sizes of the batch that the graph has as symbols. `unfilled` is the graph of the trace, where that of the step fills
-    padded positions of the batch. `branches` are those that the graph assumes (`check_branches`).
+    padded positions of the batch. The graph assumes `branches`, and checks them (`check_branches`).
     """
 
     graph: TrainGraph

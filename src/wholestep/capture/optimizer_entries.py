@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -122,12 +123,8 @@ class Entry:
 
     def double(self) -> Any:
         """A name that two entries or items share; None without one."""
-        names = [name for name, *_ in self._walk()]
-        return (
-            next((name for i, name in enumerate(names) if name in names[:i]), None)
-            if len({*names}) < len(names)
-            else None
-        )
+        counts = Counter(name for name, *_ in self._walk())
+        return next((name for name, count in counts.items() if count > 1), None)
 
     def place(self, name: Any) -> tuple[Any, Any]:
         """The container that holds an entry or item, and its key there."""

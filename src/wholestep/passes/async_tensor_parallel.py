@@ -19,7 +19,7 @@ from .bucket_sizes import on_gpus
 from .fusible_products import Site, Writer, sites
 
 Agree = Callable[[Sequence[str]], Set[str]]
-"""From the collectives that a rank would fuse to those that all ranks fuse, by name."""
+"""Takes the names of the collectives that this rank would fuse; returns those that all ranks would."""
 
 
 @dataclass(frozen=True)
