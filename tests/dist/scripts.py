@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.dist.launch import HOST, USUAL, start_server
 from wholestep.distributed.launch import World
@@ -89,6 +90,17 @@ def _usual(_: World, stage_axis: str) -> Hardware:
     return USUAL
 
 
+_destroy, _groups = dist.destroy_process_group, list[dist.ProcessGroup]()
+
+
+def _destroy_only_names(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy groups, whose objects live on: where DDP holds the last reference, the end of a gloo group hangs now and
+    then, as it waits for a thread that waits for the GIL (torch 2.13).
+    """
+    _groups.extend(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
+    _destroy(group)
+
+
 def _main(script: Path, options: list[str], rank: int, world: int, port: int, output: Path) -> None:
     written = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
@@ -100,6 +112,7 @@ def _main(script: Path, options: list[str], rank: int, world: int, port: int, ou
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     finalize.measure_hardware = _usual
+    dist.destroy_process_group = _destroy_only_names
     sys.argv, code = [str(script), *options], 0
     sys.path.insert(0, str(script.parent))
     try:
