@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.optim import Optimizer
 
 import wholestep as ws
+from tests.around import bound
 from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
 
@@ -170,9 +171,25 @@ def _complex(rank: int, style: str) -> dict[str, Any]:
     return {"params": _worst(ours, theirs), "results": results, "captures": step.captures}
 
 
+def _around(rank: int, style: str) -> dict[str, Any]:
+    """Optimizers around others, in closures and objects, against one device with the batches of both ranks."""
+    worst, captures = 0.0, 0
+    for name in ("sam", "lookahead of an agent", "slow list", "method of an agent"):
+        (ours, step), (theirs, expected) = [(model := _mlp(0).double(), bound(name, model)) for _ in range(2)]
+        compiled = ws.compile(step, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
+        for call in range(4):
+            every = [(_data(r, call, 5, 6).double(), _data(r, call, 5, 3).double()) for r in range(2)]
+            compiled(*every[rank])
+            expected(*map(torch.cat, zip(*every, strict=True)))
+        with ws.whole(ours):
+            worst, captures = max(worst, _worst(ours, theirs)), max(captures, compiled.captures)
+    return {"params": worst, "results": 0.0, "captures": captures}
+
+
 STEPS = {
     "complex": (_complex, 1),
     "changing calls": (_changing_calls, 3),
+    "around": (_around, 3),
     "held": (_held_parameters, 2),
     "gan": (_gan, 1),
     "moving average": (_average, 1),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import wholestep as ws
+from tests.around import AROUND, bound
 from tests.catalogue import CASES
 from tests.eager import batches, same, same_holder
 from wholestep.capture.wrappers import unwrapped
@@ -148,6 +149,20 @@ class Holder(nn.Module):
 def test_optimizer_of_a_module() -> None:
     made = make()
     check(ws.compile(Holder(made).fitted), made)
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.filterwarnings("ignore:.*captured a third time")
+def test_optimizers_around_others(name: str) -> None:
+    """Where a model and an optimizer are does not matter, nor that two optimizers have the same groups."""
+    (ours, step), (theirs, expected) = [(model := make()[0], bound(name, model)) for _ in range(2)]
+    compiled = ws.compile(step)
+    for call in CALLS:
+        same(compiled(*call), expected(*call), 1e-12, "loss")
+    same_holder(ours, theirs, 1e-12, False, "model")
+    assert compiled.captures <= 3
+    assert compiled.state is not None
+    assert list(compiled.state.modules.values()) == [ours]
 
 
 # -- what wrappers do besides ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Takes the arguments and results of a step apart, and finds the modules and optimizers that the step uses."""
+"""Takes the arguments and results of a step apart."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import contextlib
 import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from .._torch import undo, undone
 from ..errors import StateError, shown
 from .holdings import TRAINABLE, Form, form_of
-from .wrappers import attributes_of, unwrapped
+from .wrappers import unwrapped
 
 T = TypeVar("T")
-Trainable = nn.Module | Optimizer | GradScaler
-_NOT_SEARCHED = (type, ModuleType, FunctionType, torch.Tensor, str, bytes, int, float, type(None))
 
 LENGTHS = "pad_to.lengths"
 """The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
@@ -315,55 +311,9 @@ def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
     return found
 
 
-def closed_over(fn: Callable[..., Any]) -> dict[str, Trainable]:
-    """Return modules, optimizers and gradient scalers that a function closes over, reads as globals, or is bound to.
-
-    Also searched: the attributes of these objects that the function reads, and lists and dicts in them.
-    """
-    function = inspect.unwrap(fn) if isinstance(fn, (FunctionType, MethodType)) else fn
-    function = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(function, FunctionType):
-        return {}
-    code = function.__code__
-    names = dict.fromkeys(name for inner in codes_in(code) for name in inner.co_names)
-    found: dict[str, Any] = {name: function.__globals__.get(name) for name in names}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        found[name] = None
-        with contextlib.suppress(ValueError):  # an empty cell
-            found[name] = cell.cell_contents
-    out: dict[str, Trainable] = {}
-    for name, value in found.items():
-        out |= _trainables_in(name, value, names)
-    owner: Any = fn.__self__ if isinstance(fn, MethodType) else None
-    if owner is not None:
-        out |= {"self": owner} if isinstance(owner, nn.Module) else {}
-        for name, value in (attributes_of(owner) or {}).items():
-            out |= _trainables_in(name, value, names, 2 if name in names else 0)
-    return out
-
-
 def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function, and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_in(constant)
-
-
-def _trainables_in(name: str, value: Any, names: Container[str], depth: int = 2) -> dict[str, Trainable]:
-    if isinstance(value, _NOT_SEARCHED):
-        return {}
-    if isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
-        return {name: value}
-    if not depth:
-        return {}
-    if isinstance(value, (list, tuple, dict)):
-        items = cast(dict[Any, Any], value) if isinstance(value, dict) else dict(enumerate(cast(list[Any], value)))
-        inner = [(f"{name}[{key!r}]", item) for key, item in items.items() if not isinstance(item, _NOT_SEARCHED)]
-    else:
-        read = attributes_of(value) or {}
-        inner = [(f"{name}.{key}", item) for key, item in read.items() if key in names]
-    out: dict[str, Trainable] = {}
-    for path, item in inner:
-        out |= _trainables_in(path, item, names, depth - 1)
-    return out

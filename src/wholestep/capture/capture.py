@@ -21,14 +21,14 @@ from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
 from .batch_reads import ReadValues
 from .branches import TakenBranch, along_branches, check_branches
-from .call_structure import StepCall, Structure, closed_over, leaf_names, take_apart
+from .call_structure import StepCall, Structure, leaf_names, take_apart
 from .capture_options import CaptureOptions
 from .effects import CALLBACK, Effects, Promoted, RefusedError
 from .fake_inputs import Request
 from .function_caches import CachedCall
 from .locations import is_number
 from .normalize import changed_constants, normalize
-from .reachable import Reach, reach
+from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
 from .sizes_fixed import refuse_symbolic
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
@@ -72,13 +72,14 @@ def find_state(
 ) -> tuple[StepState, StepCall, list[str]]:
     """Return the state of a step, its arguments taken apart, and the names of their leaves.
 
-    Modules and optimizers are found among the arguments (at any depth), in `extra`, and in the closure of `fn`.
+    Modules and optimizers are found among the arguments, in `extra`, and where these and `fn` lead (`trainables`).
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, call.structure)
-    found: dict[str, nn.Module | Optimizer | GradScaler] = {}
+    given = [*zip(names, call.leaves, strict=True), *extra.items()]
+    found: dict[str, Trainable] = {}
     known: set[int] = set()
-    for name, leaf in [*zip(names, call.leaves, strict=True), *extra.items(), *closed_over(fn).items()]:
+    for name, leaf in [*given, *trainables(fn, dict(given), call.objects).items()]:
         one = unwrapped(leaf)
         if isinstance(one, (nn.Module, Optimizer, GradScaler)) and id(one) not in known:
             known.add(id(one))

@@ -54,11 +54,12 @@ from .locations import (
 )
 from .optimizer_entries import Entry, Lookup
 from .state import StepState, is_users
-from .wrappers import attributes_of
+from .wrappers import attributes_of, unwrapped
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _LOOKED_UP = ("state", "param_groups", "defaults", "_opt_called")
+Trainable = nn.Module | Optimizer | GradScaler
 _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_format, Enum, range, slice)
 
 
@@ -215,7 +216,8 @@ class Reach:
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""
-        return [c for c in self.containers if isinstance(c.lookup, GroupEntry) and c.lookup.optimizer is optimizer]
+        groups = {id(group) for group in optimizer.param_groups}
+        return [c for c in self.containers if isinstance(c.lookup, GroupEntry) and id(c.holder) in groups]
 
 
 def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, opened: Sequence[Any] = ()) -> Reach:
@@ -239,6 +241,20 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, op
     return search.found
 
 
+def trainables(fn: Callable[..., Any], given: Mapping[str, Any], opened: Sequence[Any]) -> dict[str, Trainable]:
+    """Return the modules, optimizers and gradient scalers to which a step leads, by path and in its order.
+
+    What an object holds counts where code that the step leads to names the attribute; an optimizer's, whatever code.
+    """
+    search = _Search(Reach(), StepState({}, {}), found := dict[str, Trainable](), inspect.unwrap(fn))
+    search.skip(opened)
+    bound = [("" if path == "self" else path, value) for value, path in bound_to(fn)]
+    for path, value in (*given.items(), *bound, ("", fn)):
+        search.visit(value, path)
+    search.finish()
+    return dict(sorted(found.items()))
+
+
 def bound_to(fn: Any) -> list[tuple[Any, str]]:
     """Return what a partial function or a bound method is given in each call, with a path."""
     if isinstance(fn, functools.partial):
@@ -254,10 +270,18 @@ def changeable(value: Any, state: StepState) -> list[Container]:
 
 
 class _Search:
-    def __init__(self, found: Reach, state: StepState) -> None:
-        self.found, self.state = found, state
+    """One search. One that has `new` puts there, by path, what no state has yet, and follows attributes once a name in
+    code leads to it: in that of `root`, whoever wrote it, and in what is visited.
+    """
+
+    def __init__(
+        self, found: Reach, state: StepState, new: dict[str, Trainable] | None = None, root: Any = None
+    ) -> None:
+        self.found, self.state, self._new = found, state, new
+        self._unnamed: list[tuple[Any, Any, str]] = []
         self._globals_seen = set[tuple[int, str]]()
         self._names: set[str] = {"forward", "__call__", "step"}
+        self._names |= _names_of(root.__code__) if isinstance(root, types.FunctionType) else set()
         self._methods: list[tuple[str, types.FunctionType]] = []
         self._classes: list[type] = []
         self._waiting: list[tuple[Any, str]] = []
@@ -291,11 +315,13 @@ class _Search:
 
     def finish(self) -> None:
         """Search the methods and modules that visited code names, until no new one is found."""
-        while self._search_modules() or any(name in self._names for name, _ in self._methods):
-            named = [function for name, function in self._methods if name in self._names]
+        while self._search_modules() or any(name in self._names for name, *_ in (*self._methods, *self._unnamed)):
+            named = [(function, function.__qualname__) for name, function in self._methods if name in self._names]
+            named += [(value, path) for key, value, path in self._unnamed if key in self._names]
             self._methods = [(name, function) for name, function in self._methods if name not in self._names]
-            for function in named:
-                self.visit(function, function.__qualname__)
+            self._unnamed = [one for one in self._unnamed if one[0] not in self._names]
+            for value, path in named:
+                self.visit(value, path)
         called = [(kind, name) for kind in self._classes for name in sorted(self._names)]
         places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind, name in called]
         self.found.methods += [place for place in places if is_own_function(place.get())]
@@ -317,6 +343,8 @@ class _Search:
         if isinstance(value, _LEAVES) or id(value) in self.found.seen:
             return
         self.found.seen[id(value)] = value
+        if self._new is not None and isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
+            self._new[path if path not in self._new else f"{path}~{len(self._new)}"] = value
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -342,8 +370,13 @@ class _Search:
             self._object(value, path)
 
     def _note(self, container: Container) -> None:
+        waits = self._new is not None and container.style in ("attribute", "class")
+        waits = waits and not isinstance(container.owner, Optimizer)
         self.found.containers.append(container)
         for key, value in container.before.items():
+            if waits and key not in self._names:
+                self._unnamed.append((key, value, container.path_of(key)))
+                continue
             if isinstance(value, (torch.Tensor, tuple)):
                 self.found.tensors |= tensors_of(value, container.place_of(key))
             if isinstance(value, torch.Tensor) and id(value) not in self.found.of_state:
@@ -408,13 +441,16 @@ class _Search:
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         known = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
-        if not known:
+        if not known and self._new is None:
             return self._object(optimizer, path)
         self._note_class(type(optimizer))
         self._note(Container(path, vars(optimizer), "attribute", excluded=_LOOKED_UP, owner=optimizer))
-        for g, group in enumerate(optimizer.param_groups):
+        for g, group in enumerate(optimizer.param_groups if known else ()):
             options = GroupEntry(optimizer, g)
-            self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
+            if self.state.has_first(known[0], group):
+                self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
+        if not known:
+            return None
         for container in state_containers(self.state, known[0], path):
             self._note(container)
         return None

@@ -89,6 +89,11 @@ class StepState:
     wrappers: list[Any] = field(default_factory=list[Any])
     scalers: dict[str, GradScaler] = field(default_factory=dict[str, GradScaler])
 
+    def has_first(self, number: int, group: object) -> bool:
+        """Whether optimizer `number` is the first that has a group: those around another one share its groups."""
+        owners = (n for n, one in enumerate(self.optimizers.values()) if any(g is group for g in one.param_groups))
+        return next(owners) == number
+
     def param_name(self, tensor: object) -> str:
         """Return the name of a parameter, by identity."""
         return next(name for name, held in self.params.items() if held.tensor is tensor)
@@ -211,7 +216,7 @@ def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
     found: list[Hyper] = []
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for g, group in enumerate(optimizer.param_groups):
-            for key in keys:
+            for key in keys if state.has_first(o, group) else ():
                 value = group.get(key)
                 name = f"{label}.{key}" + (f"[{g}]" if len(optimizer.param_groups) > 1 else "")
                 if _is_number(value):
@@ -468,5 +473,5 @@ def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Op
     for o, optimizer in enumerate(state.optimizers.values()):
         for g, group in enumerate(optimizer.param_groups):
             baked = {k: v for k, v in group.items() if k != "params" and (o, g, k) not in live}
-            out += [(optimizer, g, key, value) for key, value in baked.items()]
+            out += [(optimizer, g, key, value) for key, value in baked.items() if state.has_first(o, group)]
     return out

@@ -306,7 +306,8 @@ class Traced:
             self.read.add(name)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if all(optimizer is not known for known in self.request.state.optimizers.values()):
+        state = self.request.state
+        if all(optimizer is not known for known in (*state.optimizers.values(), *state.wrappers)):
             raise CaptureError(
                 f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep did not find",
                 "every optimizer of the step as an argument of it, as optimizer=, "
