@@ -31,7 +31,11 @@ def _mlp() -> nn.Module:
 
 def _whole(model: nn.Module) -> list[Tensor]:
     """Parameters as they are, read directly."""
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    return list(map(_whole_tensor, model.parameters()))
+
+
+def _whole_tensor(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _worst(ours: list[Tensor], theirs: nn.Module) -> float:
@@ -71,6 +75,44 @@ def test_equal_to_ddp_after_a_flush(style: str) -> None:
         assert found["before"] > 1e-3, "the last update is still to come"
         assert found["after"] < TOLERANCE
         assert found["again"] == found["after"]
+
+
+class _LazyMomentum(torch.optim.Optimizer):
+    """Makes its state in its first step; a norm over all ranks' shards leaves that step's update to the next call."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["buffers"] = [torch.zeros_like(param)]
+            (momentum,) = state["buffers"]
+            momentum.mul_(0.9).add_(param.grad)
+            param.add_(momentum / (momentum.norm() + 0.1), alpha=-0.1)
+
+
+def _makes_state(rank: int, world: int) -> list[float]:
+    found: list[float] = []
+    for calls in (1, 3):
+        step, (ours, theirs), _ = _pair(rank, "zero1")
+        wrapped, optimizers = Ddp(theirs), [_LazyMomentum(m.parameters()) for m in (ours, theirs)]
+        for call in range(calls):
+            batch = _data(rank, call, 4, 6), _data(rank, call + 50, 4, 3)
+            found.append(difference(step(ours, optimizers[0], *batch), train(wrapped, optimizers[1], *batch)))
+            assert call or step.local_graph.across is not None, "the first call leaves its end to the next"  # type: ignore[union-attr]
+        step.flush()
+        found.append(_worst(_whole(ours), theirs))
+        states = [[_whole_tensor(o.state[p]["buffers"][0]) for p in o.param_groups[0]["params"]] for o in optimizers]
+        found += [difference(a, b) for a, b in zip(*states, strict=True)]
+    return found
+
+
+def test_the_first_call_may_make_state_that_its_end_reads() -> None:
+    for found in run_ranks(_makes_state, 2):
+        assert max(found) < TOLERANCE
 
 
 def _own_sizes(rank: int, world: int, style: str) -> dict[str, float]:

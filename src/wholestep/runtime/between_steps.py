@@ -52,11 +52,6 @@ class CrossStepRunner:
         _pending.add(self)
         return out[: len(out) - self._count]
 
-    @property
-    def source(self) -> str:
-        """Text of the program that runs in all calls but the first."""
-        return getattr(self._steady, "source", "")
-
     def flush(self) -> None:
         """Complete the last call."""
         if self._carried:

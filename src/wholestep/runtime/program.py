@@ -180,45 +180,54 @@ class Program:
 
     def refresh(self) -> Miss | None:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
+        if self._holds() and not self._makes:
+            return None
+        if changed := self._changed() or self._appeared():
+            return Miss(changed)
+        self.bind_state()
+        return None
+
+    def _holds(self) -> bool:
+        """Whether all state is where it was found."""
         rebound_hold = all(get(key) is tensor for get, key, tensor in (self._slots[i] for i in self._rebound))
         states = all(
             optimizer.state is state and len(state) == len(entries) and all(map(is_, state.values(), entries))
             for optimizer, state, entries in self._states
         )
-        if self._others_hold() and rebound_hold and states and not self._makes:
-            return None
-        changed = self._changed()
-        if changed:
-            return Miss(changed)
-        self.bind_state()
-        return None
+        return self._others_hold() and rebound_hold and states
 
     def _changed(self) -> str:
-        state, optimizers = self.capture.state, list(self.capture.state.optimizers.values())
+        """Which tensor that the program takes was replaced; empty if none was."""
+        state = self.capture.state
         for given, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
             if given.role is Role.PARAM and not state.params[given.name].is_at_its_place(tensor):
                 return f"parameter {given.name!r} was replaced"
-            if given.role is Role.STATE:
-                entry = optimizers[given.optimizer].state.get(state.params[given.owner].tensor, {})
-                if not Entry(entry).has(given.key):
-                    return f"optimizer state {given.key!r} of {given.owner!r} is gone"
+            if given.role is Role.STATE and not self._entry(given.optimizer, given.owner).has(given.key):
+                return f"optimizer state {given.key!r} of {given.owner!r} is gone"
             if given.role is not Role.PARAM:
                 now = Location("", *find_input(given, state)).get()
                 if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
                     return f"{given.name!r} is {shown(now)}, it was {shown(tensor)}"
+        return ""
+
+    def _appeared(self) -> str:
+        """Which optimizer state the program does not expect, and has perhaps created; empty if there is none."""
         for number, owner, key in self._makes:
-            if Entry(optimizers[number].state.get(state.params[owner].tensor, {})).has(key):
+            if self._entry(number, owner).has(key):
                 return f"optimizer state {key!r} of {owner!r} exists now"
         return "" if self._structures() == self._built else "a list, tuple or dict of optimizer state holds other items"
 
+    def _entry(self, optimizer: int, owner: str) -> Entry:
+        state = self.capture.state
+        return Entry([*state.optimizers.values()][optimizer].state.get(state.params[owner].tensor, {}))
+
     def _structures(self) -> dict[tuple[str, str], dict[Any, Structure]]:
         """How the containers in the state of optimizers are built, by optimizer and parameter."""
+        optimizers, params = self.capture.state.optimizers.items(), self.capture.state.params.items()
         found = {
-            (label, name): Entry(entry).structures()
-            for label, optimizer in self.capture.state.optimizers.items()
-            for name, held in self.capture.state.params.items()
-            if (entry := optimizer.state.get(held.tensor))
-        }
+            (label, name): Entry(optimizer.state.get(held.tensor, {})).structures()
+            for label, optimizer in optimizers for name, held in params
+        }  # fmt: skip
         return {at: built for at, built in found.items() if built}
 
     def _made_by(self, name: str) -> tuple[int, str, str]:
@@ -245,11 +254,12 @@ class Program:
 
     def gather_lasting(self) -> list[Any]:
         """Those of the flat inputs that outlast a call. Raises StateError: some were replaced meanwhile."""
-        miss = self.refresh()
-        if miss is not None:
-            found = f"the end of the last step, which was left to the next one, cannot run: {miss.text}"
-            needed = "the parameters and the state that it began with"
-            raise StateError(found, needed, "call step.flush() before replacing them")
+        if not self._holds():
+            if changed := self._changed():
+                found = f"the end of the last step, which was left to the next one, cannot run: {changed}"
+                needed = "the parameters and the state that it began with"
+                raise StateError(found, needed, "call step.flush() before replacing them")
+            self.bind_state()
         return [*self._held, *self._constants]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
