@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from tests.rule_samples import samples_of, table
+from tests.rule_samples import runs_on_cpu, samples_of, table
 from wholestep import _torch
 from wholestep.errors import RuleError
 from wholestep.graph.meta import TensorMeta
@@ -414,7 +414,7 @@ def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], se
     faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for number, target in enumerate(targets):
-        runs = not _torch.is_op(target) or _torch.runs_on_cpu(target)
+        runs = not _torch.is_op(target) or runs_on_cpu(target)
         cases = cases_of(target, samples(target)) if runs else []
         try:
             send.send(mutate_op(cases, crashing if number == 0 else (), send.send))

@@ -149,6 +149,7 @@ def test_a_first_rank_that_is_stopped_early_is_named(place: str, tmp_path: Path)
 APART = """
 import os, sys
 import torch
+import torch.distributed as dist
 from torch import nn
 import wholestep as ws
 from tests.steps import mean_square
@@ -158,8 +159,17 @@ model = nn.Linear(16, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = ws.compile(mean_square, timeout="8s", parallel=ws.DataParallel("fully_shard"))
 step(model, optimizer, torch.randn(8, 16))
+other = ws.compile(mean_square, timeout="8s", parallel=ws.DataParallel("fully_shard"))
+if how == "call 2 of mean_square":
+    twin = nn.Linear(16, 4)
+    others = torch.optim.SGD(twin.parameters(), lr=0.01)
+    other(twin, others, torch.randn(8, 16))
 if os.environ["RANK"] == "0":
-    if how == "save":
+    if how == "torch's all_reduce":
+        dist.all_reduce(torch.ones(8, 4))
+    elif how == "call 2 of mean_square":
+        other(twin, others, torch.randn(8, 16))
+    elif how == "save":
         ws.save(folder + "/checkpoints", step)
     elif how == "load":
         ws.load(folder + "/checkpoints", step)
@@ -170,15 +180,23 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("how", ["save", pytest.param("load", marks=FULL), pytest.param("export", marks=FULL)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("save", marks=FULL), pytest.param("load", marks=FULL), pytest.param("export", marks=FULL),
+        pytest.param("torch's all_reduce", marks=FULL), "call 2 of mean_square",
+    ],
+)  # fmt: skip
 def test_ranks_that_wait_at_different_points_are_named(how: str, tmp_path: Path) -> None:
+    """A collective of another step, or of the script, is never taken for one of the step, however alike they are."""
     script = tmp_path / "apart.py"
     script.write_text(APART)
     with start(script, [how, str(tmp_path)], 3, tmp_path) as ranks:
         assert ranks.wait([0, 1, 2], LIMIT_S) == dict.fromkeys(range(3), 1), [ranks.output(rank) for rank in range(3)]
         for rank in range(3):
-            text = "\n".join(error_of(ranks.output(rank)))
-            assert "RankFailedError: ranks wait for each other at different points\n" in text
-            assert re.search(rf"\n  rank 0: between steps, after call 1 of mean_square, waiting at {how}\(", text)
+            text = "".join(ranks.output(rank).partition("RankFailedError: ")[1:])
+            assert text.startswith("RankFailedError: ranks wait for each other at different points\n")
+            waits = rf"(between steps, after call \d of mean_square, waiting at |in ){re.escape(how)}\b"
+            assert re.search(rf"\n  rank 0: {waits}", text)
             assert re.search(r"\n  ranks 1, 2: (in call 2 of mean_square|between steps).*, waiting at ", text)
             assert len(re.findall(r"\n  there: \S+apart.py:\d+  ", text)) == 2

@@ -1,6 +1,8 @@
 """A call that raises leaves state as it was before it, or says that it has not."""
 
 import copy
+import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.steps import mean_square as train_step
+from wholestep._torch import modes_now
 from wholestep.backend.reached import Reached
 from wholestep.runtime.failed_call import FailedCall
 
@@ -141,3 +144,62 @@ def test_a_call_that_is_interrupted_has_not_happened_or_says_so(tmp_path: Path) 
     again()
     step(model, optimizer, x)
     assert all(torch.equal(a, b) for a, b in zip(state_of(model, optimizer), expected, strict=True))
+
+
+def with_ctrl_c(call: Callable[[], Any], at: int, primes: list[int]) -> int:
+    """Make a call with Ctrl-C when it has entered and left `at` functions; returns how many it had then, or has. Of
+    these, `primes` are where an optimizer has made state.
+    """
+    count = 0
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += 1
+        if event == "return" and frame.f_code.co_name == "_init_group":
+            primes.append(count)
+        if count == at:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(note)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert count == at
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+@pytest.mark.parametrize("points", [2, pytest.param(200, marks=pytest.mark.full)])
+def test_ctrl_c_anywhere_in_a_call_leaves_all_of_it_or_nothing(points: int, begun: int) -> None:
+    def trained(at: int) -> tuple[list[Tensor], int]:
+        model, optimizer = made()
+        step = ws.compile(train_step)
+        params, modes = [*model.parameters()], modes_now()
+        for call in range(begun):
+            step(model, optimizer, rows(call))
+        events = with_ctrl_c(lambda: step(model, optimizer, rows(begun)), at, primes)
+        assert modes_now() == modes
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert len(optimizer.state) in (0, len(params))
+        try:
+            for call in range(step.calls, begun + 3):
+                step(model, optimizer, rows(call))
+        except ws.StateError:
+            return [], events
+        return state_of(model, optimizer), events
+
+    primes: list[int] = []
+    trained(0)  # what a first capture imports and keeps
+    primes.clear()
+    expected, events = trained(0)
+    where = primes[:1]
+    seed = 0 if points < 100 else random.randrange(1 << 32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for at in [*where, *(draw.randint(1, events) for _ in range(points))]:
+        found, _ = trained(at)
+        same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) if found else True
+        assert same, f"Ctrl-C at {at} of {events} events, of seed {seed}"

@@ -334,7 +334,7 @@ def test_a_rank_that_fails_leaves_the_comparison_before_to_slower_ranks() -> Non
             return self.store.check(keys)
 
     def act(ranks: Rendezvous) -> bool:
-        check = ConsistencyCheck(cast("Any", None), cast("Any", None), ranks, Stages(None, "step"), "step")
+        check = ConsistencyCheck(cast("Any", None), cast("Any", None), ranks, Stages(None, "step"), "step", "")
         check._compare({LAYOUTS: lines("a")})  # pyright: ignore[reportPrivateUsage]
         if ranks.rank == 0:
             check.fail("no")

@@ -109,12 +109,3 @@ def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
 def is_getitem(target: object) -> bool:
     """Return whether a node selects one output of an op with several."""
     return target is GETITEM
-
-
-def runs_on_cpu(target: OpOverload[..., Any]) -> bool:
-    """Return whether an op has a CPU kernel; kernels of `overrideable` ops only raise."""
-    schema = target._schema
-    if "overrideable" in schema.name:
-        return False
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")

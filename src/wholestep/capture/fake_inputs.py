@@ -128,6 +128,7 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
         for name, held in state.params.items():
             entry, group = optimizer.state.get(held.tensor), groups.get(id(held.tensor))
             if not entry and group is not None and held.tensor.requires_grad:
+                _torch.undo(optimizer.state.pop, fakes[name], None)
                 with out.mode, _torch.tensor_only_optimizers():
                     held_state.prime(optimizer, fakes[name], group, out.device)
                 for key, value in held_state.in_order(optimizer.state.pop(fakes[name], {})):

@@ -6,6 +6,7 @@ A call of a step writes two of them and reads one: it sends nothing and takes no
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from ..errors import RankFailedError
 
 
 class NamedStep(Protocol):
-    """A compiled step: its name, and how often it was called."""
+    """A compiled step: its name, its number among steps of this name, and how often it was called."""
 
     __name__: str
+    number: int
     calls: int
 
 
@@ -28,7 +30,7 @@ class Activity:
     """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
     `allowance_s` longer than a step; at a place where this rank waits for the others, who wait at the same `point`.
     `unfinished` counts calls that raised. `failure` is set once it is known that a rank failed. `explain` finds out why
-    a collective failed, and `told` hears that the main thread knows of it.
+    a collective failed, and `told` hears that the main thread knows of it. `compiled` counts steps by their names.
     """
 
     step: Callable[[], NamedStep | None] = lambda: None
@@ -42,6 +44,7 @@ class Activity:
     failure: RankFailedError | None = None
     explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
     told: Callable[[], None] | None = field(default=None, repr=False)
+    compiled: Counter[str] = field(default_factory=Counter[str], repr=False)
 
     def raise_failure(self) -> None:
         """Raise RankFailedError, if a rank failed."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _torch
+from ..backend.recordable import transport
 from ..errors import MeshError
 from ..mesh import Mesh
 from .activity import ACTIVITY
@@ -94,7 +95,9 @@ def join(
     watch_peers(timeout_s)
     with ACTIVITY.waiting("the making of process groups"):
         kind, sizes = torch.device(device).type, tuple(axis.size for axis in mesh.axes)
-        devices = init_device_mesh(kind, sizes, mesh_dim_names=mesh.names)
+        # Else a collective of another step, or of the user's, is taken for one of this step. NCCL pays for each group.
+        own: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
+        devices = init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own)
     patience_s = timeout_s + allowance_s if timeout_s is not None and device.startswith("cuda") else None
     if patience_s is not None:
         for group in (dist.group.WORLD, *devices.get_all_groups()):

@@ -101,6 +101,7 @@ class Compiler:
 
     fn: Callable[..., Any]
     name: str
+    number: int
     options: StepOptions
     world: World
     rendezvous: Rendezvous
@@ -120,7 +121,9 @@ class Compiler:
         label = self.rendezvous.next_label("steps") if self.rendezvous.size > 1 else self.name
         shared = self.options, self.world, self.rendezvous, self.stages
         self.sizes = SymbolicSizes(self.options, self.world, self.log)
-        self._consistency, self.finalizer = ConsistencyCheck(*shared, label), Finalizer(*shared)
+        which = f"number of ws.compile({self.name}): {self.number}"
+        self._consistency = ConsistencyCheck(*shared, label, which)
+        self.finalizer = Finalizer(*shared)
 
     @property
     def strategies(self) -> Strategies:

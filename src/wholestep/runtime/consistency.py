@@ -70,7 +70,8 @@ class RankProgram:
 
 @dataclass
 class ConsistencyCheck:
-    """The comparisons of one step. `label` is the step's, the same on all ranks; `round` counts the comparisons.
+    """The comparisons of one step. `label` is the step's, the same on all ranks; `which` says which step it is; `round`
+    counts the comparisons.
 
     What was compared is remembered in the same order on all ranks, so they forget the oldest at the same comparison. A
     rank lets go of the programs for it then (`knows`): no rank runs one while others wait to compare it again.
@@ -81,6 +82,7 @@ class ConsistencyCheck:
     rendezvous: Rendezvous
     stages: Stages
     label: str
+    which: str
     round: int = 0
     _agreed: dict[str, None] = field(default_factory=dict[str, None])
     _options: set[str] = field(default_factory=set[str])
@@ -131,7 +133,7 @@ class ConsistencyCheck:
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
         lasting = {
             VERSIONS: Section.of(versions()),
-            STEP: Section.of(step_lines(self.options)),
+            STEP: Section.of([self.which, *step_lines(self.options)]),
             LAYOUTS: Section.of(made.lines),
             MEMBERS: Section.of(member_lines(state)),
         }

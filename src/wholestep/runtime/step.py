@@ -79,6 +79,8 @@ class CompiledStep:
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
+        ACTIVITY.compiled[self.__name__] += 1
+        self.number = ACTIVITY.compiled[self.__name__]
         self._clock = WaitClock() if options.given.measure else None
         self._stages = Stages(options.given.progress, self.__name__)
         self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
@@ -139,17 +141,16 @@ class CompiledStep:
                 try:
                     with uninterrupted():
                         result = program(call.leaves)
+                        self.calls += 1
+                        if self._nonfinite is not None and program.nonfinite:
+                            self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
+                        program.phase = Phase.DONE
                     break
                 except OtherBranchError as other:
                     tries += 1
                     if tries == MOST_TRIES:
                         raise too_many_branches(other, tries) from None
                     fits = self._along(other, call, args, kwargs, given)
-            with uninterrupted():
-                self.calls += 1
-                if self._nonfinite is not None and program.nonfinite:
-                    self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
-                program.phase = Phase.DONE
         except BaseException as error:
             self._note_failed(error, program)
             if isinstance(error, Exception):
@@ -440,7 +441,8 @@ class CompiledStep:
             lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
         )
         log = self.misses.append
-        self._compiler = Compiler(self.fn, self.__name__, options, world, ranks, self._stages, self._cache, log)
+        who = self.fn, self.__name__, self.number
+        self._compiler = Compiler(*who, options, world, ranks, self._stages, self._cache, log)
         why_not = not_tuned(options, world)
         self._tuner = Tuner(why_not, world, self._compiler.finalizer, self._installer, ranks, self._stages)
         return self._compiler
