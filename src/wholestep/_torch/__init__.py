@@ -21,6 +21,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing, and a table of results
   that never forgets; a public fake mode.
+- FakeTensor's attributes, _C._DisableTorchDispatch, _get_dispatch_mode, _set_throw_on_mutable_data_ptr (2.1), and
+  Tensor._make_subclass (1.7): makes results of ops on fake tensors without the mode (`fake_results`); a faster mode.
 - nn.Module._parameters, _buffers, _modules (0.1): replaces members of a module; public writable views.
 - compiler._is_compiling_flag (2.1): selects the capturable form of torch.optim; a public switch.
 - utils.checkpoint._is_compiling (2.4): selective checkpointing recomputes while it is traced; a public switch.
@@ -82,6 +84,7 @@ from .connections import *
 from .cuda_graphs import *
 from .distributed import *
 from .dynamo import *
+from .fake_results import *
 from .held import *
 from .inductor import *
 from .op_schemas import *

@@ -104,7 +104,7 @@ def functionalize(
     try:
         _Walk(rewritten).run()
     except _UnsupportedError:
-        rewritten = _torch.functionalize(module, fakes)
+        rewritten = _torch.functionalize(module, [fake.detach() for fake in fakes])
         if symbols is not None:
             without_size_nodes(rewritten.graph, symbols)
     return rewritten
@@ -291,7 +291,7 @@ class _Walk:
 
     def _result(self, node: Node) -> Any:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._value)
-        return cast(Any, node.target)(*args, **kwargs)
+        return _torch.fake_result(node.target, args, kwargs)
 
     def _value(self, node: Node) -> Any:
         return getattr(self.module, str(node.target)) if node.op == "get_attr" else meta.value(node)

@@ -37,8 +37,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _refuse_mutated_constants(traced.module)
     _refuse_own_ops_in_place(traced.module)
     refuse_collectives(traced.module)
-    plain = [f.detach() for f in traced.stand_ins.fakes]
-    module = functionalize(traced.module, plain, traced.stand_ins.symbols)
+    module = functionalize(traced.module, traced.stand_ins.fakes, traced.stand_ins.symbols)
     graph = module.graph
     count_from_tensors(graph)
     _drop_input_copies(graph)
