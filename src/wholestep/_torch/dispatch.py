@@ -7,7 +7,6 @@ graphs are equal, node for node.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
 from .attributes import Form, forms_set
@@ -50,21 +48,15 @@ class _SlowPathError(Exception):
 def quick_dispatch(
     forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]
 ) -> AbstractContextManager[None]:
-    """Use the fast path of make_fx inside this context, and compute fake tensors without dynamo's guard.
+    """Use the fast path of make_fx inside this context.
 
-    Replaces `__torch_dispatch__` of both modes. `forms` are the decomposed ops; `at_op` exchanges real tensors in the
+    Replaces `__torch_dispatch__` of its mode. `forms` are the decomposed ops; `at_op` exchanges real tensors in the
     arguments of an op. No fast path in a torch without the names that it needs.
     """
     if not all(hasattr(_proxies, needed) for needed in _NEEDED):
         return forms_set([(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _without_real_tensors(at_op))])
-    unguarded: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
-
-    def without_guard(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return unguarded(*args, **kwargs)
-
     quick: list[tuple[Any, str, Form]] = [
         (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms, at_op)),
-        (FakeTensorMode, "__torch_dispatch__", without_guard),
         *_with_sizes(),
     ]
     if hasattr(fake_tensor, _TAKES_NUMBERS):
