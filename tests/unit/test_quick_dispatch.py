@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +23,13 @@ Step = Callable[[Tensor, Tensor], Any]
 
 @pytest.fixture
 def own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Switches the quick way off."""
-    return lambda: monkeypatch.setattr(dispatch, "_NEEDED", ("a name that torch does not have",))
+    """Switches the quick way off, and remembers no results."""
+
+    def switch() -> None:
+        monkeypatch.setattr(dispatch, "_NEEDED", ("a name that torch does not have",))
+        monkeypatch.setattr(_torch, "fake_result", lambda op, args, kwargs: op(*args, **kwargs))
+
+    return switch
 
 
 def text(module: GraphModule) -> list[str]:
@@ -112,11 +118,35 @@ def test_of_functions(step: Step, own_way: Callable[[], None]) -> None:
             fakes = [mode.from_tensor(torch.ones(4, 4)) for _ in range(2)]
         return text(_torch.trace(lambda x, y: _torch.tree_flatten(step(x, y))[0], fakes, {}))
 
-    quick = traced()
+    quick, remembered = traced(), traced()
     own_way()
-    assert quick == traced()
+    assert quick == remembered == traced()
 
 
+def test_remembered_results_alias_as_torchs() -> None:
+    """A view has the storage of its operand, a result in place is the operand, and all else has its own."""
+    x, cases = torch.arange(6.0), [
+        (torch.ops.aten.view.default, [2, 3]), (torch.ops.aten._unsafe_view.default, [2, 3]),
+        (torch.ops.aten.mul.Tensor, 2), (torch.ops.aten.mul_.Tensor, 2), (torch.ops.aten.split.Tensor, 4),
+        (torch.ops.aten.slice.Tensor, 0), (torch.ops.aten.sort.default, 0),
+        (torch.ops.aten.as_strided.default, [2], [1]),
+    ]  # fmt: skip
+    for op, *args in cases:
+        real = op(x.clone(), *args)
+        with _torch.fake_mode() as mode:
+            for _ in range(2):
+                fake = mode.from_tensor(x)
+                made = _torch.fake_result(op, (fake, *args), {})
+                for ours, theirs in zip(
+                    *([out] if isinstance(out, Tensor) else out for out in (made, real)), strict=True
+                ):
+                    assert meta.meta_of(ours) == meta.meta_of(theirs), op
+                    assert ours.storage_offset() == theirs.storage_offset(), op
+                    assert (_torch.storage_key(ours) == _torch.storage_key(fake)) == (op not in FRESH), op
+                    assert (ours is fake) == (op is torch.ops.aten.mul_.Tensor), op
+
+
+FRESH = (torch.ops.aten.mul.Tensor, torch.ops.aten.sort.default)
 RECIPES = itertools.cycle(["AdamW-fused", "SGD-momentum-foreach", "Adam-tensor-lr"])
 
 
@@ -138,7 +168,7 @@ def test_torch_is_left_as_it_was() -> None:
     def fails(model: nn.Module, x: Tensor) -> None:
         raise ValueError("not this one")
 
-    modes = (dispatch.proxy_tensor.ProxyTorchDispatchMode, dispatch.FakeTensorMode)
+    modes = (dispatch.proxy_tensor.ProxyTorchDispatchMode, FakeTensorMode)
     before = [mode.__torch_dispatch__ for mode in modes]
     with pytest.raises(ws.CaptureError):
         ws.capture(fails, nn.Linear(2, 2), torch.ones(2))

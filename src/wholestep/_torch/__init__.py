@@ -18,7 +18,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - OpOverload._op (1.12): calls an op without a frame of Python; a call of the overload that has none.
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): creates nodes without a search for symbolic
   numbers in their arguments; an option of `create_node`.
-- loggers of _subclasses, _dynamo, _decomp, _functorch (2.0): silenced during a trace; errors without logs.
+- loggers of _subclasses, _dynamo, _decomp, _functorch, fx.experimental (2.0): silenced during a trace; errors without
+  logs.
 - _subclasses.fake_tensor.FakeTensorMode, ShapeEnv (2.0): tensors without storage while tracing, and a table of results
   that never forgets; a public fake mode.
 - FakeTensor's attributes, _C._DisableTorchDispatch, _get_dispatch_mode, _set_throw_on_mutable_data_ptr (2.1), and

@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental import recording, sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .attributes import flags_set, here_only
+from .attributes import attributes_set, flags_set, here_only
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
 from .undo import undo, undone
@@ -39,6 +40,7 @@ _TRACE_LOGGERS = (
     "torch.fx.experimental.recording", "torch.fx.experimental.symbolic_shapes", "torch._meta_registrations",
     "torch._decomp.decompositions", "torch._prims_common", "torch._dynamo", "torch._functorch",
 )  # fmt: skip
+_SYMBOL_LOGGERS = (sym_node.sym_node_log.name, recording.trace_shape_events_log.name)  # called for each sum of sizes
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _aten = torch.ops.aten
 
@@ -221,8 +223,9 @@ def without_onednn() -> Generator[None]:
 def without_logs() -> Generator[None]:
     """Silence torch's loggers of fake tensors and symbols, unless TORCH_LOGS is set: a CaptureError has the message."""
     loggers = [logging.getLogger(name) for name in _TRACE_LOGGERS if not os.environ.get("TORCH_LOGS")]
+    idle = [logging.getLogger(name) for name in _SYMBOL_LOGGERS if loggers]
     drop = here_only(_drop, _keep)
-    with undone():
+    with attributes_set([(logger, "debug", _drop) for logger in idle if not logger.isEnabledFor(logging.DEBUG)]):
         for logger in loggers:
             undo(logger.removeFilter, drop)
             logger.addFilter(drop)
