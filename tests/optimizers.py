@@ -130,6 +130,7 @@ PYTORCH_OPTIMIZER = """
     AdamS AdamWSN AdaMax Adan ADOPT AdEMAMix AggMo AvaGrad CAME DAdaptAdam DiffGrad EXAdam Fromage GaLore Grams
     GrokFastAdamW Kate Kron Lamb LaProp LARS Lion MADGRAD MARS NovoGrad PAdam PID PNM Prodigy QHAdam QHM RAdam Ranger
     ScalableShampoo ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD SCION SGDP SGDW Shampoo SignSGD SM3 SOAP SPAM
+    SimplifiedAdEMAMix A2Grad
     SPlus StableAdamW Tiger VSGD Yogi
 """
 SCHEDULE_FREE = """

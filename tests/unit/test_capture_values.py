@@ -1,5 +1,6 @@
 """Values that a step reads while it is captured: those that follow from integers of the batch are known and guarded."""
 
+import copy
 import random
 from typing import Any
 
@@ -206,6 +207,35 @@ def test_values_are_read_beside_a_number_that_changes() -> None:
         found, first = step(x, *numbers)
         assert first == 2
         torch.testing.assert_close(found, once * call)
+    assert step.captures == 1
+
+
+def test_tensors_made_of_traced_numbers_and_tensors() -> None:
+    """`torch.tensor` of lists, and `copy.deepcopy`, have the bits and dtypes of eager, from one capture."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.calls, self.rate = 0, 0.1
+            self.kept = torch.ones(2, dtype=torch.float64)
+
+        def step(self, model: nn.Module, x: Tensor) -> list[Tensor]:
+            self.calls += 1
+            self.rate *= 0.7
+            self.kept = self.kept * self.rate
+            loss = model(x).sum().detach()
+            return [
+                torch.tensor(self.rate), torch.tensor([self.calls, 2]), torch.as_tensor([self.calls, 0.1]),
+                torch.tensor([0.1, self.rate], dtype=torch.float64), torch.tensor([loss, 1]),
+                torch.tensor(([loss], [self.rate])), torch.tensor([self.calls > 2, True]),
+                copy.deepcopy(self.kept).mul_(2) + self.kept, copy.deepcopy(loss * 2), copy.deepcopy(model.weight),
+            ]  # fmt: skip
+
+    ours, theirs, model = Trainer(), Trainer(), nn.Linear(3, 2)
+    step = ws.compile(ours.step)
+    for call in range(4):
+        x = torch.full((4, 3), call + 0.5)
+        for found, expected in zip(step(model, x), theirs.step(model, x), strict=True):
+            assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
     assert step.captures == 1
 
 

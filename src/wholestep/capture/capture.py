@@ -77,16 +77,14 @@ def find_state(
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, call.structure)
     given = [*zip(names, call.leaves, strict=True), *extra.items()]
-    found: dict[str, Trainable] = {}
-    known: set[int] = set()
+    found: dict[int, tuple[str, Trainable]] = {}
     for name, leaf in [*given, *trainables(fn, dict(given), call.objects).items()]:
         one = unwrapped(leaf)
-        if isinstance(one, (nn.Module, Optimizer, GradScaler)) and id(one) not in known:
-            known.add(id(one))
-            found[name] = leaf
-    modules = {n: m for n, m in found.items() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.items() if not isinstance(o, (nn.Module, GradScaler))}
-    scalers = {n: s for n, s in found.items() if isinstance(s, GradScaler) and s.is_enabled()}
+        if isinstance(one, (nn.Module, Optimizer, GradScaler)):
+            found.setdefault(id(one), (name, leaf))
+    modules = {n: m for n, m in found.values() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
+    optimizers = {n: o for n, o in found.values() if not isinstance(o, (nn.Module, GradScaler))}
+    scalers = {n: s for n, s in found.values() if isinstance(s, GradScaler) and s.is_enabled()}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from ..errors import CaptureError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
 from .locations import Location
+from .state import put_back
 
 _DTYPES: dict[Any, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
@@ -31,12 +32,12 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "pow": operator.pow, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_REFLECTED = {f"r{name}": function for name, function in _BINARY.items()}
+_BINARY.update({f"r{name}": lambda a, b, function=function: function(b, a) for name, function in _BINARY.items()})
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": abs, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "item": lambda x: x, "clone": lambda x: x, "detach": lambda x: x, "double": float,
 }  # fmt: skip
-_AS_TENSOR = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_AS_TENSOR = (torch.tensor, torch.as_tensor)
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,6 @@ def preserved(dicts: Sequence[dict[Any, Any]]) -> Generator[None]:
         yield
 
 
-def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
-    """Give a dict the items that it had before."""
-    items.clear()
-    items.update(before)
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return value.clone()
@@ -157,7 +152,7 @@ class Numbers:
 
     def among(self, values: Sequence[Any]) -> bool:
         """Return whether a number is among these values, or inside a list or an index among them."""
-        return any(self._of(value) for value in _parts(values, (list, tuple)))
+        return any(self._of(value) for value in parts_of(values))
 
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
         """Record a read of `place` and return its number; `late` if an effect changes it before."""
@@ -235,7 +230,7 @@ class Numbers:
             self._decisions.append(TracedChoice(first.index, bool(first.now), where, first.late))
             return bool(first.now)
         if name in ("getitem", "setitem"):
-            for number in (v for v in _parts(args[1], (tuple,)) if v in self):
+            for number in (v for v in parts_of(args[1], (tuple,)) if v in self):
                 self.refuse_read(number, "use as an index", where)
         if kwargs:
             return NotImplemented
@@ -243,8 +238,6 @@ class Numbers:
             plain = _BINARY.get(name) or _BINARY.get(name.removeprefix("i"))
             if plain:
                 return self.call(plain, args, of_torch)
-            if name in _REFLECTED:
-                return self.call(_REFLECTED[name], (args[1], args[0]), of_torch)
         if len(args) == 1 and name in _UNARY:
             return self.call(_UNARY[name], args, of_torch)
         return NotImplemented
@@ -265,14 +258,11 @@ class Numbers:
 
     def operands(self, func: Any, args: Any) -> Any:
         """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""
-        found = [v for v in _parts(args, (list, tuple)) if isinstance(v, torch.Tensor)]
+        found = [v for v in parts_of(args) if isinstance(v, torch.Tensor)]
         others = [t for t in found if id(t) not in self._by_id]
         if len(others) == len(found):
             return args
         name = getattr(func, "__name__", "").strip("_")
-        if func in _AS_TENSOR and isinstance(args[0], torch.Tensor):
-            kind = torch.get_default_dtype() if args[0].is_floating_point() else args[0].dtype
-            return (args[0].to(kind).clone(), *args[1:])
         floats = {t.dtype for t in others if t.is_floating_point()}
         sized = any(t.dim() and t.is_floating_point() for t in others)
         if len(floats) == 1 and (not sized or name == "lerp"):
@@ -283,6 +273,25 @@ class Numbers:
                 args, {True: torch.get_default_dtype(), **({False: kinds.pop()} if len(kinds) == 1 else {})}
             )
         return args
+
+    def stacked(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """`torch.tensor` of a number, or of a list with numbers and 0-dim tensors of the trace; else NotImplemented."""
+        listed = func in _AS_TENSOR and args and (isinstance(args[0], (list, tuple)) or self._of(args[0]))
+        parts = parts_of(args[0]) if listed else []
+        traced = [v for v in parts if isinstance(v, torch.Tensor) and _torch.is_fake(v)]
+        kinds = {**_DTYPES, float: torch.get_default_dtype()}
+        found = [v.dtype if torch.is_tensor(v) else kinds.get(v.__class__) for v in map(self.plain, parts)]
+        if not traced or any(t.dim() for t in traced) or None in found or named.keys() - {"dtype", "device"}:
+            return NotImplemented
+        dtype = named.get("dtype") or reduce(torch.promote_types, cast("list[torch.dtype]", found))
+        device = named.get("device") or torch.get_default_device()
+
+        def made(value: Any) -> torch.Tensor:
+            if isinstance(value, (list, tuple)):
+                return torch.stack([made(item) for item in cast(Sequence[Any], value)])
+            return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
+
+        return made(args[0])
 
     def _converted(self, args: Any, kinds: Mapping[bool, torch.dtype]) -> Any:
         def convert(value: Any) -> Any:
@@ -307,9 +316,9 @@ class Numbers:
         return HostProgram(lines, order, inputs, decisions, tuple(self._changed))
 
 
-def _parts(value: Any, opened: tuple[type, ...]) -> list[Any]:
+def parts_of(value: Any, opened: tuple[type, ...] = (list, tuple)) -> list[Any]:
     """Return the values inside nested slices and sequences of the `opened` types."""
     if isinstance(value, slice):
         whole = cast(Any, value)
         return [whole.start, whole.stop, whole.step]
-    return [v for part in value for v in _parts(part, opened)] if isinstance(value, opened) else [value]
+    return [v for part in value for v in parts_of(part, opened)] if isinstance(value, opened) else [value]

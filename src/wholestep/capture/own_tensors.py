@@ -6,7 +6,7 @@ else Python asks of them are what they are in an uncompiled step, and other thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import Any, cast
@@ -16,6 +16,7 @@ import torch
 from .. import _torch
 from ..errors import CaptureError
 from .effects import RefusedError
+from .host_numbers import parts_of
 from .locations import MISSING
 from .state import tensor_attributes
 
@@ -106,7 +107,7 @@ class OwnTensors:
     def at_op(self, op: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Exchange tensors in the arguments of an op that is recorded; CaptureError if a gradient would be lost."""
         if torch.is_grad_enabled():
-            for value in _parts((args, kwargs)):
+            for value in parts_of((args, *kwargs.values())):
                 if id(value) in self._fakes and value.requires_grad:
                     raise CaptureError(
                         f"{op} takes {self._names[id(value)]!r} past torch's Python functions, so that its gradient "
@@ -130,11 +131,3 @@ def _restore(tensor: torch.Tensor, had: Mapping[str, Any]) -> None:
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor, *_torch.FAKE_TYPES})
 _kind: Callable[[Any], Any] = type
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(cast(dict[Any, Any], value).values())
-    if isinstance(value, (tuple, list)):
-        return [part for item in cast(Sequence[Any], value) for part in _parts(item)]
-    return [value]

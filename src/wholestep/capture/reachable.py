@@ -235,8 +235,8 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, op
     for holder in (*tensors, *(v for v in given.values() if isinstance(v, torch.Tensor)), *_torch.FOR_ALL):
         for hook in (hook for table in _torch.hook_tables(holder) for hook in table.values()):
             search.visit(hook, getattr(hook, "__name__", "a hook"))
-    for name, held in (*state.params.items(), *state.buffers.items()):
-        search.attributes(held.tensor, name)
+    for name in (*state.params, *state.buffers):
+        search.attributes(name, lambda name=name: (state.params.get(name) or state.buffers[name]).tensor)
     search.finish()
     return search.found
 
@@ -304,13 +304,8 @@ class _Search:
         while self._waiting:
             self._open(*self._waiting.pop())
 
-    def attributes(self, tensor: torch.Tensor, name: str) -> None:
-        """Search the attributes of a parameter or a buffer."""
-        self._attributes_of(name, lambda: (self.state.params.get(name) or self.state.buffers[name]).tensor)
-        while self._waiting:
-            self._open(*self._waiting.pop())
-
-    def _attributes_of(self, path: str, tensor: Callable[[], torch.Tensor]) -> None:
+    def attributes(self, path: str, tensor: Callable[[], torch.Tensor]) -> None:
+        """Search the attributes of a tensor."""
         self._note(Container(path, vars(tensor()), "tensor", lookup=TensorAttributes(tensor)))
 
     def finish(self) -> None:
@@ -322,8 +317,8 @@ class _Search:
             self._unnamed = [one for one in self._unnamed if one[0] not in self._names]
             for value, path in named:
                 self.visit(value, path)
-        called = [(kind, name) for kind in self._classes for name in sorted(self._names)]
-        places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind, name in called]
+        names = sorted(self._names)
+        places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind in self._classes for name in names]
         self.found.methods += [place for place in places if is_own_function(place.get())]
         static = [Location(p.path, Reads(functools.partial(_defined, p.holder.owner)), p.key) for p in places]
         self.found.methods += [place for place in static if isinstance(place.get(), (property, classmethod))]
@@ -387,7 +382,7 @@ class _Search:
     def _note_tensor(self, tensor: torch.Tensor, path: str) -> None:
         if id(tensor) not in self.found.seen:
             self.found.seen[id(tensor)] = tensor
-            self._attributes_of(path, lambda: tensor)
+            self.attributes(path, lambda: tensor)
 
     def _function(self, function: types.FunctionType) -> None:
         if function.__module__ and function.__module__.startswith("wholestep"):
@@ -449,9 +444,7 @@ class _Search:
             options = GroupEntry(optimizer, g)
             if self.state.has_first(known[0], group):
                 self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
-        if not known:
-            return None
-        for container in state_containers(self.state, known[0], path):
+        for container in state_containers(self.state, known[0], path) if known else ():
             self._note(container)
         return None
 

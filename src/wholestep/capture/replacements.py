@@ -196,6 +196,12 @@ def _dense(original: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
     return original(**{**given, "sparse": False})
 
 
+def _deep_copy(original: Any, known: Known, input: Tensor, memo: dict[int, Any]) -> Tensor:
+    """The copy that `copy.deepcopy` makes of a tensor, which torch makes of its storage."""
+    traced = _torch.is_fake(input) and input.is_leaf and input.grad is None
+    return input.detach().clone().requires_grad_(input.requires_grad) if traced else original(input, memo)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the original reads
     torch.cov: _cov, Tensor.cov: _cov,  # signs of weights, whether the normalisation is positive
     torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,  # what torch.cov reads
@@ -204,6 +210,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
     Tensor.index_fill_: _index_fill,
     torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,  # the split points
     torch.repeat_interleave: _repeat_interleave, Tensor.repeat_interleave: _repeat_interleave,  # the number of repeats
+    Tensor.__deepcopy__: _deep_copy,  # the bytes
     F.gaussian_nll_loss: _gaussian_nll_loss,  # the sign of the variance
     F.embedding: _dense, F.embedding_bag: _dense,  # which rows the batch names
 }  # fmt: skip

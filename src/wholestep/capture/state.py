@@ -91,8 +91,7 @@ class StepState:
 
     def has_first(self, number: int, group: object) -> bool:
         """Whether optimizer `number` is the first that has a group: those around another one share its groups."""
-        owners = (n for n, one in enumerate(self.optimizers.values()) if any(g is group for g in one.param_groups))
-        return next(owners) == number
+        return all(group is not one for o in list(self.optimizers.values())[:number] for one in o.param_groups)
 
     def param_name(self, tensor: object) -> str:
         """Return the name of a parameter, by identity."""
@@ -357,7 +356,7 @@ def restored(state: StepState) -> Generator[None]:
         for held_groups, before_groups in lists:
             _torch.undo(held_groups.__setitem__, slice(None), before_groups)
         for group, items in groups:
-            _torch.undo(_set_items, group, items)
+            _torch.undo(put_back, group, items)
         for held in state.params.values():
             _show_face(held)
         yield
@@ -372,10 +371,11 @@ def _show_face(held: StepTensor) -> None:
         put(held, moved.face)
 
 
-def _set_items(table: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    for key in table.keys() - items.keys():
-        del table[key]
-    table.update(items)
+def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Give a dict the items that it had before."""
+    if list(items) != list(before):
+        items.clear()
+    items.update(before)
 
 
 def put(held: StepTensor, tensor: torch.Tensor) -> None:

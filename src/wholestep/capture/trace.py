@@ -407,6 +407,8 @@ class _TorchCalls(TorchFunctionMode):
         asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
+        if (made := self._numbers.stacked(func, args, named)) is not NotImplemented:
+            return made
         if self._numbers.among(args):
             made = self._numbers.operation(func, args, named, _calling_text(), not _is_called_by_user())
             if made is not NotImplemented:

@@ -46,11 +46,9 @@ def unwrapped(value: Any) -> Any:
 
     A wrapper delegates to its `.optimizer`; an optimizer with its own state or parameter groups (Lookahead) is none.
     """
-    while not isinstance(value, nn.Module) and not isinstance(cast(object, value), dict):
+    while not isinstance(cast(object, value), (nn.Module, dict)):
         inner = _looked_up(value, "optimizer")
-        if not isinstance(inner, Optimizer) or inner is value:
-            break
-        if not _delegates(value, inner):
+        if not isinstance(inner, Optimizer) or inner is value or not _delegates(value, inner):
             break
         value = inner
     return value

@@ -17,9 +17,10 @@ from ..capture.branches import other_branch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
 from ..capture.effects import Extra
-from ..capture.host_numbers import At, put_back
+from ..capture.host_numbers import At
 from ..capture.locations import MISSING, Location, same_kind, shown
 from ..capture.optimizer_entries import Entry, Lookup
+from ..capture.state import put_back
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
