@@ -200,3 +200,36 @@ def test_ranks_that_wait_at_different_points_are_named(how: str, tmp_path: Path)
             assert re.search(rf"\n  rank 0: {waits}", text)
             assert re.search(r"\n  ranks 1, 2: (in call 2 of mean_square|between steps).*, waiting at ", text)
             assert len(re.findall(r"\n  there: \S+apart.py:\d+  ", text)) == 2
+
+
+NEVER_COMES = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+import wholestep as ws
+from tests.steps import mean_square
+
+dist.init_process_group("gloo")
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = ws.compile(mean_square, timeout="4s", agree_timeout="3s")
+if os.environ["RANK"] == "0":
+    dist.barrier() if sys.argv[1] == "waits" else time.sleep(3600)
+step(model, optimizer, torch.randn(8, 16))
+"""
+
+
+@pytest.mark.parametrize("how", ["sleeps", pytest.param("waits", marks=FULL)])
+def test_a_rank_that_does_not_come_to_the_first_call_is_named_with_its_line(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "never.py"
+    script.write_text(NEVER_COMES.replace('"3s"', '"30s"' if how == "waits" else '"3s"'))
+    with start(script, [how], 2, tmp_path) as ranks:
+        assert ranks.wait([1], LIMIT_S) == {1: 1}, ranks.output(1)
+        if how == "waits":
+            assert "RankFailedError: ranks wait for each other at different points\n" in ranks.output(1)
+            assert "\n  rank 0: before the first step, waiting at torch's barrier, for " in ranks.output(1)
+        else:
+            assert "RankMismatchError: the first call of a step: ranks [0] did not come within 3 s" in ranks.output(1)
+            assert re.search(r"\n  rank 0: before the first step, for \d s", ranks.output(1))
+        assert re.search(r"\n  there: \S+never.py:14  dist.barrier\(\) if ", ranks.output(1))

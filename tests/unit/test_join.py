@@ -32,6 +32,7 @@ def test_nccl_has_the_timeout_of_the_step_and_its_flight_recorder(monkeypatch: p
     monkeypatch.setattr(launch.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(launch, "init_device_mesh", lambda *args, **kwargs: devices)
+    monkeypatch.setattr(launch.Rendezvous, "of_job", lambda *_: launch.Rendezvous(None, 0, 1, 0.0))
     monkeypatch.setattr(launch, "watch_peers", lambda timeout_s: seen.update(watched=timeout_s))
     monkeypatch.setattr(launch.atexit, "register", lambda function: None)
     monkeypatch.setattr(_torch, "set_group_timeout", lambda of, timeout_s: seen["timeouts"].append((of, timeout_s)))

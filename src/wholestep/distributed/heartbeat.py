@@ -88,9 +88,10 @@ class MainThread:
         """
         activity, now, step = self.activity, time.monotonic(), self.activity.step()
         frame = _main_frame()
-        name, number, calls = (step.__name__, step.number, step.calls) if step is not None else ("", 0, 0)
+        name, calls = (step.__name__, step.calls) if step is not None else ("", 0)
+        which = f"{name} {step.number}" if step is not None else ""
         collective = waited_for(frame)
-        point = _point(activity, f"{name} {number}", calls, collective)
+        point = _point(activity, which, calls, collective)
         doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective, point)
         cpu_s = _cpu_s() if collective else 0.0
         still_s = self._still_s + min(now - self._looked, most_s)
@@ -99,7 +100,7 @@ class MainThread:
         self._looked, self._still_s = now, still_s
         where = _user_line(frame) if frame and still_s else ""
         return replace(
-            before, number=before.number + 1, step=f"{name} {number}", calls=calls, where=where,
+            before, number=before.number + 1, step=which, calls=calls, where=where,
             what=_told(activity, name, calls, collective), waits=bool(activity.waits_at or collective), point=point,
             still_s=still_s, allowance_s=activity.allowance_s if activity.busy else 0.0,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..errors import MeshError
 from ..mesh import Mesh
 from .activity import ACTIVITY
 from .peers import leave_peers, watch_peers
+from .rendezvous import Rendezvous
 
 _LAST_MOMENT_S = 0.05
 _FLIGHT_RECORDER = {  # of NCCL: the last collectives of each rank, written where the watchdog ends a process
@@ -74,12 +76,20 @@ def ensure_group(device: str | None) -> None:
         atexit.register(_let_go)  # the group's threads must end before the interpreter does
 
 
+def watch(timeout_s: float | None) -> None:
+    """Watch ranks from now on, where there is a group."""
+    if dist.is_initialized():
+        ensure_group(None)
+        watch_peers(timeout_s)
+
+
 def join(
-    mesh: Mesh | None, device: str, home: str | None = None, timeout_s: float | None = None, allowance_s: float = 0.0
-) -> World:
+    mesh: Mesh | None, device: str, home: str | None = None, timeout_s: float | None = None, allowance_s: float = 120.0,
+    on_wait: Callable[[list[int]], None] | None = None,
+) -> World:  # fmt: skip
     """Use the process group there is, or make it from the launcher's RANK and WORLD_SIZE; else a world of one. State
-    rests on `home`, by default on `device` too. Ranks are watched, with `timeout_s`; one may compile for `allowance_s`.
-    Raises MeshError: the mesh does not have as many ranks as the job.
+    rests on `home`, by default on `device` too. Ranks are watched, with `timeout_s`; one may come, or compile, for
+    `allowance_s`. Raises MeshError: the mesh does not have as many ranks as the job. RankMismatchError: a rank is late.
     """
     ensure_group(device)
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -93,6 +103,8 @@ def join(
     _check_gpu(device)
     _check_library(device)
     watch_peers(timeout_s)
+    ranks = Rendezvous.of_job(allowance_s, on_wait)
+    ranks.gather(ranks.next_label("join"), True, "the first call of a step", bool)
     with ACTIVITY.waiting("the making of process groups"):
         kind, sizes = torch.device(device).type, tuple(axis.size for axis in mesh.axes)
         # Else a collective of another step, or of the user's, is taken for one of this step. NCCL pays for each group.
@@ -126,12 +138,9 @@ def _check_library(device: str) -> None:
 
 
 def _let_go() -> None:
-    """Leave the job, and let the group's threads end.
-
-    A thread that lets go of a tensor while the interpreter is shut down aborts the process ("terminate called without
-    an active exception"). Threads end with their group, which lives as long as meshes do: those of a script's own
-    globals too. So a thread that is still letting go of the last collective's tensors gets a moment to do it, also
-    where another library made the group, and has ended it.
+    """Leave the job, and let the group's threads end: a thread that lets go of a tensor while the interpreter is shut
+    down aborts the process ("terminate called without an active exception"). A group lives as long as meshes do, those
+    of a script's own globals too, also where another library has ended it; so its threads get a moment.
     """
     leave_peers()
     if dist.is_initialized():

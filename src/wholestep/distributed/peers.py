@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class Listener(Protocol):
 
 
 class Peers:
-    """The other ranks of the job, as this one knows them. `timeout_s` is when a rank that is needed has failed."""
+    """The other ranks of the job. A rank that is needed has failed after `timeout_s`. A beat asks the `listeners`."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, activity: Activity) -> None:
         self.rank, self.size, self.timeout_s, self.activity = rank, size, timeout_s, activity
@@ -122,11 +122,6 @@ class Peers:
         """Of silence, after which a rank may be the one that broke a connection."""
         return max(_MISSED * self.interval_s, _SHORTEST_GAP_S)
 
-    def listen(self, listener: Listener) -> None:
-        """From now on `listener` is heard and told with each heartbeat."""
-        self.listeners.append(listener)
-        self.wake()
-
     def wake(self) -> None:
         """Do not wait for the next heartbeat. Signal handlers may call it."""
         self._wake.set()
@@ -139,7 +134,7 @@ class Peers:
         if error is not None and is_broken_connection(error):
             self._explain(error)
             if self.activity.failure is not None:
-                _print(f"{type(self.activity.failure).__name__}: {self.activity.failure}")
+                os.write(2, f"{type(self.activity.failure).__name__}: {self.activity.failure}\n".encode())
         elif error is not None and self.activity.failure is None:
             what = f"{self._own.who} raised {type(error).__name__}: {first_line(error)}"
             self._said = RankFailure(self._own.who, what, self._own.last(), f"read rank {self.rank}'s own error")
@@ -230,7 +225,7 @@ class Peers:
         behind = same and beat.calls < own.calls
         # Where a device runs the program, the main thread may wait for a collective at any line.
         waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())
-        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s)
+        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s, 0 if beat.step else own.allowance_s)
         if waits and late and own.still_s > patience_s:
             what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
             return RankFailure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
@@ -281,12 +276,8 @@ class Peers:
         if torch.cuda.is_initialized():
             threading.Thread(target=_torch.abort_groups, daemon=True).start()  # may block
         if not self._told.wait((1 - _PATIENCE) * self.timeout_s / 2) and not self._over.is_set():
-            self._end()
-
-    def _end(self) -> None:
-        """End the process: its main thread hangs, or does something else for longer than it may."""
-        error = self.activity.failure
-        end_process(f"{type(error).__name__}: {error}")
+            error = self.activity.failure  # the main thread hangs, or does something else for longer than it may
+            end_process(f"{type(error).__name__}: {error}")
 
     def _lost_store(self) -> RankFailure:
         """The store does not answer: the rank that hosts it is gone, or its launcher."""
@@ -364,10 +355,6 @@ def _join(thread: threading.Thread) -> None:
         thread.join(_LAST_WORDS_S)
 
 
-def _print(text: str) -> None:
-    os.write(2, f"{text}\n".encode())
-
-
 _current: list[Peers] = []  # of this process, which is one rank of one job
 
 
@@ -390,6 +377,13 @@ def watch_peers(timeout_s: float | None) -> Peers | None:
 def current_peers() -> Peers | None:
     """The ranks that are watched; None where there is one rank, or where nobody watches."""
     return _current[0] if _current else None
+
+
+def doing(store: Any, ranks: Iterable[int]) -> str:
+    """What ranks did at their last heartbeats, in lines; nothing of a rank that sends none."""
+    keys = {peers._key(rank): rank for peers in _current for rank in ranks}  # pyright: ignore[reportPrivateUsage]
+    last = ((rank, cast(Beat, decode(key, store.get(key), Beat))) for key, rank in keys.items() if store.check([key]))
+    return "".join(f"\n  rank {rank}: {beat.last()}" for rank, beat in last)
 
 
 def leave_peers() -> None:

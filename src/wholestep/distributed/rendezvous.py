@@ -22,6 +22,7 @@ from .. import _torch
 from ..errors import BudgetError, ConstraintError, PlanError, RankMismatchError, StoreError
 from ..graph.meta import last_user_frame
 from .activity import ACTIVITY
+from .peers import doing
 from .sections import (
     GRAPH,
     LAYOUTS,
@@ -135,29 +136,26 @@ class Rendezvous:
         if self.size == 1:
             return Calls(0, True)
         with ACTIVITY.waiting("the comparison of programs", label):
-            return self._all_equal(label, sections, failure, call)
-
-    def _all_equal(self, label: str, sections: Mapping[str, Section], failure: str, call: str) -> Calls:
-        if failure:
-            self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
-            return Calls(0, True)
-        prints = tuple((name, section.fingerprint) for name, section in sections.items())
-        own = {(call, prints): [(self.rank, self.rank)]}
-        kinds = Tally, SectionDifference | tuple[str, int]
-        found = self._combine(
-            label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)), kinds
-        )
-        if found.failed is not None:
-            other, text = found.failed
-            what = f"rank {other} could not compile its step: {text}"
-            raise RankMismatchError(what, "a step that every rank can compile", f"read rank {other}'s own error")
-        if found.late is not None:
-            raise self._late_program(found.late)
-        result: SectionDifference | tuple[str, int] = found.value
-        if isinstance(result, SectionDifference):
-            raise self._difference(label, result, sections)
-        first_call, first_other = result
-        return Calls(first_other, call == first_call)
+            if failure:
+                self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
+                return Calls(0, True)
+            prints = tuple((name, section.fingerprint) for name, section in sections.items())
+            own = {(call, prints): [(self.rank, self.rank)]}
+            kinds = Tally, SectionDifference | tuple[str, int]
+            found = self._combine(
+                label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)), kinds
+            )
+            if found.failed is not None:
+                other, text = found.failed
+                what = f"rank {other} could not compile its step: {text}"
+                raise RankMismatchError(what, "a step that every rank can compile", f"read rank {other}'s own error")
+            if found.late is not None:
+                raise self._late_program(found.late)
+            result: SectionDifference | tuple[str, int] = found.value
+            if isinstance(result, SectionDifference):
+                raise self._difference(label, result, sections)
+            first_call, first_other = result
+            return Calls(first_other, call == first_call)
 
     def forget(self, label: str) -> None:
         """Remove what ranks exchanged under a label, and under the names `UNDER` it, once all ranks have read it."""
@@ -210,28 +208,29 @@ class Rendezvous:
         if self.size == 1:
             return [value]
         with ACTIVITY.waiting(what, label):
-            return self._gather(label, value, what, tuple[kind, ...], on_first)
 
-    def _gather(self, label: str, value: Any, what: str, kinds: Any, on_first: bool) -> list[Any]:
-        def conclude(values: tuple[Any, ...]) -> _Outcome:
-            if on_first:
-                put(self.store, f"{label}/all", values)
-            return _Outcome(None if on_first else values)
+            def conclude(values: tuple[Any, ...]) -> _Outcome:
+                if on_first:
+                    put(self.store, f"{label}/all", values)
+                return _Outcome(None if on_first else values)
 
-        joined = partial(sum, start=())
-        found = self._combine(label, (value,), joined, conclude, (kinds, kinds))
-        if found.late is not None:
-            text = f"{what}: ranks {list(found.late)} did not come within {self.timeout_s:,.9g} s"
-            needed = "all ranks at the same call"
-            raise RankMismatchError(text, needed, "call it on every rank, equally often and in the same order")
-        values: tuple[Any, ...] = found.value or ()
-        if on_first and self.rank == 0:
-            values = get(self.store, f"{label}/all", kinds)
-            self.store.delete_key(f"{label}/all")
-        if add(self.store, f"{label}/read", 1) == self.size:  # nobody reads it any more
-            for key in ("read", "outcome", "outcomes"):
-                self.store.delete_key(f"{label}/{key}")
-        return list(values)
+            joined, kinds = partial(sum, start=()), tuple[kind, ...]
+            found = self._combine(label, (value,), joined, conclude, (kinds, kinds))
+            if found.late is not None:
+                late = f"{list(found.late)} did not come within {self.timeout_s:,.9g} s{doing(self.store, found.late)}"
+                needed, next_step = (
+                    "all ranks at the same call",
+                    "call it on every rank, equally often and in the same order",
+                )
+                raise RankMismatchError(f"{what}: ranks {late}", needed, next_step)
+            values: tuple[Any, ...] = found.value or ()
+            if on_first and self.rank == 0:
+                values = get(self.store, f"{label}/all", kinds)
+                self.store.delete_key(f"{label}/all")
+            if add(self.store, f"{label}/read", 1) == self.size:  # nobody reads it any more
+                for key in ("read", "outcome", "outcomes"):
+                    self.store.delete_key(f"{label}/{key}")
+            return list(values)
 
     def barrier(self, what: str) -> None:
         """Wait until every rank is at the barrier `what`. Two or three requests a rank, and nothing stays in the store.
@@ -240,27 +239,25 @@ class Rendezvous:
         if self.size == 1:
             return
         with ACTIVITY.waiting(what):
-            self._barrier(what)
-
-    def _barrier(self, what: str) -> None:
-        key = f"wholestep/barrier{_thread()}/{what}"
-        came = add(self.store, key, 1)
-        number = (came - 1) // self.size
-        full = (number + 1) * self.size
-        if came == full:
-            self.store.set(f"{key}/{number}", b"")
-            if number:
-                self.store.delete_key(f"{key}/{number - 1}")  # all ranks have seen it
-            return
-        if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
-            return
-        missing = self._wait_at_barrier(what, f"{key}/{number}")
-        if missing and add(self.store, key, -1) + 1 == full:
-            add(self.store, key, 1)  # the last rank came at this moment
-        elif missing:
-            needed = "all ranks, as this gathers what each of them holds a part of"
-            next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
-            raise RankMismatchError(f"{what}: rank {self.rank} is there, {missing}", needed, next_step, _user_line())
+            key = f"wholestep/barrier{_thread()}/{what}"
+            came = add(self.store, key, 1)
+            number = (came - 1) // self.size
+            full = (number + 1) * self.size
+            if came == full:
+                self.store.set(f"{key}/{number}", b"")
+                if number:
+                    self.store.delete_key(f"{key}/{number - 1}")  # all ranks have seen it
+                return
+            if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
+                return
+            missing = self._wait_at_barrier(what, f"{key}/{number}")
+            if missing and add(self.store, key, -1) + 1 == full:
+                add(self.store, key, 1)  # the last rank came at this moment
+            elif missing:
+                needed = "all ranks, as this gathers what each of them holds a part of"
+                next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
+                found = f"{what}: rank {self.rank} is there, {missing}"
+                raise RankMismatchError(found, needed, next_step, _user_line())
 
     def _combine(
         self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome],
@@ -321,6 +318,7 @@ class Rendezvous:
             next_step = "find out why this rank is slow, or raise agree_timeout"
             return RankMismatchError(f"{found} for it ({self.timeout_s:.0f} s)", needed, next_step)
         found = f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s"
+        found += doing(self.store, ranks)
         needed = "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)"
         next_step = "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow"
         return RankMismatchError(found, needed, next_step)
@@ -348,8 +346,8 @@ class Rendezvous:
 
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""
-        put(self.store, _at(self.rank), what)
-        warnings.warn(f"rank {self.rank} waits for other ranks at {what}\n  at: {_user_line()}", stacklevel=4)
+        put(self.store, f"wholestep/waits/{self.rank}", what)
+        warnings.warn(f"rank {self.rank} waits for other ranks at {what}\n  at: {_user_line()}", stacklevel=3)
         end = time.monotonic() + self.timeout_s
         try:
             while not appears(self.store, key, min(_LOOK_S, self.timeout_s / 2)):
@@ -366,23 +364,20 @@ class Rendezvous:
                     return f"ranks {absent} did not come within {self.timeout_s:,.9g} s"
             return ""
         finally:
-            put(self.store, _at(self.rank), "")
+            put(self.store, f"wholestep/waits/{self.rank}", "")
 
     def _waiting_ranks(self) -> dict[int, str]:
         return {rank: what for rank in range(self.size) if (what := self._waits_at(rank))}
 
     def _waits_at(self, rank: int) -> str:
-        return get(self.store, _at(rank), str) if self.store.check([_at(rank)]) else ""
+        key = f"wholestep/waits/{rank}"
+        return get(self.store, key, str) if self.store.check([key]) else ""
 
 
 def _thread() -> str:
     """What names this thread on all ranks; "" for the main thread. Python's numbers of threads differ among ranks."""
     thread = threading.current_thread()
     return "" if thread is threading.main_thread() else "@" + re.sub(r"\d+", "", thread.name)
-
-
-def _at(rank: int) -> str:
-    return f"wholestep/waits/{rank}"
 
 
 def _user_line() -> str:

@@ -51,7 +51,8 @@ class StopRequest:
         request = StopRequest(grace_s, peers)
         signal.signal(signal.SIGTERM, request._on_signal)
         if peers is not None:
-            peers.listen(request)
+            peers.listeners.append(request)
+            peers.wake()
         return request
 
     def agreed_at(self, number: int) -> bool:

@@ -96,6 +96,10 @@ class Stages:
         yield
         self.report(name, "done", time.perf_counter() - start)
 
+    def waits(self, missing: list[int]) -> None:
+        """Ranks are waited for."""
+        self.report(f"agree: waiting for ranks {missing}", "start")
+
     def report(self, stage: str, what: str, seconds: float = 0.0) -> None:
         """One event."""
         if self._progress:

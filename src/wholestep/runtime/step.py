@@ -23,7 +23,7 @@ from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
-from ..distributed.launch import World, join
+from ..distributed.launch import World, join, watch
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError, WholestepError
 from ..graph.gc_control import collected_after, source_lines_dropped
@@ -79,6 +79,7 @@ class CompiledStep:
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
+        watch(options.given.timeout_s)
         ACTIVITY.compiled[self.__name__] += 1
         self.number = ACTIVITY.compiled[self.__name__]
         self._clock = WaitClock() if options.given.measure else None
@@ -435,16 +436,13 @@ class CompiledStep:
         """Join the job."""
         options = self.options
         given, device = options.given, options.capture.device or device_of(inputs.state)
-        world = join(options.mesh, device, options.capture.offload, given.timeout_s, given.agree_timeout_s)
-        ranks = Rendezvous.of_job(
-            given.agree_timeout_s,
-            lambda missing: self._stages.report(f"agree: waiting for ranks {missing}", "start"),
-        )
-        log = self.misses.append
-        who = self.fn, self.__name__, self.number
+        wait = given.agree_timeout_s, self._stages.waits
+        world = join(options.mesh, device, options.capture.offload, given.timeout_s, *wait)
+        ranks = Rendezvous.of_job(*wait)
+        who, log = (self.fn, self.__name__, self.number), self.misses.append
         self._compiler = Compiler(*who, options, world, ranks, self._stages, self._cache, log)
-        why_not = not_tuned(options, world)
-        self._tuner = Tuner(why_not, world, self._compiler.finalizer, self._installer, ranks, self._stages)
+        shared = self._compiler.finalizer, self._installer, ranks, self._stages
+        self._tuner = Tuner(not_tuned(options, world), world, *shared)
         return self._compiler
 
     def _program(
