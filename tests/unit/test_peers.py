@@ -209,7 +209,7 @@ def test_the_main_thread_is_shown_at_the_users_line() -> None:
     looks = MainThread(Activity(Step))
     first = looks.beat(Beat(ranks[0]._own.who), 2.0)
     second = looks.beat(first, 2.0)
-    assert (second.number, second.step, second.calls, second.waits) == (2, "train_step", 7, False)
+    assert (second.number, second.step, second.calls, second.waits) == (2, "train_step 1", 7, False)
     assert second.what == "between steps, after call 7 of train_step"
     assert "test_peers.py" in second.where
     assert "looks.beat(first, 2.0)" in second.where
