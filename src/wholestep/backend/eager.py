@@ -156,7 +156,7 @@ class _Eager:
         self.source = self._write(self._check if first else self._mend)
         scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
         if not self._is_body:
-            scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph)
+            scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph, self.source)
         exec(compile(self.source, "<wholestep eager>", "exec"), scope)
         return torch.no_grad()(scope["run"])
 

@@ -5,18 +5,22 @@ A function knows the line of its first change and those of its collectives, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
+from ..graph import meta
 from ..graph.loop import loop_of
 from ..graph.nodes import communicates, is_mutating, operands, written
 from ..graph.stage_part import part_of
 from ..passes.reinplace import aliased
+from ..rules.registry import is_random
 from .host_choices import CHOICES
 
 LANDMARKS = "wholestep_landmarks"  # a global of a generated function
@@ -25,16 +29,28 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Lines of a function: the first one that may change an input, and those that communicate."""
+    """Lines of a function: the first one that may change an input, and those that communicate; the text of those that
+    complete the last call, apart from all else, and the first change of these.
+    """
 
     change: int
     exchanges: tuple[int, ...]
+    late: Mapping[int, str]
+    late_change: int
 
     @staticmethod
-    def of(lines: Iterable[tuple[int, Node]], graph: Graph) -> Landmarks:
-        """Those of the calls of a graph, which are in these lines."""
-        writers, exchanges = _writers(graph), [line for line, node in lines if _exchanges(node)]
-        return Landmarks(min((line for line, node in lines if node in writers), default=_NEVER), tuple(exchanges))
+    def of(lines: Sequence[tuple[int, Node]], graph: Graph, source: str) -> Landmarks:
+        """Those of the calls of a graph, which are in these lines of its source."""
+        writers, text = _writers(graph), source.splitlines()
+        late = {line: text[line - 1].strip() for line, node in lines if meta.is_late(node)}
+        mixed = any(meta.is_late(one) != meta.is_late(node) for node, inputs in writers.items() for one in inputs)
+        if mixed or any(is_random(node) for line, node in lines if line in late):
+            late = {}  # they cannot be told apart, or draw random numbers, which a call that raises puts back
+        change, late_change = (
+            min((line for line, node in lines if node in writers and (line in late) == ends), default=_NEVER)
+            for ends in (False, True)
+        )
+        return Landmarks(change, tuple(line for line, node in lines if _exchanges(node)), late, late_change)
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,20 @@ def reached(error: BaseException) -> Reached:
         found: Landmarks | None = frame.f_globals.get(LANDMARKS)
         if found is not None:
             before = sum(exchange < line for exchange in found.exchanges)
-            return Reached(line >= found.change, None if line in found.exchanges else before)
+            torn = line >= found.change or (line in found.late and line >= found.late_change)
+            return Reached(torn, None if line in found.exchanges else before)
     return Reached(True, None)
+
+
+def rest_of(error: BaseException) -> Callable[[], None] | None:
+    """What completes the last call where `error` has left a function that had begun to; None if it had not."""
+    for frame, line in walk_tb(error.__traceback__):
+        found: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        if found is not None and line > found.late_change:
+            text = "\n".join(one for at, one in found.late.items() if at > line)
+            scope = {**frame.f_globals, **frame.f_locals, LANDMARKS: None}  # what raises there leaves it torn
+            return torch.no_grad()(partial(exec, text, scope))
+    return None
 
 
 def _exchanges(node: Node) -> bool:
@@ -72,7 +100,9 @@ def _writers(graph: Graph) -> dict[Node, list[Node]]:
         source = aliased(node)
         root[node] = root.get(source, source) if source is not None else node
         given = [root.get(one, one) for one in _written(node)]
-        if inputs := [one for one in given if one.op == "placeholder"]:
+        if inputs := [
+            one for one in given if one.op == "placeholder" or (meta.is_late(one) and not meta.is_late(node))
+        ]:
             found[node] = inputs
     return found
 

@@ -318,6 +318,8 @@ set_sums_gradients, sums_gradients = _flag("wholestep_sums_gradients")
 set_received_of_batch, is_received_of_batch = _flag("wholestep_received_of_batch")
 """Whether a node receives what depends on the batch from another stage."""
 
+set_late, is_late = _flag("wholestep_late")
+"""Whether a node completes the last call, or is an input that nothing else writes into (`passes/cross_step.py`)."""
 set_kept, is_kept = _flag("wholestep_kept")
 """Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
 

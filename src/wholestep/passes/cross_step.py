@@ -123,6 +123,10 @@ class _Work:
         late = steady.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **carried})
         new = [(out, late[n]) for out, n in ends]
         newest = {out.target: n for out, n in new}
+        ended = [n for at, n in given.items() if self.given[at].name in newest]
+        for node in (*late.values(), *ended):
+            if node.op == "call_function" or node in ended or node in carried.values():
+                meta.set_late(node)
         made = steady.run(self.calls, self.body, {n: newest.get(self.given[n].name, at) for n, at in given.items()})
         programs.append(steady.end([*[(out, made.get(n, n)) for out, n in others], *new]))
 

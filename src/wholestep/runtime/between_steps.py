@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..backend.protocol import Run
-from ..backend.reached import reached
+from ..backend.reached import reached, rest_of
 from ..capture.call_structure import walk
 from ..capture.state import MOVED, WHOLE
 from ..distributed.full_tensors import gather
@@ -30,7 +30,7 @@ from ..errors import StateError, first_line
 class CrossStepRunner:
     """Runs the first call, each later call, and the completion of the last call as three programs. `count` values are
     carried from a call to the next. `lasting` returns the other inputs of `finish`: parameters, state and constants.
-    `torn` marks these, with what has left them in the middle of a change.
+    `torn` marks these, with what has left them in the middle of a change. Ranks `settle` a call that raised first.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class CrossStepRunner:
         self._first, self._steady, self._finish = first, steady, finish
         self._count, self._lasting, self._torn = count, lasting, torn
         self._carried: list[Any] = []
+        self._rest: Callable[[], None] | None = None
+        self.settle: Callable[[], Any] = bool
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Complete the last call, and run this one up to the part that is left to the next."""
@@ -55,19 +57,23 @@ class CrossStepRunner:
     def flush(self) -> None:
         """Complete the last call."""
         if self._carried:
+            self.settle()
+        if self._carried:
             lasting = self._lasting()
             try:
-                self._finish([*lasting, *self._carried])
+                self._finish([*lasting, *self._carried]) if self._rest is None else self._rest()
             except BaseException as error:
                 self._forget_if_changed(error)
                 raise
-            self._carried = []
+            self._carried, self._rest = [], None
         _pending.discard(self)
 
     def _forget_if_changed(self, error: BaseException) -> None:
-        """A program that has begun to complete the last call cannot do it once more."""
-        if reached(error).changed:
-            self._carried = []
+        """A program that has begun to complete the last call cannot do it once more, but may do the rest of it."""
+        if self._carried and not reached(error).changed:
+            self._rest = self._rest or rest_of(error)
+        elif reached(error).changed:
+            self._carried, self._rest = [], None
             _pending.discard(self)
             self._torn(f"the end of the last call raised {type(error).__name__}: {first_line(error)}")
 

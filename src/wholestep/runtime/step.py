@@ -114,8 +114,7 @@ class CompiledStep:
         modes = modes_now()
         program: Program | None = None
         try:
-            if self._failed is not None:
-                self._after_failed(self._failed)
+            self._settle()
             call = take_apart((args, kwargs))
             if self._cuts_batches:
                 self._check_pieces(call, args, kwargs)
@@ -172,13 +171,16 @@ class CompiledStep:
         if not failed.is_done:
             self._failed = failed
 
-    def _after_failed(self, failed: FailedCall) -> None:
-        """Raises StateError or RankMismatchError: the step cannot go on after a call that raised."""
+    def _settle(self) -> None:
+        """Go on after a call that raised, if one did. Raises StateError or RankMismatchError: the step cannot."""
+        if (failed := self._failed) is None:
+            return
         self._failures += 1
         if self._compiler is not None and self.programs:
             ranks, label = self._compiler.rendezvous, f"{self._compiler.label}/failed/{self._failures}"
             failed.agree(self.programs, ranks, label)
         self._failed = None
+        self._complete()
 
     def __repr__(self) -> str:
         options, plan = self.options, self.plan
@@ -208,11 +210,14 @@ class CompiledStep:
         step do it by themselves. Call it before reading or writing parameters directly. All ranks have to. With
         `on_nonfinite`, it also waits for what the last call found. Raises NonFiniteError with `on_nonfinite="raise"`.
         """
+        self._complete()
+        if self._nonfinite is not None:
+            self._nonfinite.read_all()
+
+    def _complete(self) -> None:
         for program in self.programs:
             if isinstance(program.run, CrossStepRunner):
                 program.run.flush()
-        if self._nonfinite is not None:
-            self._nonfinite.read_all()
 
     def profile(self, *args: Any, hardware: Hardware | None = None, repeat: int = 5, **kwargs: Any) -> Profile:
         """Train `repeat` steps and two more on these arguments with every node timed, beside the prediction.
@@ -531,6 +536,9 @@ class CompiledStep:
                 self._note_miss(miss)
                 return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
         program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
+        if isinstance(program.run, CrossStepRunner):
+            weak = self._weak
+            program.run.settle = lambda: (step := weak()) and step._settle()  # no cycle keeps a step that is dropped
         if self._tuner is not None:
             try:
                 self._tuner.add(made, program, compiler.has_compared)
