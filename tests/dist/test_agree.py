@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import wholestep as ws
 from tests.backends import Interpreted
 from tests.dist.launch import run_ranks
 from tests.optimizers import Counting
+from wholestep.distributed.launch import _MOST_OWN as OWN
 from wholestep.runtime import consistency
 
 SECONDS = 10.0
@@ -252,3 +254,25 @@ def test_what_one_rank_alone_reads_later_is_an_error() -> None:
     first, second = run_ranks(mode_later, 2, ("mean", "half"), (4, 4))
     assert second.startswith("RankMismatchError: ranks [0] compiled no program while rank 1 did, within 3 s")
     assert first.startswith("RankFailedError: rank 1")
+
+
+def many_steps(rank: int, world: int) -> tuple[int, list[float]]:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        loss.backward()
+        return loss.detach()
+
+    losses: list[float] = []
+    for number in range(2 * OWN + 1):
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(model.weight, number)
+        compiled = ws.compile(step, parallel=ws.DataParallel("replicate"))
+        losses += [float(compiled(model, torch.full((2, 3), 1.0 + rank)))]
+        assert torch.equal(model.weight.grad, torch.full((1, 3), 1.5))
+    return len(dist.distributed_c10d._world.pg_map), losses
+
+
+def test_groups_do_not_grow_with_steps() -> None:
+    for rank, (groups, losses) in enumerate(run_ranks(many_steps, 2)):
+        assert groups <= 1 + OWN
+        assert losses == [3.0 * number * (1 + rank) for number in range(2 * OWN + 1)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from .peers import leave_peers, watch_peers
 from .rendezvous import Rendezvous
 
 _LAST_MOMENT_S = 0.05
+_MOST_OWN = 4  # steps with groups of their own
 _FLIGHT_RECORDER = {  # of NCCL: the last collectives of each rank, written where the watchdog ends a process
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+_devices: WeakKeyDictionary[Any, dict[tuple[str, str], list[DeviceMesh]]] = WeakKeyDictionary()  # by the job's group
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,28 @@ def join(
     ranks = Rendezvous.of_job(allowance_s, on_wait)
     ranks.gather(ranks.next_label("join"), True, "the first call of a step", bool)
     with ACTIVITY.waiting("the making of process groups"):
-        kind, sizes = torch.device(device).type, tuple(axis.size for axis in mesh.axes)
-        # Else a collective of another step, or of the user's, is taken for one of this step. NCCL pays for each group.
-        own: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
-        devices = init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own)
+        devices = _devices_of(mesh, torch.device(device).type)
     patience_s = timeout_s + allowance_s if timeout_s is not None and device.startswith("cuda") else None
     if patience_s is not None:
         for group in (dist.group.WORLD, *devices.get_all_groups()):
             _torch.set_group_timeout(group, patience_s)
     groups: dict[str, str] = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
     return World(mesh, dist.get_rank(), device, devices, groups, home or device, patience_s)
+
+
+def _devices_of(mesh: Mesh, kind: str) -> DeviceMesh:
+    """The ranks with groups for a step of its own, else a collective of another step, or of the script, is taken for
+    one of it. Each group over gloo has threads and sockets, so that steps after `_MOST_OWN` share these groups in turn;
+    those over NCCL are dear, and shared by all.
+    """
+    made = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind), [])
+    own: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
+    if len(made) < (_MOST_OWN if own else 1):
+        sizes = tuple(axis.size for axis in mesh.axes)
+        made.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own))
+    else:
+        made.append(made.pop(0))
+    return made[-1]
 
 
 def _check_gpu(device: str | None) -> None:
