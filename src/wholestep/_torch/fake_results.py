@@ -49,7 +49,7 @@ def key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     aliasing = _aliasing.get(op)
     if aliasing is None:
         aliasing = _aliasing[op] = _aliasing_of(op)
-    parts: list[Any] = [op, torch.get_default_dtype()]
+    parts: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     if not aliasing or not _note(parts, args):
         return None
     for name in kwargs:
