@@ -28,7 +28,7 @@ test: $(STAMP) ## each behaviour once, about twenty minutes on two cores; both h
 test-all: test test-full test-other-torch ## everything
 
 test-full: $(STAMP) ## what `make test` leaves out: whole crosses, 3 and 4 ranks, catalogues (ARGS="--minutes 20": a part each day)
-	$(PYTEST) tests -m full $(BY_FILE) $(ARGS)
+	$(PYTEST) benchmarks/tests tests -m full $(BY_FILE) $(ARGS)
 
 test-other-torch: $(STAMP) ## the quick tests in each environment that is called .venv-*, for other versions of torch
 	@status=0; for python in .venv-*/bin/python; do \

@@ -98,6 +98,7 @@ def serve_mine(connection: Any, setting: Setting, name: str) -> None:
     worker.serve(connection, setting, name)
 
 
+@pytest.mark.full
 def test_a_runner_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first step, later, by death, at its end; the others are measured."""
     names = ["refuses", "breaks", "dies", "leaves_badly"]

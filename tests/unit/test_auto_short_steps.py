@@ -245,6 +245,7 @@ def test_a_pattern_for_each_layer() -> None:
     assert found.best.costs == priced(graph, row, FAST)
 
 
+@pytest.mark.full
 def test_auto_says_what_is_extrapolated() -> None:
     graph = deep(WIDTHS["wide"])
     found = ws.Auto(hardware=FAST, tensor=PAIRS, solve=False).search(graph, MESH)

@@ -20,6 +20,7 @@ from .types_shown import FAKE_TYPES
 _C: Any = torch._C
 _NEEDED = ("_DisableTorchDispatch", "_set_throw_on_mutable_data_ptr", "_get_dispatch_mode", "_TorchDispatchModeKey")
 _CAN = all(hasattr(_C, name) for name in _NEEDED)
+_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"  # as older versions call it
 _MOST_RESULTS = 1 << 13
 _NUMBERS = {int, float, bool}
 _SEQUENCES: set[Any] = {tuple, list}
@@ -50,12 +51,8 @@ def key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if aliasing is None:
         aliasing = _aliasing[op] = _aliasing_of(op)
     parts: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not aliasing or not _note(parts, args):
+    if not aliasing or not _note(parts, args) or not _note(parts, [part for pair in kwargs.items() for part in pair]):
         return None
-    for name in kwargs:
-        parts.append(name)
-        if not _note(parts, (kwargs[name],)):
-            return None
     key = tuple(parts)
     try:
         hash(key)
@@ -101,7 +98,7 @@ def _note(parts: list[Any], values: Sequence[Any]) -> bool:
     for value in values:
         kind = _kind(value)
         if kind in FAKE_TYPES:
-            if not _is_plain(value):
+            if not is_plain(value):
                 return False
             parts += _like(value)
         elif kind in _NUMBERS:
@@ -117,7 +114,7 @@ def _note(parts: list[Any], values: Sequence[Any]) -> bool:
     return True
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether a fake tensor is no more than its sizes, strides, dtype and device."""
     return (
         _CAN
@@ -139,9 +136,8 @@ def _aliasing_of(op: Any) -> str:
     if first is None or first.alias_info is None or any(notes[1:]) or str(first.type) not in ("Tensor", "List[Tensor]"):
         return ""
     if first.alias_info.is_write:
-        same = [
-            r.alias_info is not None and r.alias_info.before_set == first.alias_info.before_set for r in schema.returns
-        ]
+        own = first.alias_info.before_set
+        same = [r.alias_info is not None and r.alias_info.before_set == own for r in schema.returns]
         return _IN_PLACE if len(same) <= 1 and all(same) else ""
     return _VIEW if schema.returns and all(r.alias_info is not None for r in schema.returns) else ""
 
@@ -152,7 +148,7 @@ def _remembered(op: Any, args: Sequence[Any], out: Any) -> _Result | None:
     items, aliasing = list(cast(Sequence[Any], out)) if kind else [out], _aliasing[op]
     if aliasing is _IN_PLACE and not (out is None or out is args[0]):
         return None
-    if not all(item is None or (_kind(item) in FAKE_TYPES and _is_plain(item)) for item in items):
+    if not all(item is None or (_kind(item) in FAKE_TYPES and is_plain(item)) for item in items):
         return None
     if aliasing is _FRESH:
         tensors = [item for item in items if item is not None]
@@ -170,7 +166,7 @@ def _storage(value: Any) -> int:
 
 
 def _like(value: Any) -> _Like:
-    return value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
 
 
 def _made(like: _Like, mode: Any, storage: Any) -> Any:
@@ -188,5 +184,5 @@ def _made(like: _Like, mode: Any, storage: Any) -> Any:
         FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device
     )
     _C._set_throw_on_mutable_data_ptr(made)
-    made.__dict__.update(_attributes, fake_mode=mode, _fake_device=device)
+    made.__dict__.update(_attributes, fake_mode=mode, **{_DEVICE: device})
     return made
