@@ -108,6 +108,7 @@ def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
         assert namespaces(process.pid) == []
 
 
+@pytest.mark.full
 def test_nothing_outlives_a_killed_run(tmp_path: Path) -> None:
     options = ["--peers", "ddp", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen(

@@ -147,7 +147,7 @@ def test_recomputes_where_nothing_fits() -> None:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("part", [0.2, 0.01])
+@pytest.mark.parametrize("part", [pytest.param(0.2, marks=pytest.mark.full), 0.01])
 def test_a_refusal_tells_the_truth(recompute: bool, part: float) -> None:
     """What it says is missing is what is missing: that much is enough, and one byte less is not."""
     graph = deep(1024)

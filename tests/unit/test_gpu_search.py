@@ -241,7 +241,7 @@ def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refuse
     assert asked == [4]
 
 
-@pytest.mark.parametrize(("sequences", "kind"), [(8, int), (16, Costs)])
+@pytest.mark.parametrize(("sequences", "kind"), [(8, int), pytest.param(16, Costs, marks=pytest.mark.full)])
 def test_the_command(sequences: int, kind: type, flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one core and with two it finds the same: copies say what a setup costs, and what the first one reserves."""
     out, answers, made = tmp_path / "search.json", list[object](), list[Any]()
