@@ -211,7 +211,7 @@ def first_is_absent(rank: int, world: int, folder: str) -> tuple[str, str]:
 def test_a_first_rank_that_never_comes_is_an_error(tmp_path: Path) -> None:
     _, (kind, text) = run_ranks(first_is_absent, 2, str(tmp_path), timeout=60)
     assert kind == "RankMismatchError"
-    assert text.splitlines()[0] == "ranks [0] compiled no program while rank 1 did, within 2 s"
+    assert text.splitlines()[0] == "the first call of a step: ranks [0] did not come within 2 s"
 
 
 def first_dies_later(rank: int, world: int, folder: str) -> tuple[str, str]:
