@@ -78,8 +78,8 @@ def compute(key: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         return args[0] if result.items[0] else None
     source = args[0].untyped_storage() if result.aliasing is _VIEW else None
     with _C._DisableTorchDispatch():
-        made = [None if like is None else _made(like, mode, source) for like in result.items]
-    return made[0] if result.kind is None else result.kind(made)
+        results = [None if like is None else _made(like, mode, source) for like in result.items]
+    return results[0] if result.kind is None else result.kind(results)
 
 
 def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -136,14 +136,14 @@ def _aliasing_of(op: Any) -> str:
     if first is None or first.alias_info is None or any(notes[1:]) or str(first.type) not in ("Tensor", "List[Tensor]"):
         return ""
     if first.alias_info.is_write:
-        own = first.alias_info.before_set
-        same = [r.alias_info is not None and r.alias_info.before_set == own for r in schema.returns]
+        written = first.alias_info.before_set
+        same = [r.alias_info is not None and r.alias_info.before_set == written for r in schema.returns]
         return _IN_PLACE if len(same) <= 1 and all(same) else ""
     return _VIEW if schema.returns and all(r.alias_info is not None for r in schema.returns) else ""
 
 
 def _remembered(op: Any, args: Sequence[Any], out: Any) -> _Result | None:
-    """Return the result of a call as it is made again; None where it has to be torch's."""
+    """Return what makes the result of a call again; None where only torch can."""
     kind = _kind(out) if _kind(out) in _SEQUENCES else None
     items, aliasing = list(cast(Sequence[Any], out)) if kind else [out], _aliasing[op]
     if aliasing is _IN_PLACE and not (out is None or out is args[0]):
@@ -152,11 +152,11 @@ def _remembered(op: Any, args: Sequence[Any], out: Any) -> _Result | None:
         return None
     if aliasing is _FRESH:
         tensors = [item for item in items if item is not None]
-        made = {*map(_storage, tensors)}
+        storages = {*map(_storage, tensors)}
         operands = [_storage(arg) for arg in args if _kind(arg) in FAKE_TYPES]
-        if operands and made == {operands[0]}:  # `_unsafe_view`, whose schema does not say it
+        if operands and storages == {operands[0]}:  # `_unsafe_view`, whose schema does not say it
             aliasing = _VIEW
-        elif made & {*operands} or len(made) < len(tensors) or any(item.storage_offset() for item in tensors):
+        elif storages & {*operands} or len(storages) < len(tensors) or any(item.storage_offset() for item in tensors):
             return None
     return _Result(kind, tuple(None if item is None else _like(item) for item in items), aliasing)
 
@@ -180,9 +180,9 @@ def _made(like: _Like, mode: Any, storage: Any) -> Any:
     if not _attributes:
         usual: Any = FakeTensor(mode, empty, device)
         _attributes.update((name, None) for name, value in cast(Any, vars(usual)).items() if value is None)
-    made: Any = cast(Any, torch.Tensor)._make_subclass(
+    fake: Any = cast(Any, torch.Tensor)._make_subclass(
         FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device
     )
-    _C._set_throw_on_mutable_data_ptr(made)
-    made.__dict__.update(_attributes, fake_mode=mode, **{_DEVICE: device})
-    return made
+    _C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(_attributes, fake_mode=mode, **{_DEVICE: device})
+    return fake

@@ -66,20 +66,20 @@ class Reached:
 def reached(error: BaseException) -> Reached:
     """How far the outermost generated function had come that `error` left. Without one, all may have been done."""
     for frame, line in walk_tb(error.__traceback__):
-        found: Landmarks | None = frame.f_globals.get(LANDMARKS)
-        if found is not None:
-            before = sum(exchange < line for exchange in found.exchanges)
-            torn = line >= found.change or (line in found.late and line >= found.late_change)
-            return Reached(torn, None if line in found.exchanges else before)
+        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        if landmarks is not None:
+            before = sum(exchange < line for exchange in landmarks.exchanges)
+            torn = line >= landmarks.change or (line in landmarks.late and line >= landmarks.late_change)
+            return Reached(torn, None if line in landmarks.exchanges else before)
     return Reached(True, None)
 
 
 def rest_of(error: BaseException) -> Callable[[], None] | None:
     """What completes the last call where `error` has left a function that had begun to; None if it had not."""
     for frame, line in walk_tb(error.__traceback__):
-        found: Landmarks | None = frame.f_globals.get(LANDMARKS)
-        if found is not None and line > found.late_change:
-            text = "\n".join(one for at, one in found.late.items() if at > line)
+        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        if landmarks is not None and line > landmarks.late_change:
+            text = "\n".join(late for number, late in landmarks.late.items() if number > line)
             scope = {**frame.f_globals, **frame.f_locals, LANDMARKS: None}  # what raises there leaves it torn
             return torch.no_grad()(partial(exec, text, scope))
     return None
@@ -99,11 +99,9 @@ def _writers(graph: Graph) -> dict[Node, list[Node]]:
     for node in graph.nodes:
         source = aliased(node)
         root[node] = root.get(source, source) if source is not None else node
-        given = [root.get(one, one) for one in _written(node)]
-        if inputs := [
-            one for one in given if one.op == "placeholder" or (meta.is_late(one) and not meta.is_late(node))
-        ]:
-            found[node] = inputs
+        for changed in (root.get(operand, operand) for operand in _written(node)):
+            if changed.op == "placeholder" or (meta.is_late(changed) and not meta.is_late(node)):
+                found.setdefault(node, []).append(changed)
     return found
 
 

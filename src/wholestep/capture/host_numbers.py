@@ -277,7 +277,9 @@ class Numbers:
     def stacked(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """`torch.tensor` of a number, or of a list with numbers and 0-dim tensors of the trace; else NotImplemented."""
         listed = func in _AS_TENSOR and args and (isinstance(args[0], (list, tuple)) or self._of(args[0]))
-        parts = parts_of(args[0]) if listed else []
+        if not listed:
+            return NotImplemented
+        parts = parts_of(args[0])
         traced = [v for v in parts if isinstance(v, torch.Tensor) and _torch.is_fake(v)]
         kinds = {**_DTYPES, float: torch.get_default_dtype()}
         found = [v.dtype if torch.is_tensor(v) else kinds.get(v.__class__) for v in map(self.plain, parts)]

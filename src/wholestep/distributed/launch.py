@@ -123,14 +123,14 @@ def _devices_of(mesh: Mesh, kind: str) -> DeviceMesh:
     one of it. Each group over gloo has threads and sockets, so that steps after `_MOST_OWN` share these groups in turn;
     those over NCCL are dear, and shared by all.
     """
-    made = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind), [])
+    meshes = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind), [])
     own: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
-    if len(made) < (_MOST_OWN if own else 1):
+    if len(meshes) < (_MOST_OWN if own else 1):
         sizes = tuple(axis.size for axis in mesh.axes)
-        made.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own))
+        meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own))
     else:
-        made.append(made.pop(0))
-    return made[-1]
+        meshes.append(meshes.pop(0))
+    return meshes[-1]
 
 
 def _check_gpu(device: str | None) -> None:
