@@ -22,6 +22,7 @@ def test_nccl_has_the_timeout_of_the_step_and_its_flight_recorder(monkeypatch: p
         monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
 
     group = SimpleNamespace(group_name="0")
+    world = type("World", (), {"group_name": "world"})()
     devices = SimpleNamespace(get_all_groups=lambda: [group], get_group=lambda name: group)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCH_FR_BUFFER_SIZE": "7"}.items():
         monkeypatch.setenv(name, value)
@@ -29,6 +30,7 @@ def test_nccl_has_the_timeout_of_the_step_and_its_flight_recorder(monkeypatch: p
     monkeypatch.setattr(launch.torch.cuda, "set_device", lambda device: seen.update(device=device))
     monkeypatch.setattr(launch.dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(launch.dist, "init_process_group", init)
+    monkeypatch.setattr(launch.dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(launch.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(launch, "init_device_mesh", lambda *args, **kwargs: devices)
@@ -41,8 +43,7 @@ def test_nccl_has_the_timeout_of_the_step_and_its_flight_recorder(monkeypatch: p
     mine = torch.device("cuda", 1)
     assert (seen["backend"], seen["device"], seen["id"], seen["watched"]) == ("nccl", mine, mine, 60.0)
     assert (seen["env"]["TORCH_FR_BUFFER_SIZE"], seen["env"]["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("7", "1")
-    assert seen["timeouts"][-1] == (group, 180.0)
-    assert len(seen["timeouts"]) == 2  # the world's group and that of the axis
+    assert seen["timeouts"] == [(world, 180.0), (group, 180.0)]  # the world's group and that of the axis
 
     seen["timeouts"].clear()
     launch.join(Mesh("dp=2"), "cuda", timeout_s=None)
