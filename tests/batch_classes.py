@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -164,6 +165,16 @@ class Pinned(Plain):
         self.parts, self.this = (x, (y,), {"k": k}), self
 
 
+class Arrays(Plain):
+    """Its tensors are arrays of numpy."""
+
+    def __init__(self, x: Tensor, y: Tensor, k: float, name: str) -> None:
+        self.arrays, self.k, self.name = {"x": x.numpy(), "y": y.numpy()}, k, name
+
+    x = property(lambda self: torch.from_numpy(self.arrays["x"]))
+    y = property(lambda self: torch.as_tensor(self.arrays["y"]))
+
+
 def _of_items(kind: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y, k, name: kind(x=x, y=y, k=k, name=name)
 
@@ -190,4 +201,5 @@ CLASSES: dict[str, Callable[[Tensor, Tensor, float, str], Any]] = {
     "ChainMap": lambda x, y, k, name: Chain({"x": x}, {"y": y, "k": k, "name": name}),
     "namespace": _of_items(types.SimpleNamespace),
     "refers to itself": Pinned,
+    "arrays": Arrays,
 }

@@ -1,4 +1,4 @@
-"""Objects of 20 classes as batches, with other data on each rank: as DDP computes, or one device on the whole batch."""
+"""Objects of 21 classes as batches, with other data on each rank: as DDP computes, or one device on the whole batch."""
 
 import itertools
 from typing import Any

@@ -24,6 +24,12 @@ class TracedTensor(FakeTensor):
     __class__: Any = property(_class_shown)  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
+class StandIn:
+    """What is in place of an object that is no tensor: its `__class__` is that of the object."""
+
+    __slots__ = ()
+
+
 FAKE_TYPES = frozenset[type]({FakeTensor, TracedTensor})
 
 
@@ -51,6 +57,7 @@ def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> A
             if kind in FAKE_TYPES:
                 number = plain(value)
                 return _class_shown(value) if number is value else type(number)
+            kind = cast(type[Any], value.__class__) if issubclass(kind, StandIn) else kind
             return Shown if kind is type else kind  # so that `type(kind) is type`
 
         def __instancecheck__(cls, instance: object) -> bool:

@@ -6,11 +6,12 @@ import contextlib
 import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,15 +26,16 @@ LENGTHS = "pad_to.lengths"
 """The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
 _kind: Callable[[Any], type[Any]] = type
 _PLAIN_LEAVES = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter})
-_LEAF, _AGAIN, _WEAK = "leaf", "again", "weak"
+_LEAF, _ARRAY, _AGAIN, _WEAK = "leaf", "array", "again", "weak"
 _MOST_LEAVES = 10_000  # of an object; one that holds more is itself a leaf
 _WRAPPED = "_orig_mod"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a nested value is built of. `outline` is "leaf", or the class of a container or an object, the keys of its
-    items, the names of its attributes, and the outlines of both; or the number of an object that occurred before.
+    """What a nested value is built of. `outline` is "leaf", or "array" whose leaf is a tensor, or the class of a
+    container or an object, the keys of its items, the names of its attributes, and the outlines of both; or the number
+    of an object that occurred before.
     """
 
     outline: Any
@@ -60,20 +62,23 @@ class Structure:
 
 @dataclass(frozen=True)
 class StepCall:
-    """Leaves and structure of the arguments of one call; `objects` are what it opened that can change, in order."""
+    """Leaves and structure of the arguments of one call; `objects` are what it opened that can change, in order, and
+    `arrays` the numbers of the leaves that have the memory of an array of numpy.
+    """
 
     structure: Structure
     leaves: tuple[Any, ...]
     objects: tuple[Any, ...] = ()
+    arrays: Collection[int] = ()
 
 
 def take_apart(value: Any, objects: bool = True) -> StepCall:
-    """Open containers, mappings and dataclasses, and with `objects` every object that holds no module or optimizer.
-    What is not opened is a leaf.
+    """Open containers, mappings and dataclasses, and with `objects` every object that holds no module or optimizer, and
+    arrays of numpy as tensors. What is not opened is a leaf.
     """
     opening = _Opening(objects)
     outline = opening.outlines((value,))[0]
-    return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects))
+    return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects), opening.arrays)
 
 
 class _HolderError(Exception):
@@ -86,6 +91,7 @@ class _Opening:
     def __init__(self, objects: bool) -> None:
         self.leaves: list[Any] = []
         self.objects: list[Any] = []
+        self.arrays: list[int] = []
         self._numbers: dict[int, int] = {}
         self._opens, self._inside = objects, False
 
@@ -118,6 +124,10 @@ class _Opening:
             return self._opened(item, kind, form)
         if self._inside and issubclass(kind, TRAINABLE):
             raise _HolderError
+        if kind is np.ndarray and self._opens and (tensor := _tensor_of(item)) is not None:
+            self.arrays.append(len(self.leaves))
+            self.leaves.append(tensor)
+            return _ARRAY
         if kind is weakref.ref and (number := self._numbers.get(id(item()))) is not None:
             return (_WEAK, number)
         self.leaves.append(item)
@@ -143,6 +153,7 @@ class _Opening:
             self._numbers = {key: n for key, n in self._numbers.items() if n < at_object}
             del self.objects[at_object:]
             self.leaves[at_leaf:] = [item]
+            self.arrays = [i for i in self.arrays if i < at_leaf]
             return _LEAF
         finally:
             self._inside &= not outermost
@@ -150,6 +161,14 @@ class _Opening:
 
     def _is_data(self, leaves: list[Any]) -> bool:
         return len(leaves) <= _MOST_LEAVES and not any(type(leaf) is nn.Parameter for leaf in leaves)
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor with the contents of an array, whose memory it shares if one may write there; None if torch has none."""
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError):  # another dtype, or negative strides
+        return None
 
 
 def parts(form: Form, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
@@ -172,6 +191,8 @@ def put_together(structure: Structure, leaves: Iterable[Any]) -> Any:
 def _put_together(outline: Any, rest: Iterator[Any], made: list[Any]) -> Any:
     if outline == _LEAF:
         return next(rest)
+    if outline == _ARRAY:
+        return next(rest).numpy()
     kind, keys, *more = outline
     if kind is _AGAIN:
         return made[keys]
@@ -204,7 +225,7 @@ def in_place(value: Any, structure: Structure, leaves: Iterable[Any]) -> Generat
 
 
 def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
-    if outline == _LEAF:
+    if isinstance(outline, str):
         return next(rest)
     if outline[0] in (_AGAIN, _WEAK):
         return value
@@ -229,7 +250,7 @@ def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
 
 def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
     """`plain`: items of a dict are written as items, and not as attributes."""
-    if outline == _LEAF:
+    if isinstance(outline, str):
         yield path
         return
     kind, keys, *more = outline
@@ -249,8 +270,10 @@ def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
 
 
 def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
-    """The class of each container and object, with its place."""
-    if outline == _LEAF or outline[0] in (_AGAIN, _WEAK):
+    """The class of each container, object and array, with its place."""
+    if outline == _ARRAY:
+        yield f"{path} is a ", np.ndarray
+    if isinstance(outline, str) or outline[0] in (_AGAIN, _WEAK):
         return
     kind, keys, names, inner = outline
     yield f"{path} {keys} {names} is a ", kind

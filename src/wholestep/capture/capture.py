@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from .skip_nonfinite import refuse_unskippable, skip_nonfinite
 from .state import Hyper, StepState, carry, collect, find_hypers, newest, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
+from .unread import as_given
 from .wrappers import effects_refused, unwrapped
 
 
@@ -97,6 +98,11 @@ def find_state(
     return state, call, names
 
 
+def with_arrays(read: Set[str], names: Sequence[str], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The leaves of a call, with the arrays that are `read`, by name, in place of their tensors."""
+    return tuple(as_given(leaf) if name in read else leaf for name, leaf in zip(names, leaves, strict=True))
+
+
 def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise CaptureError if an argument is no dense tensor, or a parameter or a buffer, which the graph would have as
     state and as batch.
@@ -136,7 +142,10 @@ def capture_step(
     """
     options, whole, dynamic, carried = options or CaptureOptions(), whole or {}, dynamic or {}, carried or Promoted()
     again = partial(capture_step, fn, args, kwargs, options, whole=whole, dynamic=dynamic)
-    state, _, names = find_state(fn, args, kwargs, options.extra)
+    state, call, names = find_state(fn, args, kwargs, options.extra)
+    arrays = {names[i] for i in call.arrays} - carried.arrays
+    if torch.device(options.device or device_of(state)).type != "cpu":  # a GPU computes on its own memory
+        carried |= Promoted(arrays=frozenset(arrays))
     arguments = (carried | (changing or Promoted())).numbers & {*names}
     live = find_hypers(state, sorted(scheduled(state.optimizers.values())))
     tries = [(live, carried | changing)] if changing else []
@@ -153,8 +162,8 @@ def capture_step(
                 )
         except CaptureError as failed:
             first = first or failed
-            if failed.place in arguments:
-                arguments = frozenset([failed.place])
+            if failed.place in arrays | arguments:
+                first, arrays, arguments = failed, arrays & {failed.place}, arguments & {failed.place}
                 break
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
                 break
@@ -164,6 +173,8 @@ def capture_step(
         carried |= made.effects.carried  # with these from the start, a try that failed may hold
         return again(carried=carried, changing=changing)
     assert first is not None, "a capture returned or raised"
+    if arrays and (first.place in arrays or not dynamic):  # the step reads their contents
+        return again(carried=carried | Promoted(arrays=frozenset(arrays)), changing=changing)
     if arguments:  # the step reads their values
         less = changing and changing - arguments
         return again(carried=carried - arguments, changing=less)
@@ -192,6 +203,7 @@ def _captured(
 ) -> Capture:  # fmt: skip
     """`repeated`: calls of cached functions that earlier traces have made."""
     state, call, names = find_state(fn, args, kwargs, options.extra)
+    call = replace(call, leaves=with_arrays(promoted.arrays, names, call.leaves))
     device = options.device or device_of(state)
     _check_devices(state, names, call.leaves, device, options.offload is not None)
     found = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)

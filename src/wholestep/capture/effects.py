@@ -20,22 +20,25 @@ CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of
 
 @dataclass(frozen=True)
 class Promoted:
-    """Paths of Python values that are state of the step: `numbers` are updated on the host, `tensors` in the graph."""
+    """Paths of Python values that are state of the step: `numbers` are updated on the host, `tensors` in the graph.
+    `arrays` are arguments whose contents it reads, which are constants.
+    """
 
     numbers: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
+    arrays: frozenset[str] = frozenset()
 
     def __or__(self, other: Promoted) -> Promoted:
-        return Promoted(self.numbers | other.numbers, self.tensors | other.tensors)
+        return Promoted(self.numbers | other.numbers, self.tensors | other.tensors, self.arrays | other.arrays)
 
     def __le__(self, other: Promoted) -> bool:
         return self.numbers <= other.numbers and self.tensors <= other.tensors
 
     def __sub__(self, numbers: Set[str]) -> Promoted:
-        return Promoted(self.numbers - numbers, self.tensors)
+        return Promoted(self.numbers - numbers, self.tensors, self.arrays)
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.tensors)
+        return bool(self.numbers or self.tensors or self.arrays)
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,10 @@ class Traced:
             self._put_own(given)
             self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
             leaves = [
-                self._argument(n, v)
+                self.watch.stand_in(i, n, v, given.get(n))
+                if n in free or (i in request.call.arrays and n in given)
+                else self._argument(n, v)
                 if isinstance(v, torch.Tensor)
-                else self.watch.stand_in(i, n, v)
-                if n in free
                 else v
                 for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
             ]

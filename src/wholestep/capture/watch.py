@@ -40,6 +40,7 @@ from .locations import (
     SIMPLE,
     ArgumentItems,
     Location,
+    Reads,
     StateEntry,
     Words,
     alike,
@@ -61,7 +62,7 @@ from .reachable import (
 )
 from .state import StepState, state_name
 from .text_of_tensors import refuse_text_of_tensors
-from .unread import Unread, place_of
+from .unread import OF_ARRAYS, Unread, as_given, place_of
 from .wrappers import attributes_of
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
@@ -140,7 +141,7 @@ class Watch:
         """
         changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
         self._inputs = {*given}
-        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled)])]
+        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
         of_call = argument_containers(called, names, self._arguments, opened)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
         containers = [*self.reach.containers, *self._state_entries(), *of_call]
@@ -383,11 +384,13 @@ class Watch:
         call = take_apart(value, objects=False)
         return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
-    def stand_in(self, index: int, name: str, value: Any) -> Any:
-        """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number."""
-        self.given[index], place = value, Location(name, self.given, index)
-        kind = cast(type[Any], type(value))
-        return self.numbers.read(place, value) if is_number(value) else Unread(kind, place, self._refuse_use)
+    def stand_in(self, index: int, name: str, value: Any, fake: torch.Tensor | None) -> Any:
+        """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number. The
+        contents of an array are those of `fake`.
+        """
+        self.given[index], place = value, Location(name, Reads(lambda i: as_given(self.given[i])), index)
+        kind = np.ndarray if fake is not None else cast(type[Any], type(value))
+        return self.numbers.read(place, value) if is_number(value) else Unread(kind, place, self._refuse_use, fake)
 
     def _refuse_use(self, name: str) -> NoReturn:
         error = CaptureError(

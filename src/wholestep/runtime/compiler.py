@@ -18,7 +18,7 @@ from ..backend.build import CAPABILITIES
 from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
-from ..capture.capture import Capture, at_other_sizes, capture_step
+from ..capture.capture import Capture, at_other_sizes, capture_step, with_arrays
 from ..capture.effects import Promoted
 from ..capture.scheduled_numbers import note_changed
 from ..capture.sizes_fixed import SizesFixedError
@@ -167,7 +167,8 @@ class Compiler:
             raise
         if several:
             again = partial(self._capture, whole={}, held=held or ())
-            made = self._consistency.program(made, inputs, again)
+            leaves = with_arrays(made.capture.effects.carried.arrays, inputs.names, inputs.leaves)
+            made = self._consistency.program(made, replace(inputs, leaves=leaves), again)
         else:
             made = self._consistency.alone(made)
         self.finalizer.forget(self.has_compared)

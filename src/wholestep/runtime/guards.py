@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
-from ..capture.capture import Capture, shared_memory, written_leaves
+from ..capture.capture import Capture, shared_memory, with_arrays, written_leaves
 from ..capture.locations import MISSING, Slots, TensorAttributes
 from ..capture.reachable import opaque
 from ..capture.state import baked_numbers, is_zero, tensor_attributes
+from ..capture.unread import as_given
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
 from .step_inputs import BatchSizes, StepInputs, batch_shapes
@@ -106,6 +107,7 @@ class LeafGuard:
         """True when `value` is such an argument."""
         if self.kind is None:
             return not isinstance(value, torch.Tensor)
+        value = as_given(value) if self.kind is np.ndarray else value
         if type(value) is not self.kind or not self.contents:
             return type(value) is self.kind
         return (read := opaque(value)) is not None and bool(read() == self.value)
@@ -215,11 +217,12 @@ class Guards:
         self.sizes = None if symbols is None else SizeCheck(symbols, inputs)
         dims = self.sizes.dims if self.sizes is not None else {}
         unread = self._effects.is_unread
+        leaves = with_arrays(self._effects.carried.arrays, inputs.names, inputs.leaves)
         self._leaves = [
             TensorGuard.of(leaf, dims.get(i, ()))
             if isinstance(leaf, torch.Tensor)
             else _guard_of(leaf, unread(name), i in self._effects.given)
-            for i, (leaf, name) in enumerate(zip(inputs.leaves, inputs.names, strict=True))
+            for i, (leaf, name) in enumerate(zip(leaves, inputs.names, strict=True))
         ]
         self.shapes = batch_shapes(inputs)
         carried = self._effects.group_options()
@@ -372,7 +375,7 @@ def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:
     """What is compared with an argument that is no tensor: itself, or its contents. `free`: its value may be any."""
     kind = cast(type[Any], type(leaf))
     if free or unread:
-        return LeafGuard(kind if free else None)
+        return LeafGuard(kind if free or kind is np.ndarray else None)
     contents = opaque(leaf) if isinstance(leaf, _CHANGING) else None
     return cast(Any, leaf) if contents is None else LeafGuard(kind, True, contents())
 

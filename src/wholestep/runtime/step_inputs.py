@@ -242,11 +242,13 @@ def batch_sharder(
     """How batches of this kind are sharded; None where each rank runs on its own batch. Ranks whose parts may differ
     in size use `known`.
     """
-    options, mesh = strategies.options, world.mesh
+    options, mesh, on_host = strategies.options, world.mesh, world.device.startswith("cpu")
+    pairs = enumerate(leaves)  # an array is in host memory
+    tensors = tuple(i for i, v in pairs if isinstance(v, torch.Tensor) and (on_host or v.device.type != "cpu"))
     shared = tuple(
         ShardedDim(i, cut.dim, Mesh(tuple(Axis(axis, mesh.axis_size(axis)) for axis in cut.axes)))
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
-        for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if isinstance(leaf, torch.Tensor) else ())
+        for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if i in tensors else ())
     )
     several = [a for a in options.axes(mesh) if mesh.axis_size(a) > 1]
     if not shared and (options.semantics == "per_rank" or not several):
@@ -257,7 +259,6 @@ def batch_sharder(
         found = f"the batch has {len(shared)} tensors that are cut"
         needed = f"at most {MOST_TENSORS} with uneven_batches=True"
         raise PlanError(found, needed, "give equal batches and uneven_batches=False, or fewer tensors")
-    tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     return BatchSharder(shared, tuple(names), world, own, whole, known() if exchange else None, tensors)
 
 
