@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholestep import _torch
 from wholestep.errors import RuleError
 from wholestep.rules.registry import RULES, SAMPLES, find
-from wholestep.rules.testing.check import CheckResult, Failure, Sample, cases_of, check_case
+from wholestep.rules.testing.check import CheckResult, Failure, OpCase, Sample, case_of, check_case
 from wholestep.rules.testing.harness import tensors_in, with_tensors
 
 EACH_OP = 10  # samples kept for an op
@@ -290,6 +290,15 @@ def runs_on_cpu(target: Any) -> bool:
     if "overrideable" in target._schema.name:
         return False
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(target.name(), "CPU"))
+
+
+def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
+    """The op run on each sample, without samples that it refuses (they are for another overload)."""
+    found: list[OpCase] = []
+    for sample in samples:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            found.append(case_of(target, sample))
+    return found
 
 
 def check_op(target: Any, samples: Sequence[Sample]) -> Row:

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from tests.rule_samples import runs_on_cpu, samples_of, table
+from tests.rule_samples import cases_of, runs_on_cpu, samples_of, table
 from wholestep import _torch
 from wholestep.errors import RuleError
 from wholestep.graph.meta import TensorMeta
@@ -32,7 +32,7 @@ from wholestep.rules.call import Call
 from wholestep.rules.language import Dim, RuleText, Term, base, cases, spread
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule, Group
-from wholestep.rules.testing.check import OpCase, Sample, ShardedFactor, cases_of, check_pass, check_way, ways
+from wholestep.rules.testing.check import OpCase, Sample, ShardedFactor, check_pass, check_way, ways
 
 _OTHER = {"sum": "avg", "max": "sum", "min": "max", "avg": "sum", "norm1": "max", "norm2": "sum"}
 _PATIENCE_SECONDS = 30.0  # one try takes milliseconds

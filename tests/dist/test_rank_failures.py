@@ -223,7 +223,7 @@ step(model, optimizer, torch.randn(8, 16))
 @pytest.mark.parametrize("how", ["sleeps", pytest.param("waits", marks=FULL)])
 def test_a_rank_that_does_not_come_to_the_first_call_is_named_with_its_line(how: str, tmp_path: Path) -> None:
     script = tmp_path / "never.py"
-    script.write_text(NEVER_COMES.replace('"3s"', '"30s"' if how == "waits" else '"3s"'))
+    script.write_text(NEVER_COMES.replace(*(('"3s"', '"30s"') if how == "waits" else ('"4s"', '"20s"'))))
     with start(script, [how], 2, tmp_path) as ranks:
         assert ranks.wait([1], LIMIT_S) == {1: 1}, ranks.output(1)
         if how == "waits":

@@ -146,6 +146,29 @@ def test_ranks_that_wait_at_different_points_are_named_once_none_works() -> None
     }
 
 
+def test_a_rank_with_a_new_program_and_one_with_the_known_program_are_told_apart() -> None:
+    ranks, _ = job(4)
+    new = {"step": "train_step 1", "calls": 3, "news": "x is 2, it was 1\n    rank 2: a:7  b()", "still_s": 5.0}
+    runs = {"step": "train_step 1", "calls": 3, "meets": 4, "still_s": 5.0}
+    ranks[2].says |= new
+    for other in ({"meets": 0}, {"meets": 3}, {"still_s": 3.0}, {"step": "train_step 2"}):
+        ranks[1].says |= {**runs, **other}
+        assert [rank.round() for rank in ranks] == [""] * 4, "it may still compare its program, or is of another call"
+    for ahead in ({}, {"calls": 6, "meets": 6, "waits": False}):  # where a device runs the program
+        ranks, _ = job(4)
+        ranks[2].says |= new
+        ranks[1].says |= {**runs, **ahead}
+        for rank in 3 * ranks:
+            rank.round()
+        assert {f"{type(rank.activity.failure).__name__}: {rank.activity.failure}" for rank in ranks} == {
+            "RankMismatchError: rank 2 compiled another program for call 4 of train_step, rank 1 did not: "
+            "x is 2, it was 1\n"
+            "    rank 2: a:7  b()\n"
+            "  needed: the same collectives on every rank, in one order\n"
+            "  next: run this part on every rank: on zeros, with torch.where, or times a tensor that is 0 or 1"
+        }
+
+
 def test_ranks_that_wait_at_one_point_wait_on() -> None:
     ranks, _ = job(3)
     for rank in ranks:

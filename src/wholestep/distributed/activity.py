@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
 
-from ..errors import RankFailedError
+from ..errors import WholestepError
 
 
 class NamedStep(Protocol):
@@ -28,9 +28,10 @@ class NamedStep(Protocol):
 @dataclass
 class Activity:
     """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
-    `allowance_s` longer than a step; at a place where this rank waits for the others, who wait at the same `point`.
-    `unfinished` counts calls that raised. `failure` is set once it is known that a rank failed. `explain` finds out why
-    a collective failed, and `told` hears that the main thread knows of it. `compiled` counts steps by their names.
+    `allowance_s` longer than a step; at a place where this rank waits for the others, who wait at the same `point`, and
+    compares a program that has `news`. For the call of number `meets` it has a program with collectives. `unfinished`
+    counts calls that raised. `failure` is set once it is known that a rank failed. `explain` finds out why a collective
+    failed, and `told` hears that the main thread knows of it. `compiled` counts steps by their names.
     """
 
     step: Callable[[], NamedStep | None] = lambda: None
@@ -39,9 +40,11 @@ class Activity:
     allowance_s: float = 0.0
     waits_at: str = ""
     point: str = ""
+    news: str = ""
+    meets: int = 0
     unfinished: int = 0
     error: str = ""
-    failure: RankFailedError | None = None
+    failure: WholestepError | None = None
     explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
     told: Callable[[], None] | None = field(default=None, repr=False)
     compiled: Counter[str] = field(default_factory=Counter[str], repr=False)
@@ -64,36 +67,33 @@ class Activity:
         else:
             self.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
-    @contextmanager
-    def doing(self, what: str, allowance_s: float) -> Generator[None]:
-        """The main thread is busy inside: other ranks wait so much longer for this one. Other threads tell nothing."""
-        if not _on_main_thread():
-            yield
-            return
-        outer = self.busy, self.allowance_s
-        self.busy, self.allowance_s = what, allowance_s
-        try:
-            yield
-        finally:
-            self.busy, self.allowance_s = outer
+    def doing(self, what: str, allowance_s: float) -> AbstractContextManager[None]:
+        """The main thread is busy inside: other ranks wait so much longer for this one."""
+        return self._said(busy=what, allowance_s=allowance_s)
 
     @contextmanager
-    def waiting(self, what: str, point: str = "") -> Generator[None]:
+    def waiting(self, what: str, point: str = "", news: str = "") -> Generator[None]:
         """The main thread waits inside for other ranks, which come to the same `point`. Raises RankFailedError: one of
         them failed.
         """
-        if not _on_main_thread():
-            yield
-            return
-        outer = self.waits_at, self.point
-        self.waits_at, self.point = what, point
+        with self._said(waits_at=what, point=point, news=news):
+            try:
+                yield
+            except RuntimeError as error:
+                if _on_main_thread():
+                    self.note_error(error)
+                raise
+
+    @contextmanager
+    def _said(self, **fields: str | float) -> Generator[None]:
+        """Fields have other values inside. Threads other than the main thread tell nothing."""
+        now = vars(self) if _on_main_thread() else {}
+        outer = {name: now[name] for name in fields if now}
+        now.update(fields)
         try:
             yield
-        except RuntimeError as error:
-            self.note_error(error)
-            raise
         finally:
-            self.waits_at, self.point = outer
+            now.update(outer)
 
 
 ACTIVITY = Activity()

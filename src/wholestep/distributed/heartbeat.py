@@ -49,7 +49,7 @@ class Identity(Process):
 @dataclass(frozen=True)
 class Beat:
     """A heartbeat. `waits`: the main thread waits for other ranks, at a `point` that is the same for all who wait for
-    each other; `still_s`: for how long it does what it does.
+    each other; `still_s`: for how long it does what it does. `news` and `meets` are those of `Activity`.
     """
 
     who: Identity
@@ -60,6 +60,8 @@ class Beat:
     where: str = ""
     waits: bool = False
     point: str = ""
+    news: str = ""
+    meets: int = 0
     still_s: float = 0.0
     allowance_s: float = 0.0
     left: bool = False
@@ -92,7 +94,7 @@ class MainThread:
         which = f"{name} {step.number}" if step is not None else ""
         collective = waited_for(frame)
         point = _point(activity, which, calls, collective)
-        doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective, point)
+        doing = (name, calls, activity.inside, activity.busy, activity.waits_at, collective, point, activity.meets)
         cpu_s = _cpu_s() if collective else 0.0
         still_s = self._still_s + min(now - self._looked, most_s)
         if doing != self._doing or (collective and cpu_s - self._cpu_s > _BUSY_S + _BUSY_SHARE * still_s):
@@ -102,7 +104,8 @@ class MainThread:
         return replace(
             before, number=before.number + 1, step=which, calls=calls, where=where,
             what=_told(activity, name, calls, collective), waits=bool(activity.waits_at or collective), point=point,
-            still_s=still_s, allowance_s=activity.allowance_s if activity.busy else 0.0,
+            news=activity.news, meets=activity.meets, still_s=still_s,
+            allowance_s=activity.allowance_s if activity.busy else 0.0,
         )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import RankFailedError, StoreError, first_line
+from ..errors import RankFailedError, RankMismatchError, StoreError, WholestepError, first_line
 from .activity import ACTIVITY, Activity, is_broken_connection
 from .heartbeat import Beat, Identity, MainThread, end_process
-from .sections import show_ranks
+from .sections import cure, show_ranks
 from .typed_messages import decode, encode
 
 _BEATS = 20  # in the time after which a rank has failed
@@ -39,15 +39,18 @@ _NOBODY = (b"-", _SUSPECTED)  # has failed, as far as is known
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What a rank that failed is, what is wrong with it, what it did last, and what to do."""
+    """What a rank that failed, or `differs` from others, is, what is wrong with it, what it did last, what to do."""
 
     who: Identity | None
     what: str
     last: str
     next_step: str
+    differs: bool = False
 
-    def error(self) -> RankFailedError:
+    def error(self) -> WholestepError:
         """The same on all ranks."""
+        if self.differs:
+            return RankMismatchError(self.what, "the same collectives on every rank, in one order", self.next_step)
         last = f"\n  last: {self.last}" if self.last else ""
         error = RankFailedError(f"{self.what}{last}", "all ranks, until the end of the job", self.next_step)
         if self.who is not None:
@@ -157,7 +160,7 @@ class Peers:
                 if over:
                     break
                 unseen = self.rank != 0 and 0 not in self._seen  # the host of the store, perhaps
-                urgent = self._suspects or unseen or any(one.urgent for one in self.listeners)
+                urgent = self._suspects or unseen or self.activity.news or any(one.urgent for one in self.listeners)
                 self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
                 self._wake.clear()
             self._linger("seen" if self._known.is_set() else "left")
@@ -222,6 +225,10 @@ class Peers:
             what = f"{who} is stopped{others}: no heartbeat for {silent_s:.0f} s"
             return RankFailure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
         same = beat.step == own.step
+        if beat.news and same and own.meets > beat.calls and min(own.still_s, beat.still_s) > 2 * self.interval_s:
+            call = f"call {beat.calls + 1} of {own.step.rpartition(' ')[0]}"
+            found = f"rank {who.rank} compiled another program for {call}, rank {self.rank} did not: {beat.news}"
+            return RankFailure(None, found, "", cure(beat.news.partition("\n")[2]), differs=True)
         behind = same and beat.calls < own.calls
         # Where a device runs the program, the main thread may wait for a collective at any line.
         waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())

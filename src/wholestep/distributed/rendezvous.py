@@ -11,10 +11,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -26,6 +26,8 @@ from .peers import doing
 from .sections import (
     GRAPH,
     LAYOUTS,
+    USER_LINES,
+    Pair,
     Section,
     SectionDifference,
     Tally,
@@ -54,8 +56,7 @@ class Calls:
     same: bool
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """What ends an exchange on every rank: its value, or what went wrong."""
 
     value: Any = None
@@ -72,29 +73,9 @@ class _Outcome:
             raise StoreError(*found.spoiled)
         return found
 
-    def __iter__(self) -> Iterator[Any]:
-        """Its fields."""
-        return iter(vars(self).values())
 
-
+_Refusal = tuple[str, tuple[str, str, str, str]]  # a PlanError: the name of its class, and its texts
 _REFUSALS = {kind.__name__: kind for kind in (PlanError, ConstraintError, BudgetError)}
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """A PlanError as text, by the name of its class."""
-
-    kind: str
-    texts: tuple[str, str, str, str]
-
-    @staticmethod
-    def of(error: PlanError) -> _Refusal:
-        """Such an error."""
-        return _Refusal(type(error).__name__, (error.found, error.needed, error.next_step, error.where))
-
-    def error(self) -> PlanError:
-        """The error again."""
-        return _REFUSALS.get(self.kind, PlanError)(*self.texts)
 
 
 @dataclass(frozen=True)
@@ -126,16 +107,18 @@ class Rendezvous:
         with ACTIVITY.waiting(_STORE):
             return f"wholestep/{kind}/{add(self.store, f'wholestep/counts/{kind}/{self.rank}', 1)}"
 
-    def all_equal(self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
+    def all_equal(
+        self, label: str, sections: Mapping[str, Section], failure: str = "", call: str = "", news: str = ""
+    ) -> Calls:
         """Compare sections of a program with those of all ranks by fingerprint; lines are sent where they differ.
 
         Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program: it
         stops all others, and returns at once. Raises RankMismatchError: on every rank, with the ranks and the first
-        difference, or the failed or missing rank.
+        difference, or the failed or missing rank; also if a rank goes on without what is new here, the `news`.
         """
         if self.size == 1:
             return Calls(0, True)
-        with ACTIVITY.waiting("the comparison of programs", label):
+        with ACTIVITY.waiting("the comparison of programs", label, news):
             if failure:
                 self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
                 return Calls(0, True)
@@ -150,7 +133,7 @@ class Rendezvous:
                 what = f"rank {other} could not compile its step: {text}"
                 raise RankMismatchError(what, "a step that every rank can compile", f"read rank {other}'s own error")
             if found.late is not None:
-                raise self._late_program(found.late)
+                raise self._late_program(found.late, news)
             result: SectionDifference | tuple[str, int] = found.value
             if isinstance(result, SectionDifference):
                 raise self._difference(label, result, sections)
@@ -193,12 +176,13 @@ class Rendezvous:
                 self.broadcast(label, (chosen, None), what, both)
             except Exception as error:  # also of sending what was chosen
                 told = error if isinstance(error, PlanError) else PlanError(f"rank 0 could not choose: {error}")
-                self.broadcast(label, (None, _Refusal.of(told)), what, both)
+                self.broadcast(label, (None, (type(told).__name__, told.args)), what, both)
                 raise
             return chosen
         made, refusal = self.broadcast(label, None, what, both)
         if refusal is not None:
-            raise refusal.error()
+            kind, texts = refusal
+            raise _REFUSALS.get(kind, PlanError)(*texts)
         return made
 
     def gather(self, label: str, value: Any, what: str, kind: Any, on_first: bool = False) -> list[Any]:
@@ -218,11 +202,8 @@ class Rendezvous:
             found = self._combine(label, (value,), joined, conclude, (kinds, kinds))
             if found.late is not None:
                 late = f"{list(found.late)} did not come within {self.timeout_s:,.9g} s{doing(self.store, found.late)}"
-                needed, next_step = (
-                    "all ranks at the same call",
-                    "call it on every rank, equally often and in the same order",
-                )
-                raise RankMismatchError(f"{what}: ranks {late}", needed, next_step)
+                next_step = "call it on every rank, equally often and in the same order"
+                raise RankMismatchError(f"{what}: ranks {late}", "all ranks at the same call", next_step)
             values: tuple[Any, ...] = found.value or ()
             if on_first and self.rank == 0:
                 values = get(self.store, f"{label}/all", kinds)
@@ -294,7 +275,7 @@ class Rendezvous:
     def _publish(self, label: str, outcome: Callable[[], _Outcome]) -> None:
         """Publish the outcome, unless there is one."""
         if add(self.store, f"{label}/outcomes", 1) == 1:
-            put(self.store, f"{label}/outcome", tuple(outcome()))
+            put(self.store, f"{label}/outcome", outcome())
 
     def _shared_look(self, key: str, period_s: float, look: Callable[[], Any], kind: Any) -> Any:
         """What `look` returned on one of the ranks that wait: one looks in each period, for all. None before that."""
@@ -311,14 +292,14 @@ class Rendezvous:
             needed = "ranks that live until all have compared their programs"
             raise RankMismatchError(found, needed, "read the errors of the other ranks")
 
-    def _late_program(self, ranks: tuple[int, ...]) -> RankMismatchError:
+    def _late_program(self, ranks: tuple[int, ...], news: str) -> RankMismatchError:
         if self.rank in ranks or not ranks:
             found = f"rank {self.rank} compiled its program when others no longer waited"
             needed = "all ranks to call the step at about the same time"
             next_step = "find out why this rank is slow, or raise agree_timeout"
             return RankMismatchError(f"{found} for it ({self.timeout_s:.0f} s)", needed, next_step)
         found = f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s"
-        found += doing(self.store, ranks)
+        found += (news and f"\n  new on rank {self.rank}: {news}") + doing(self.store, ranks)
         needed = "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)"
         next_step = "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow"
         return RankMismatchError(found, needed, next_step)
@@ -330,19 +311,19 @@ class Rendezvous:
         theirs = found.groups[1] if own is first else first
         held = sections.get(section, Section(""))
         if own[1][0] == self.rank:
-            put(self.store, f"{label}/lines/{own[0]}", list(held.lines))
-        lines, others = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
+            put(self.store, f"{label}/lines/{own[0]}", (held.lines, sections.get(USER_LINES, held).lines))
+        ours, others = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
         if section in (LAYOUTS, GRAPH):
             inside = self.rank in own[1]
             rank, where = (self.rank, held.where) if inside else (own[1][0], None)
-            return other_program(rank, lines, theirs[1][0], others, section, where)
+            return other_program(rank, ours, theirs[1][0], others, section, where)
         if own is first:
-            return other_value(section, own[1], lines, theirs[1], others)
-        return other_value(section, theirs[1], others, own[1], lines)
+            return other_value(section, own[1], ours[0], theirs[1], others[0])
+        return other_value(section, theirs[1], others[0], own[1], ours[0])
 
-    def _lines(self, key: str) -> tuple[str, ...]:
+    def _lines(self, key: str) -> Pair:
         self._expect(key)
-        return get(self.store, key, tuple[str, ...])
+        return get(self.store, key, tuple[tuple[str, ...], tuple[str, ...]])
 
     def _wait_at_barrier(self, what: str, key: str) -> str:
         """Publish where this rank waits, and wait on. Returns why the others do not come; "" once they have come."""

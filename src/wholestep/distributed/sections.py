@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from ..errors import RankMismatchError
 
 LAYOUTS, GRAPH, CONSTANTS = "layouts and collectives", "graphs", "constants"
+USER_LINES = "lines of the step"  # behind its ops, in order: they explain another section that differs
 PER_CALL = (CONSTANTS, GRAPH)  # they depend on the batch: compared among ranks of the same kind of call
 SEPARATOR = ": "  # in a line, between the name of a value and the value
 UNKNOWN = "?"
 
 _SHOWN = 8
 
+Pair = tuple[Sequence[str], Sequence[str]]  # lines of a section, and of `USER_LINES`
 Entry = tuple[str, tuple[tuple[str, str], ...]]
 """What one rank contributes: the fingerprint of its call, and of each section by name."""
 Tally = Mapping[Entry, Sequence[tuple[int, int]]]
@@ -90,18 +92,33 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[int, 
     return at + 1, length, here, there
 
 
+def parting(ours: Sequence[str], theirs: Sequence[str], who: str, others: str) -> str:
+    """The user's lines at which two programs part, a line each; "" where they take the same ones."""
+    if list(ours) == list(theirs):
+        return ""
+    *_, here, there = _first_difference(ours, theirs)
+    return f"\n  the step parts at\n    {who}: {here}\n    {others}: {there}"
+
+
+def cure(lines: str) -> str:
+    """The next step where programs part in `lines` of the step, if they do."""
+    if lines:
+        return "run this part on every rank: on zeros, with torch.where, or times a tensor that is 0 or 1"
+    return "look for code that depends on the rank or on its data"
+
+
 def other_program(
-    rank: int, ours: Sequence[str], other: int, theirs: Sequence[str], section: str,
-    where: Callable[[str], str] | None,
-) -> RankMismatchError:  # fmt: skip
-    """Shows the first line in which two programs differ, and the user's line behind it."""
-    at, length, here, there = _first_difference(ours, theirs)
-    next_step = "look for code that depends on the rank or on its data"
+    rank: int, ours: Pair, other: int, theirs: Pair, section: str, where: Callable[[str], str] | None
+) -> RankMismatchError:
+    """Shows the first line in which two programs differ, and the user's lines at which they part."""
+    at, length, here, there = _first_difference(ours[0], theirs[0])
+    lines = parting(ours[1], theirs[1], f"rank {rank}", f"rank {other}")
+    next_step = cure(lines)
     if section == GRAPH:
         next_step += "; what may differ between ranks (a batch, its weight) is an argument of the step"
     return RankMismatchError(
         f"rank {rank} and rank {other} compiled different programs; the first difference is at line {at} of "
-        f"{length}:\n    rank {rank}: {here}\n    rank {other}: {there}",
+        f"{length}:\n    rank {rank}: {here}\n    rank {other}: {there}{lines}",
         "the same model, optimizer and options on every rank",
         next_step,
         where(here) if where else "",

@@ -252,6 +252,12 @@ def line_behind(graph: Graph, text: str) -> str:
     return next((source_line(node) for node in graph.nodes if node.name == name), "")
 
 
+def lines_in_order(graph: Graph) -> list[str]:
+    """Return the user's line of each op that makes a tensor, in order: no sizes, in which ranks may differ."""
+    made = (node for node in graph.nodes if node.op == "call_function" and tensor(node) is not None)
+    return list(filter(None, map(source_line, made)))
+
+
 def show_line(file: str, number: int) -> str:
     """Format a source line as `file:line  code`."""
     return f"{file}:{number}  {linecache.getline(file, number).strip()}".rstrip()

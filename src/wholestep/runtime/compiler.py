@@ -122,26 +122,13 @@ class Compiler:
         shared = self.options, self.world, self.rendezvous, self.stages
         self.sizes = SymbolicSizes(self.options, self.world, self.log)
         which = f"number of ws.compile({self.name}): {self.number}"
-        self._consistency = ConsistencyCheck(*shared, label, which)
+        self.consistency = ConsistencyCheck(*shared, label, which)
         self.finalizer = Finalizer(*shared)
 
     @property
     def strategies(self) -> Strategies:
         """Where tensors rest: as given, or as chosen at the first compile."""
         return self._strategies or self.options.strategies
-
-    @property
-    def label(self) -> str:
-        """Of the step, the same on all ranks."""
-        return self._consistency.label
-
-    def compare_again(self) -> None:
-        """Ranks compare the next program, whatever they have compared."""
-        self._consistency.forget()
-
-    def has_compared(self, compared: str) -> bool:
-        """True while ranks remember to have compared a program."""
-        return self._consistency.knows(compared)
 
     def note_changing(self, place: str) -> None:
         """A number of Python at this place changes between calls: later programs take it as an input."""
@@ -163,16 +150,16 @@ class Compiler:
         except BaseException as error:
             known = isinstance(error, WholestepError)
             if several:
-                self._consistency.fail(str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}")
+                self.consistency.fail(str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}")
             raise
         if several:
             again = partial(self._capture, whole={}, held=held or ())
             leaves = with_arrays(made.capture.effects.carried.arrays, inputs.names, inputs.leaves)
-            made = self._consistency.program(made, replace(inputs, leaves=leaves), again)
+            made = self.consistency.program(made, replace(inputs, leaves=leaves), again)
         else:
-            made = self._consistency.alone(made)
-        self.finalizer.forget(self.has_compared)
-        self.finalizer.label = self._consistency.round_label
+            made = self.consistency.alone(made)
+        self.finalizer.forget(self.consistency.knows)
+        self.finalizer.label = self.consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         may_regather = self.options.may_regather and (keeps or not self._choice)
@@ -297,7 +284,7 @@ class Compiler:
         )
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
-        key_values, label = partial(self._key_values, captured), self._consistency.round_label
+        key_values, label = partial(self._key_values, captured), self.consistency.round_label
         self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)
         if first:
@@ -320,11 +307,11 @@ class Compiler:
 
     def _plan(self, captured: Capture) -> Plan:
         options, mesh, choices = self.options, self.world.mesh, self.finalizer.choices
-        is_first = self._consistency.is_new
+        is_first = self.consistency.is_new
         if options.auto is not None and self._choice is None:
             if mesh.size > 1:
-                self._consistency.before_choosing(options.auto.describe(mesh))
-            label = f"{self._consistency.label}/auto/{self._consistency.round}"
+                self.consistency.before_choosing(options.auto.describe(mesh))
+            label = f"{self.consistency.label}/auto/{self.consistency.round}"
             with self.stages.stage("choose"):
                 found = choose_strategy(options.auto, captured, self.finalizer, label)
             self._choice, self._strategies, self._chosen_on = found
@@ -334,8 +321,8 @@ class Compiler:
         stages = self.strategies.pipeline
         has_order_to_choose = stages is not None and priced_on is None
         depends_on_batch = mesh.size > 1 and (open_to_solve or (stages is not None and stages.stages is None))
-        if (depends_on_batch or has_order_to_choose) and self._consistency.is_new:
-            self._consistency.before_choosing(self.strategies.describe(mesh))
+        if (depends_on_batch or has_order_to_choose) and self.consistency.is_new:
+            self.consistency.before_choosing(self.strategies.describe(mesh))
             choices.look_up()
         if any(part.hardware is None for part in open_to_solve):
             self._strategies = with_hardware(self.strategies, self.finalizer.hardware_and_schedule()[0])
@@ -361,7 +348,7 @@ class Compiler:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
         assert planned.strategies is not None, "it was planned by some"
         what = "which stages and layouts it chose"
-        label, own = f"{self._consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
+        label, own = f"{self.consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
         said = self.rendezvous.broadcast(label, own, what, str)
         if said == own:
             return planned

@@ -28,7 +28,7 @@ from ..capture.capture import Capture
 from ..capture.state import Hyper, StepState, in_order
 from ..distributed.launch import World
 from ..distributed.rendezvous import Calls, Rendezvous
-from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, Section
+from ..distributed.sections import CONSTANTS, GRAPH, LAYOUTS, SEPARATOR, UNKNOWN, USER_LINES, Section, parting
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import with_bodies
@@ -44,7 +44,6 @@ from .symbolic_sizes import PlannedFor
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
-ORDER = (VERSIONS, STEP, OPTIMIZERS, NUMBERS, LAYOUTS, MEMBERS, CONSTANTS, GRAPH)  # causes before their effects
 
 Recapture = Callable[[Any, Any], Capture]
 """Captures the step for other arguments."""
@@ -71,7 +70,7 @@ class RankProgram:
 @dataclass
 class ConsistencyCheck:
     """The comparisons of one step. `label` is the step's, the same on all ranks; `which` says which step it is; `round`
-    counts the comparisons.
+    counts the comparisons. `before`: why the program that ran last does not fit a call, and its capture.
 
     What was compared is remembered in the same order on all ranks, so they forget the oldest at the same comparison. A
     rank lets go of the programs for it then (`knows`): no rank runs one while others wait to compare it again.
@@ -84,6 +83,7 @@ class ConsistencyCheck:
     label: str
     which: str
     round: int = 0
+    before: tuple[str, Capture] | None = None
     _agreed: dict[str, None] = field(default_factory=dict[str, None])
     _options: set[str] = field(default_factory=set[str])
     _read: list[list[Assumption]] = field(default_factory=list[list[Assumption]])
@@ -115,7 +115,7 @@ class ConsistencyCheck:
 
     def fail(self, failure: str) -> None:
         """Stop the other ranks: this rank has no program."""
-        self._compare({}, failure)
+        self._compare({}, failure=failure)
 
     def before_choosing(self, description: str) -> None:
         """Before the first rank chooses for all, a rank that failed until here stops all. Compares once."""
@@ -131,25 +131,17 @@ class ConsistencyCheck:
         """
         state = made.capture.state
         baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
-        lasting = {
-            VERSIONS: Section.of(versions()),
-            STEP: Section.of([self.which, *step_lines(self.options)]),
-            LAYOUTS: Section.of(made.lines),
-            MEMBERS: Section.of(member_lines(state)),
-        }
-        key = digest([section.fingerprint for section in lasting.values()])
+        given = {VERSIONS: Section.of(versions()), STEP: Section.of([self.which, *step_lines(self.options)])}
+        rests = {LAYOUTS: Section.of(made.lines), MEMBERS: Section.of(member_lines(state))}
+        key = digest([section.fingerprint for section in (*given.values(), *rests.values())])
         is_known = any(all(one.holds for one in read) for read in self._read)
         if key in self._agreed and self._options.issuperset(baked) and is_known:
             return replace(made, compared=key)
+        options = {OPTIMIZERS: Section.of(baked), NUMBERS: Section.of([*numbers, *state_lines(state)])}
         graphs = graph_sections(made.capture, self.world.device)
-        sections = {
-            **lasting,
-            OPTIMIZERS: Section.of(baked),
-            NUMBERS: Section.of([*numbers, *state_lines(state)]),
-            **graphs,
-        }
-        call = call_fingerprint(inputs, made.capture)
-        calls = self._compare({name: sections[name] for name in ORDER}, call=call)
+        call, news = call_fingerprint(inputs, made.capture), self._news(graphs[USER_LINES].lines)
+        causes_first = {**given, **options, **rests, **graphs}
+        calls = self._compare(causes_first, call=call, news=news)
         if calls.first_other:
             reads = bool(made.capture.values and made.capture.values.reads)
             self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
@@ -158,17 +150,23 @@ class ConsistencyCheck:
         self._read = [*self._read[1 - TUNING.kept_comparisons :], _read_outside(made.capture, inputs)]
         return replace(made, compared=key)
 
+    def _news(self, lines: Sequence[str]) -> str:
+        if self.before is None:
+            return ""
+        why, last = self.before
+        return why + parting(lines, meta.lines_in_order(last.traced.graph), f"rank {self.world.rank}", "earlier calls")
+
     def _remember(self, compared: str) -> None:
         self._agreed[compared] = None
         for oldest in list(self._agreed)[: -TUNING.kept_comparisons]:
             del self._agreed[oldest]
 
-    def _compare(self, sections: Mapping[str, Section], failure: str = "", call: str = "") -> Calls:
+    def _compare(self, sections: Mapping[str, Section], **about: str) -> Calls:
         with self.stages.stage("agree"):
             before = self.round_label
             self.round += 1
-            calls = self.rendezvous.all_equal(self.round_label, sections, failure, call)
-        if not failure:  # a rank that failed has waited for nobody: others may still read what they compared before
+            calls = self.rendezvous.all_equal(self.round_label, sections, **about)
+        if "failure" not in about:  # a rank that failed waited for nobody: others may still read what was before
             self.rendezvous.forget(before)
         return calls
 
@@ -339,8 +337,9 @@ def _name(value: object) -> str:
 
 def graph_sections(capture: Capture, device: str) -> dict[str, Section]:
     """The captured graph and its constants as sections."""
-    graph = Section.of(graph_lines(capture, device), partial(meta.line_behind, capture.traced.graph))
-    return {CONSTANTS: Section.of(constant_lines(capture)), GRAPH: graph}
+    graph, made_at = capture.traced.graph, Section(UNKNOWN, meta.lines_in_order(capture.traced.graph))
+    text = Section.of(graph_lines(capture, device), partial(meta.line_behind, graph))
+    return {CONSTANTS: Section.of(constant_lines(capture)), GRAPH: text, USER_LINES: made_at}
 
 
 def constant_lines(capture: Capture) -> list[str]:

@@ -18,8 +18,6 @@ from ..capture.state import StepState
 from ..distributed.rendezvous import Rendezvous
 from ..distributed.sections import show_ranks
 from ..errors import RankMismatchError, StateError, WholestepError, first_line
-from ..graph.loop import with_bodies
-from ..graph.nodes import communicates
 from .program import Phase, Program
 
 _TORN = "_wholestep_torn"  # attribute of a parameter: which call left it between two steps
@@ -55,8 +53,7 @@ class FailedCall:
         Raises StateError, as long as no checkpoint was loaded, or RankMismatchError: this step cannot go on.
         """
         refuse_torn(params_of(programs[-1].capture.state))
-        calls = (node for program in programs for node, _ in with_bodies(program.local.graph))
-        if ranks.size == 1 or not any(map(communicates, calls)):
+        if ranks.size == 1 or not any(program.meets for program in programs):
             return
         what = f"the question of whether call {self.number} of {self.name} raised on all ranks, as here {self.text}"
         own = self.number, self.reached.begun, self.text

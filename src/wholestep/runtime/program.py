@@ -28,6 +28,8 @@ from ..dtensor import placements
 from ..errors import StateError
 from ..graph import meta
 from ..graph.graph import BRANCHES, NONFINITE, Input, LocalGraph, Role
+from ..graph.loop import with_bodies
+from ..graph.nodes import communicates
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
@@ -76,6 +78,7 @@ class Program:
         self._batch = [at[i.name] for i in inputs if i.role is Role.BATCH]
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
         effects = self.capture.effects
+        self.meets = any(communicates(node) for node, _ in with_bodies(self.local.graph))  # ranks, in each call
         self.acts = bool(effects.acts)  # a call does more than compute tensors
         self._gradients = [write.place for write in effects.writes if write.adds]
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])

@@ -27,8 +27,6 @@ from ..distributed.rendezvous import Rendezvous
 from ..distributed.sections import show_ranks
 from ..errors import CaptureError, RankMismatchError, WholestepError, shown
 from ..graph import meta
-from ..graph.loop import with_bodies
-from ..graph.nodes import communicates
 from ..tuning import TUNING
 from .consistency import graph_lines
 from .program import Program
@@ -66,8 +64,7 @@ class Verification:
         Without `inputs`, this rank has traced this call already. Ranks whose program has no collectives may call it
         alone: they tell each other nothing.
         """
-        alone = not any(communicates(node) for node, _ in with_bodies(program.local.graph))
-        tell = partial(self._told_by_all, call, None if alone else ranks, label)
+        tell = partial(self._told_by_all, call, ranks if program.meets else None, label)
         begin, self._seen = time.monotonic(), call
         allowed = self._spent + self._longest <= TUNING.verify_share * (begin - self._began)
         if call > _FIRST and self.given is not True and any(tell(() if allowed else ("no time",))):

@@ -110,7 +110,7 @@ class CompiledStep:
             self._nonfinite.before_call()
         if ACTIVITY.inside:  # the last call ended in what is no Exception
             ACTIVITY.unfinished += 1
-        ACTIVITY.step, ACTIVITY.inside = self._weak, True
+        ACTIVITY.step, ACTIVITY.inside, ACTIVITY.meets = self._weak, True, 0
         modes = modes_now()
         program: Program | None = None
         try:
@@ -163,6 +163,7 @@ class CompiledStep:
 
     def _note_failed(self, error: BaseException, program: Program | None) -> None:
         """A call raises: the next one begins with the question of what this one has left."""
+        ACTIVITY.meets = 0
         if program is not None:
             program.capture.effects.arguments.clear()
         if (self._failed is not None and program is None) or (program is not None and program.phase is Phase.DONE):
@@ -177,7 +178,7 @@ class CompiledStep:
             return
         self._failures += 1
         if self._compiler is not None and self.programs:
-            ranks, label = self._compiler.rendezvous, f"{self._compiler.label}/failed/{self._failures}"
+            ranks, label = self._compiler.rendezvous, f"{self._compiler.consistency.label}/failed/{self._failures}"
             failed.agree(self.programs, ranks, label)
         self._failed = None
         self._complete()
@@ -471,6 +472,7 @@ class CompiledStep:
                 if miss is None:
                     if i != last:
                         self.programs.append(self.programs.pop(i))
+                    ACTIVITY.meets = (self.calls + 1) * program.meets
                     if self._verification.is_due(self.calls + 1):
                         self._verify(program, self._inputs(args, kwargs, given and given.of_all))
                     return program
@@ -478,11 +480,13 @@ class CompiledStep:
             assert newest is not None, "no program fits"
             self._note_miss(newest)
             self._note_change(newest)
+        ACTIVITY.meets = 0
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
         with self._stages.reporting(), busy, collected_after(), source_lines_dropped():
             flush_pending()
             inputs = self._inputs(args, kwargs, given and given.of_all)
             program = self._compile(inputs, self._other_sizes(inputs))
+        ACTIVITY.meets = (self.calls + 1) * program.meets
         if self._verification.is_due(self.calls + 1):
             self._verify(program, None)
         return program
@@ -491,14 +495,15 @@ class CompiledStep:
         """Trace the step again; if it is another one on any rank, ranks forget their programs, and compare the next."""
         compiler = self._compiler
         assert compiler is not None, "joined"
+        ranks = compiler.consistency
         busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.given.agree_timeout_s)
         with self._stages.reporting(), busy, self._stages.stage("trace again"):
             flush_pending()  # on all ranks: what a trace calls would do it, with tensors of the trace in their places
             try:
-                self._verification.verify(self.calls + 1, program, inputs, compiler.rendezvous, compiler.label)
+                self._verification.verify(self.calls + 1, program, inputs, compiler.rendezvous, ranks.label)
             except CaptureError:
                 self.programs.clear()
-                compiler.compare_again()
+                ranks.forget()
                 raise
 
     def _in_order(self) -> Sequence[int]:
@@ -521,11 +526,14 @@ class CompiledStep:
 
     def _compile(self, inputs: StepInputs, like: Sequence[Capture] = ()) -> Program:
         compiler = self._compiler or self._start(inputs)
+        ranks = compiler.consistency
         try:
             held = self.programs[-1].guards.numbers if self.programs else None
+            ranks.before = (self.misses[-1], self.programs[-1].capture) if self.programs else None
             made = compiler.compile(inputs, held, like)
         finally:  # ranks have to compare these again: none may run one that the others let go of
-            self.programs[:] = [program for program in self.programs if compiler.has_compared(program.compared)]
+            ranks.before = None
+            self.programs[:] = [program for program in self.programs if ranks.knows(program.compared)]
         drawn = random_state.take() if self.on_placed else None
         with uninterrupted():
             program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
@@ -541,7 +549,7 @@ class CompiledStep:
             program.run.settle = lambda: (step := weak()) and step._settle()  # no cycle keeps a step that is dropped
         if self._tuner is not None:
             try:
-                self._tuner.add(made, program, compiler.has_compared)
+                self._tuner.add(made, program, ranks.knows)
             except SizesFixedError as error:
                 compiler.capture_one_by_one(made.capture, error)
                 return self._compile(inputs, like)

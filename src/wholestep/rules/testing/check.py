@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -195,15 +195,6 @@ class OpCase:
         """The outputs for other operands, in memory layouts by `_laid_out`."""
         args, kwargs = with_tensors(self.sample.args, self.sample.kwargs, _laid_out(self.target, tensors, form))
         return _outputs(self.target if form == 0 else VIEWS_OF_PIECES.get(self.target, self.target), args, kwargs)
-
-
-def cases_of(target: Any, samples: Iterable[Sample]) -> list[OpCase]:
-    """The op run on each sample, without samples that it refuses (they are for another overload)."""
-    found: list[OpCase] = []
-    for sample in samples:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
-            found.append(case_of(target, sample))
-    return found
 
 
 def case_of(target: Any, sample: Sample) -> OpCase:
