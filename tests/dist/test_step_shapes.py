@@ -172,13 +172,17 @@ def _complex(rank: int, style: str) -> dict[str, Any]:
 
 
 def _around(rank: int, style: str) -> dict[str, Any]:
-    """Optimizers around others, in closures and objects, against one device with the batches of both ranks."""
+    """Optimizers around others, in closures and objects, against one device with the batches of both ranks; parameters
+    are rounded before the last call.
+    """
     worst, captures = 0.0, 0
     for name in ("sam", "lookahead of an agent", "slow list", "method of an agent"):
         (ours, step), (theirs, expected) = [(model := _mlp(0).double(), bound(name, model)) for _ in range(2)]
         compiled = ws.compile(step, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
         for call in range(4):
             every = [(_data(r, call, 5, 6).double(), _data(r, call, 5, 3).double()) for r in range(2)]
+            for model in (ours, theirs) if call == 3 else ():
+                model.float().double()  # the parameters are the same objects, with rounded values
             compiled(*every[rank])
             expected(*map(torch.cat, zip(*every, strict=True)))
         with ws.whole(ours):

@@ -272,9 +272,12 @@ def test_gradients_stay_when_kept() -> None:
 
 
 def test_gradients_go_when_not_kept() -> None:
-    model, optimizer = tiny()()
-    ws.compile(train)(model, optimizer, *CALLS[0])
-    assert all(p.grad is None for p in model.parameters())
+    (model, optimizer), step = tiny()(), ws.compile(train)
+    for call in range(3):
+        step(model, optimizer, *CALLS[0])
+        assert all(p.grad is None for p in model.parameters())
+        for p in model.parameters() if call else ():
+            p.grad = torch.ones_like(p)
 
 
 def test_gradient_accumulation_over_calls_and_an_update_elsewhere() -> None:

@@ -221,3 +221,87 @@ def test_containers_may_be_replaced_between_calls() -> None:
         same(step(model, optimizer, x), train(other, theirs, x))
         same(flat_state(model, optimizer), flat_state(other, theirs))
     assert step.captures == 3
+
+
+def doubled(model: nn.Module, optimizer: Optimizer) -> None:
+    entry = optimizer.state[model.weight]
+    entry["exp_avg"] = entry["exp_avg"] * 2
+
+
+def exchanged(model: nn.Module, optimizer: Optimizer) -> None:
+    entry = optimizer.state[model.weight]
+    entry["exp_avg"], entry["exp_avg_sq"] = entry["exp_avg_sq"].abs(), entry["exp_avg"].abs()
+
+
+def renamed(model: nn.Module, optimizer: Optimizer) -> None:
+    """The same tensors in the same order, by other names."""
+    entry = optimizer.state[model.weight]
+    step, first, second = entry["step"], entry["exp_avg"].abs_(), entry["exp_avg_sq"]
+    entry.clear()
+    entry.update({"step": step, "exp_avg_sq": first, "exp_avg": second})
+
+
+def copied(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.weight] = dict(optimizer.state[model.weight])
+
+
+def copied_and_doubled(model: nn.Module, optimizer: Optimizer) -> None:
+    copied(model, optimizer)
+    doubled(model, optimizer)
+
+
+def annotated(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.weight]["seen"] = 1
+
+
+def loaded(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    doubled(model, optimizer)
+
+
+def other_weight(model: nn.Module, optimizer: Optimizer) -> None:
+    """A parameter with the old one's state, as weight and in the optimizer."""
+    old, new = model.weight, nn.Parameter(model.weight.detach() + 1)
+    model.weight = new
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"][0] = new
+
+
+def other_mean(model: nn.Module, optimizer: Optimizer) -> None:
+    model.mean = torch.ones(())
+
+
+CHANGES = (doubled, exchanged, renamed, copied, copied_and_doubled, annotated, loaded, other_weight, other_mean)
+
+
+class Follows(nn.Linear):
+    """Each call leaves another tensor as its attribute."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.mean()
+        return super().forward(x) * self.mean
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_is_replaced_between_calls_is_seen(bias: bool) -> None:
+    """As eager, with each change followed by a call without one and by a change in place."""
+
+    def made() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = Follows(3, 2, bias=bias)
+        model.mean = torch.ones(())
+        return model, torch.optim.Adam(model.parameters(), 0.1)
+
+    (model, optimizer), (other, theirs), step = made(), made(), ws.compile(train)
+    calls = [None, None, *(change for one in CHANGES for change in (one, None, doubled))]
+    for call, change in enumerate(calls):
+        for m, o in ((model, optimizer), (other, theirs)):
+            if change is not None:
+                change(m, o)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(call))
+        torch.testing.assert_close(step(model, optimizer, x), train(other, theirs, x))
+        torch.testing.assert_close(model.mean, other.mean)
+        torch.testing.assert_close(flat_state(model, optimizer), flat_state(other, theirs))
+    assert step.captures <= 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -133,6 +135,10 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, by reference; any other tensor unchanged."""
     inner = getattr(value, "_local_tensor", None)
     return value.detach() if inner is None else inner
+
+
+local_tensors: Callable[[Sequence[Any]], Iterable[torch.Tensor]] = partial(map, attrgetter("_local_tensor"))
+"""The local tensors of DTensors, by reference."""
 
 
 def ddp_in_use() -> torch.nn.parallel.DistributedDataParallel | None:

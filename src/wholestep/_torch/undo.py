@@ -75,7 +75,7 @@ def modes_now() -> tuple[bool, int, int, tuple[Any, ...]]:
         torch.is_grad_enabled(),
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
-        tuple(torch._C._get_dispatch_mode(key) for key in _KEYS),
+        tuple(map(torch._C._get_dispatch_mode, _KEYS)),
     )
 
 

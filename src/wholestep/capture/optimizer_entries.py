@@ -26,13 +26,6 @@ class Lookup(ABC):
     def __setitem__(self, key: Any, value: Any) -> None:
         self._now()[key] = value
 
-    def get(self, key: Any) -> Any:
-        """Return an item, or None."""
-        try:
-            return self[key]
-        except (KeyError, IndexError):
-            return None
-
     def pop(self, key: Any, default: Any) -> Any:
         """Delete an entry."""
         return self._now().pop(key, default)

@@ -175,6 +175,12 @@ class _ByIdentity(TorchFunctionMode):
         return False
 
 
+def same_tensors(now: Sequence[Any], had: Sequence[Any]) -> bool:
+    """Whether these are the same tensors, also in lists and dicts."""
+    with _ByIdentity():
+        return now == had
+
+
 class HookGuard:
     """Compares the hooks of `holders` with those at its creation. Hooks that only observe do not count."""
 
@@ -200,7 +206,7 @@ class HookGuard:
 
 def ambient(device: str) -> tuple[Any, ...]:
     """Settings of torch that a trace depends on."""
-    kind = torch.device(device).type
+    kind = device.partition(":")[0]
     autocast = torch.is_autocast_enabled(kind)
     precision = autocast, torch.get_autocast_dtype(kind) if autocast else None, torch.get_default_dtype()
     return (*precision, torch.is_grad_enabled(), torch.is_anomaly_enabled())
@@ -240,7 +246,8 @@ class Guards:
         add("{}()", _torch.flags_check([*params.values()]), says=partial(_other_flag, _flags(params), params))
         for optimizer in state.optimizers.values():
             members = [list(group["params"]) for group in optimizer.param_groups]
-            add("{}({}, {})", _same_members, optimizer, members, says=partial(_other_members, optimizer, members))
+            term = "{}([group['params'] for group in {}.param_groups], {})"
+            add(term, same_tensors, optimizer, members, says=partial(_other_members, optimizer, members))
         modules = [module for root in state.modules.values() for module in root.modules()]
         for module in modules:
             now = partial("a {} is in {} mode".format, type(module).__name__, "eval" if module.training else "training")
@@ -352,11 +359,6 @@ def _other_flag(had: Mapping[str, tuple[bool, torch.dtype]], params: Mapping[str
         if dtype is not had[name][1]:
             return f"{name} is of {dtype}, it was of {had[name][1]}"
     return ""
-
-
-def _same_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor]]) -> bool:
-    with _ByIdentity():
-        return [group["params"] for group in optimizer.param_groups] == had
 
 
 def _other_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor]]) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+from inspect import unwrap
 from types import FrameType
 from typing import Any
+
+_handler_of, _set_handler = unwrap(signal.getsignal), unwrap(signal.signal)  # without slow conversions to enums
 
 
 class uninterrupted:  # used like a function
@@ -16,14 +19,14 @@ class uninterrupted:  # used like a function
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # no other one handles signals
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _handler_of(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                _set_handler(signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _set_handler(signal.SIGINT, self._handler)
             if self._came is not None:
                 self._handler(*self._came)
 

@@ -19,7 +19,7 @@ from ..capture.capture import Capture
 from ..capture.effects import Extra
 from ..capture.host_numbers import At
 from ..capture.locations import MISSING, Location, same_kind, shown
-from ..capture.optimizer_entries import Entry, Lookup
+from ..capture.optimizer_entries import Entry
 from ..capture.state import put_back
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
@@ -32,7 +32,7 @@ from ..graph.loop import with_bodies
 from ..graph.nodes import communicates
 from ..layout import REPLICATED
 from ..plan.plan import Plan
-from .guards import Condition, Guards, Miss
+from .guards import Condition, Guards, Miss, same_tensors
 from .placement import entry_of, find_input, is_apart, pack_buckets, place_entry
 from .random_state import SharedRng, draws_random, kept_if_it_raises
 
@@ -126,27 +126,35 @@ class Program:
                 place_entry(
                     entry_of(given, state), given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world
                 )
-        places = [find_input(given, state) for given in self._kept]
-        getters = [_getter(container) for container, _ in places]
-        self._slots = [(get, key, container[key]) for get, (container, key) in zip(getters, places, strict=True)]
+        self._slots = [(held, key, held[key]) for held, key in (find_input(given, state) for given in self._kept)]
         tensors = [tensor for _, _, tensor in self._slots]  # not detached: the program sees `t.data = ...`
         self._held = [_torch.local_tensor(t) if isinstance(t, DTensor) else t for t in tensors]
         for i in self._rebound:
             self._held[i] = self._held[i].clone()  # the program's own: each call leaves another tensor at the place
-        condition = Condition()
-        for i, ((container, key), (_, _, tensor)) in enumerate(zip(places, self._slots, strict=True)):
-            if i not in self._rebound:
-                condition.add("{}[{}] is {}", container, key, tensor)
-                if isinstance(tensor, DTensor):  # `module.to(...)` swaps what is inside
-                    condition.add("{}({}) is {}", _torch.local_tensor, tensor, self._held[i])
+        condition, stay = Condition(), {i: tensor for i, tensor in enumerate(tensors) if i not in self._rebound}
+        known, each = {id(None), *map(id, stay.values())}, {id(held): held for held, *_ in self._slots}
+        dicts: dict[int, dict[Any, Any]] = {at: held for at, held in each.items() if type(held) is dict}
+        dicts = {at: held for at, held in dicts.items() if known.issuperset(map(id, held.values()))}
+        condition.add("{}({}, {})", same_tensors, [*dicts.values()], [held.copy() for held in dicts.values()])
+        for i, (held, key, tensor) in enumerate(self._slots):
+            if i in self._rebound:  # the tensor that the last call has put there
+                condition.add("{}[{}] is {}[{}][2]", held, key, self._slots, i)
+            elif id(held) not in dicts:
+                condition.add("{}[{}] is {}", held, key, tensor)
+        cut = [i for i, tensor in stay.items() if isinstance(tensor, DTensor)]  # `module.to(...)` swaps what is inside
+        pieces = [tensors[i] for i in cut], [self._held[i] for i in cut]
+        condition.add("{}([*{}({})], {})", same_tensors, _torch.local_tensors, *pieces)
+        for optimizer in state.optimizers.values():
+            entries = optimizer.state
+            condition.add("{}.state is {} and len({}) == {}", optimizer, entries, entries, len(entries))
+            condition.add("all(map({}, {}.values(), {}))", is_, entries, [*entries.values()])
         for optimizer in state.optimizers.values() if self._built else ():
             for entry in optimizer.state.values():
                 for holder, key, held in Entry(entry).containers():  # the program has their items
                     condition.add("{}[{}] is {} and len({}) == {}", holder, key, held, held, len(held))
-        self._others_hold = condition.compiled()
+        self._holds = condition.compiled()
         self._check_pieces()
         self._packed = pack_buckets(self.local, self._held)
-        self._states = [(o, o.state, list(o.state.values())) for o in state.optimizers.values()]
 
     def take(self, local: LocalGraph, before: LocalGraph) -> None:
         """Become another schedule of the same program: the shards of its buckets lie side by side from now on."""
@@ -157,8 +165,8 @@ class Program:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""
         rest = self.plan.storage
         return {
-            given.name: _torch.local_tensor(get(key))
-            for given, (get, key, _) in zip(self._kept, self._slots, strict=True)
+            given.name: _torch.local_tensor(held[key])
+            for given, (held, key, _) in zip(self._kept, self._slots, strict=True)
             if rest[given.name].state(axis) == REPLICATED
         }
 
@@ -190,15 +198,6 @@ class Program:
             return Miss(changed)
         self.bind_state()
         return None
-
-    def _holds(self) -> bool:
-        """Whether all state is where it was found."""
-        rebound_hold = all(get(key) is tensor for get, key, tensor in (self._slots[i] for i in self._rebound))
-        states = all(
-            optimizer.state is state and len(state) == len(entries) and all(map(is_, state.values(), entries))
-            for optimizer, state, entries in self._states
-        )
-        return self._others_hold() and rebound_hold and states
 
     def _changed(self) -> str:
         """Which tensor that the program takes was replaced; empty if none was."""
@@ -274,6 +273,7 @@ class Program:
             self._prepare(leaves)
         if self.check is not None:
             self.check(self, leaves)
+        stale = [param for param in self._params if param.grad is not None]
         inputs = self.gather_inputs(leaves)
         self.phase = Phase.RUNS
         if self._drawing is None:
@@ -282,10 +282,10 @@ class Program:
             with self._drawing():
                 out = self._run(inputs)
         self.phase = Phase.KEEPS
-        for param in self._params:
-            if param.grad is not None:
-                param.grad = None
-        made = self._keep_created(dict(zip(self._created, out[self._first_created :], strict=True)))
+        for param in stale:
+            param.grad = None
+        made = dict(zip(self._created, out[self._first_created :], strict=True))
+        made = self._keep_created(made) if made else {}
         if self.acts:
             self._act({**made, **dict(enumerate(out[self._count : self._all_results]))})
         if self.capture.checked:
@@ -337,10 +337,9 @@ class Program:
     def _act(self, extra: Mapping[int | str, Any]) -> None:
         """Replace the tensors that the step replaces; then make its assignments, and its callbacks in order."""
         for i in self._rebound:
-            get, key, _ = self._slots[i]
-            container, _ = find_input(self._kept[i], self.capture.state)
+            container, key = find_input(self._kept[i], self.capture.state)
             container[key] = made = self._held[i].clone()
-            self._slots[i] = get, key, made
+            self._slots[i] = container, key, made
         effects = self.capture.effects
         for write in effects.writes:
             write.place.set(MISSING if write.made is None else write.made.value(self._host, extra))
@@ -376,9 +375,3 @@ class Program:
             else:
                 optimizers[number].state[like][key] = value
         return inside
-
-
-def _getter(container: Any) -> Callable[[Any], Any]:
-    """Looks up a key that may be gone; containers are dicts, and lists that do not shrink."""
-    whole: Any = container
-    return whole.get if isinstance(container, (dict, Lookup)) else whole.__getitem__
