@@ -1,5 +1,7 @@
 """Ranks whose call raises go on where all of them can, and else say so in the next call."""
 
+import signal
+from operator import is_
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
+from wholestep._torch import is_fake
+from wholestep.runtime import compiler
+from wholestep.runtime.installer import Installer
 
 SECONDS = 3.0
 
@@ -89,3 +94,57 @@ def test_a_rank_whose_call_raised_alone_does_not_meet_another_call() -> None:
     assert first[4].startswith("RankMismatchError: the question of whether call 4 of train_step raised on all ranks")
     assert len(second) == 4
     assert second[3].startswith("RankFailedError: rank 0")
+
+
+def interrupted_at_first(
+    rank: int, world: int, where: str, style: str
+) -> tuple[list[str], bool, list[float], list[float]]:
+    """Ctrl-C on rank 1 in the first call, which is made again; then more calls, and those of a job without Ctrl-C."""
+    left = [rank == 1]
+
+    def ctrl_c(held: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if left.pop():
+                left.append(False)
+                signal.raise_signal(signal.SIGINT)
+            left.append(False)
+            return held(*args, **kwargs)
+
+        return call
+
+    losses: list[list[float]] = [[], []]
+    errors: list[str] = []
+    clean = True
+    for number, found in enumerate(losses):
+        model, optimizer = made()
+        params = list(model.parameters())
+        step = ws.compile(train_step, parallel=ws.DataParallel(style), timeout=8.0)
+        owner, name = (Installer, "finish") if where == "installing" else (compiler, "capture_step")
+        before = getattr(owner, name)
+        if number == 1:
+            setattr(owner, name, ctrl_c(before))
+        for _ in range(5):
+            try:
+                found.append(float(step(model, optimizer, *batch(len(found), rank))))
+            except (KeyboardInterrupt, ws.WholestepError) as error:
+                errors.append(said(error))
+                state = [t for entry in optimizer.state.values() for t in entry.values()]
+                clean &= not any(is_fake(t) for t in state) and all(map(is_, model.parameters(), params))
+            if len(found) == 3:
+                break
+        setattr(owner, name, before)
+    return errors, clean, *losses
+
+
+@pytest.mark.parametrize(
+    ("where", "style"), [("capturing", "replicate"), ("installing", "replicate"), ("installing", "fully_shard")]
+)
+def test_after_ctrl_c_on_one_rank_in_the_first_call_both_go_on(where: str, style: str) -> None:
+    found = run_ranks(interrupted_at_first, 2, where, style)
+    (other, clean, expected, losses), (own, own_clean, own_expected, own_losses) = found
+    assert own[0] == "KeyboardInterrupt"
+    assert clean or style == "fully_shard", "a shard replaces a parameter"
+    assert own_clean or style == "fully_shard"
+    failed = "RankMismatchError: rank 1 could not compile its step: KeyboardInterrupt: "
+    assert (other, own[1:]) == ([failed] if where == "capturing" else [], [])
+    assert (losses, own_losses) == (expected, own_expected)

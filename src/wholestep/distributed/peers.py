@@ -160,7 +160,7 @@ class Peers:
                 if over:
                     break
                 unseen = self.rank != 0 and 0 not in self._seen  # the host of the store, perhaps
-                urgent = self._suspects or unseen or self.activity.news or any(one.urgent for one in self.listeners)
+                urgent = self._suspects or unseen or any(one.urgent for one in self.listeners)
                 self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
                 self._wake.clear()
             self._linger("seen" if self._known.is_set() else "left")

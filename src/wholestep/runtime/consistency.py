@@ -152,7 +152,7 @@ class ConsistencyCheck:
 
     def _news(self, lines: Sequence[str]) -> str:
         if self.before is None:
-            return ""
+            return "it is the first one there"
         why, last = self.before
         return why + parting(lines, meta.lines_in_order(last.traced.graph), f"rank {self.world.rank}", "earlier calls")
 
