@@ -644,6 +644,42 @@ def test_values_of_arguments_cost_two_captures(kind: str) -> None:
     assert step.captures == captures, step.misses
 
 
+LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {  # torch's kernels take a number for `c`
+    "huber": lambda y, t, c: F.huber_loss(y, t, delta=c),
+    "smooth_l1": lambda y, t, c: F.smooth_l1_loss(y, t, beta=c, reduction="sum"),
+    "margin": lambda y, t, c: F.margin_ranking_loss(y, t, (t + 0.125).sign(), margin=c),
+    "triplet": lambda y, t, c: F.triplet_margin_loss(y, t, -t, margin=c),
+    "softshrink": lambda y, t, c: F.softshrink(y - t, c).square().sum(),
+    "of a number": lambda y, t, c: (y * (c if isinstance(c, float) and not isinstance(c, Tensor) else 7.0)).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_number_that_changes_is_an_input_of_losses(kind: str) -> None:
+    """Gradients too, at values where the branches of a loss meet."""
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, t: Tensor, c: float) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        weight = next(model.parameters())
+        loss = LOSSES[kind](x * weight, t, c)
+        loss.backward()
+        assert weight.grad is not None
+        grad = weight.grad.clone()
+        optimizer.step()
+        return loss.detach(), grad
+
+    step, found = ws.compile(fn), list[list[tuple[Tensor, Tensor]]]()
+    for call in (fn, step):
+        model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.float64))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, t = (torch.arange(24).double().view(6, 4).mul(factor).remainder(9).sub(4).div(4) for factor in (5, 7))
+        found.append([call(model, optimizer, x, t, 1.0 - i / 4) for i in range(4)])
+    for ours, eager in zip(*found, strict=True):
+        same(ours[0], eager[0], 1e-12, "loss")
+        same(ours[1], eager[1], 1e-12, "gradient")
+    assert step.captures == 2, step.misses
+
+
 def test_a_third_capture_for_one_cause_is_said_once() -> None:
     def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, often: int) -> Tensor:
         return train(model, optimizer, x * sum(1.0 for _ in range(often)), y)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
+import torch._refs.nn.functional
 import torch.optim._adafactor
 import torch.utils.checkpoint
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -121,6 +122,20 @@ def entrances_replaced(enter: Form) -> AbstractContextManager[None]:
         (torch.autograd, "_engine_run_backward", enter),
         (torch.autograd.graph, "_engine_run_backward", enter),
     ])  # fmt: skip
+
+
+def of_tensors(function: Any) -> Callable[..., Any] | None:
+    """How torch writes a function in Python, whose numbers may be tensors; for those that have the same gradients."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(torch._refs.nn.functional, name) if name in _OF_TENSORS else None
+
+
+def _check(original: Callable[..., None], holds: Any, *message: Any) -> None:
+    original(bool(holds), *message)
+
+
+CHECKS_OF_NUMBERS = [(torch, "_check", _check)]
+_OF_TENSORS = ("huber_loss", "smooth_l1_loss", "margin_ranking_loss", "triplet_margin_loss", "softshrink")
 
 
 def _never(*_: object) -> bool:

@@ -44,9 +44,12 @@ def shown_to_user(value: Any) -> Any:
 
 
 def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """Let `type(x)` in the code of these modules be what it is in an uncompiled step, also where x is a traced tensor;
-    `plain(x)` is the Python number for which a tensor stands, else x.
+    """Let `type(x)` and `isinstance(x, ...)` in the code of these modules be what they are in an uncompiled step, also
+    where x is a traced tensor; `plain(x)` is the Python number for which a tensor stands, else x.
     """
+
+    def is_instance(value: object, kinds: Any) -> bool:
+        return isinstance(plain(value), kinds)
 
     class Kinds(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -76,4 +79,5 @@ def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> A
             return GenericAlias(type, item)
 
     Shown = Kinds("type", (type,), {})
-    return attributes_set([(module, "type", Shown) for module in modules if "type" not in vars(module)])
+    shown = {"type": Shown, "isinstance": is_instance}
+    return attributes_set([(m, name, shown[name]) for m in modules for name in shown.keys() - vars(m).keys()])

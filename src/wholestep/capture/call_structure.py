@@ -189,10 +189,8 @@ def put_together(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def _put_together(outline: Any, rest: Iterator[Any], made: list[Any]) -> Any:
-    if outline == _LEAF:
-        return next(rest)
-    if outline == _ARRAY:
-        return next(rest).numpy()
+    if isinstance(outline, str):
+        return next(rest) if outline == _LEAF else next(rest).numpy()
     kind, keys, *more = outline
     if kind is _AGAIN:
         return made[keys]

@@ -24,7 +24,6 @@ class Missing:
 
 
 MISSING = Missing()
-NUMBERS = (int, float)
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -201,17 +200,13 @@ class Words(str):
 
 def is_number(value: object) -> bool:
     """Return whether a value is an int or a float (not a bool)."""
-    return type(value) in NUMBERS
-
-
-def is_record(value: Any) -> bool:
-    """Return whether a value is a dataclass and no module."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
+    return type(value) in (int, float)
 
 
 def holds_items(value: object) -> bool:
     """Return whether a value is a dataclass or a non-empty container: a step may have read its items."""
-    return is_record(value) or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
+    record = dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
+    return record or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
 
 
 def shown(value: object) -> str:

@@ -29,9 +29,7 @@ class Unread(_torch.StandIn):
 
     __slots__ = ("_fake", "_kind", "_place", "_refuse")
 
-    def __init__(
-        self, kind: type, place: Location, refuse: Callable[[str], NoReturn], fake: Tensor | None = None
-    ) -> None:
+    def __init__(self, kind: type, place: Location, refuse: Callable[[str], NoReturn], fake: Tensor | None) -> None:
         for name, value in (("_kind", kind), ("_place", place), ("_refuse", refuse), ("_fake", fake)):
             object.__setattr__(self, name, value)
 
@@ -60,10 +58,8 @@ def _of_array(original: Callable[..., Tensor], data: Any, *rest: Any, **named: A
     fake: Tensor | None = object.__getattribute__(data, "_fake") if type(data) is Unread else None
     if fake is None or rest or named.keys() - {"dtype", "device"}:
         return original(data, *rest, **named)
-    shares = original.__name__ == "from_numpy"
-    made = fake.detach().to(
-        named.get("device") or ("cpu" if shares else torch.get_default_device()), named.get("dtype") or fake.dtype
-    )
+    device = named.get("device") or ("cpu" if original.__name__ == "from_numpy" else torch.get_default_device())
+    made = fake.detach().to(device, named.get("dtype") or fake.dtype)
     return made.clone() if original.__name__ == "tensor" else made
 
 
@@ -81,11 +77,7 @@ def place_of(value: object) -> Location | None:
     return object.__getattribute__(value, "_place") if type(value) is Unread else None
 
 
-_ASKED = (
-    "eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "iter", "getitem", "contains", "call", "str", "repr",
-    "format", "int", "float", "index", "fspath", "bytes", "add", "radd", "mod", "mul", "rmul", "setattr", "delattr",
-    "array", "buffer", "setitem", "delitem", "dir", "reduce_ex", "length_hint", "and", "or", "xor",
-    "rand", "ror", "rxor", "invert", "neg", "sub", "rsub", "rmod",
-)  # fmt: skip
-for _name in _ASKED:
-    setattr(Unread, f"__{_name}__", _refused)
+_OWN = {"__init__", "__new__", "__class__", "__getattribute__", "__len__", "__init_subclass__", "__subclasshook__"}
+_ASKED = {name for kind in (str, bytes, int, float, dict, set, np.ndarray) for name in dir(kind) if name[:2] == "__"}
+for _name in (_ASKED | {"__call__", "__fspath__", "__buffer__", "__length_hint__"}) - _OWN:
+    setattr(Unread, _name, _refused)

@@ -6,7 +6,7 @@ import os
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any, cast
@@ -87,10 +87,7 @@ class TensorGuard:
 
     def fits_but_sizes(self, value: Any) -> bool:
         """True when `value` is such a tensor, of any sizes."""
-        if not isinstance(value, torch.Tensor) or value.dim() != len(self.shape):
-            return False
-        other = value.dtype, value.device, value.requires_grad
-        return other == (self.dtype, self.device, self.requires_grad) and self._is_tagged_alike(value)
+        return replace(self, dims=(0,)).fits(value)
 
 
 @dataclass(frozen=True)

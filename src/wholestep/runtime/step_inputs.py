@@ -243,8 +243,7 @@ def batch_sharder(
     in size use `known`.
     """
     options, mesh, on_host = strategies.options, world.mesh, world.device.startswith("cpu")
-    pairs = enumerate(leaves)  # an array is in host memory
-    tensors = tuple(i for i, v in pairs if isinstance(v, torch.Tensor) and (on_host or v.device.type != "cpu"))
+    tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and (on_host or not v.is_cpu))
     shared = tuple(
         ShardedDim(i, cut.dim, Mesh(tuple(Axis(axis, mesh.axis_size(axis)) for axis in cut.axes)))
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
@@ -283,6 +282,6 @@ class StepInputs:
 
 def batch_shapes(inputs: StepInputs) -> dict[str, tuple[int, ...]]:
     """Shapes of the batch tensors of a call by name, of the whole where ranks have parts."""
-    tensors = ((name, leaf) for name, leaf in zip(inputs.names, inputs.leaves, strict=True))
-    shapes = {name: tuple(leaf.shape) for name, leaf in tensors if isinstance(leaf, torch.Tensor)}
+    pairs = zip(inputs.names, inputs.leaves, strict=True)
+    shapes = {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
     return {**shapes, **inputs.whole}
