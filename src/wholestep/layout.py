@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import prod
 from typing import Any, Literal, cast
 
 from torch import Tensor
@@ -21,25 +22,28 @@ class AxisState:
     """State of a tensor along one mesh axis.
 
     `R` replicated; `S` sharded along `dim`; `P` partial, to be reduced by `op`; `V` varying, without a global value;
-    `O` owned: only the ranks at coordinate `at` have it.
+    `O` owned: only the ranks at coordinate `at` have it. With `blocks` > 1 the dim is that many equal blocks one after
+    another, and each of them is sharded: `S(0 in 4)` is an inner dim that was merged behind one of size 4.
     """
 
     kind: Literal["R", "S", "P", "V", "O"]
     dim: int = -1
     op: str = ""
     at: int = -1
+    blocks: int = 1
 
     def __str__(self) -> str:
-        return {"S": f"S({self.dim})", "P": f"P({self.op})", "O": f"O({self.at})"}.get(self.kind, self.kind)
+        sharded = f"S({self.dim} in {self.blocks})" if self.blocks > 1 else f"S({self.dim})"
+        return {"S": sharded, "P": f"P({self.op})", "O": f"O({self.at})"}.get(self.kind, self.kind)
 
 
 REPLICATED, VARIES = AxisState("R"), AxisState("V")
 
 
 @cache
-def sharded_along(dim: int) -> AxisState:
+def sharded_along(dim: int, blocks: int = 1) -> AxisState:
     """The state of a tensor that is sharded along `dim`; one object for each, which is found equal at once."""
-    return AxisState("S", dim)
+    return AxisState("S", dim, blocks=blocks)
 
 
 @cache
@@ -57,10 +61,11 @@ def owned_by(coordinate: int) -> AxisState:
 @dataclass(frozen=True)
 class Layout:
     """Axes that shard each tensor dim (outermost first), axes with partial values, axes along which it varies, and axes
-    of which one coordinate owns it.
+    of which one coordinate owns it. `blocks`: axes that shard each block of their dim, with the number of blocks: these
+    have one size, which the ranks share evenly.
 
-    Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial`, `varies` and
-    `owned`.
+    Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial`, `varies`,
+    `owned` and `blocks`.
 
     Example:
         >>> Layout((("tp", "dp"), ()), partial=(), varies=()).show((4096, 512))
@@ -71,12 +76,13 @@ class Layout:
     partial: tuple[tuple[str, str], ...] = ()
     varies: tuple[str, ...] = ()
     owned: tuple[tuple[str, int], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
 
     def state(self, axis: str) -> AxisState:
         """Return the state of the tensor along `axis`."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
-                return sharded_along(dim)
+                return sharded_along(dim, dict(self.blocks).get(axis, 1)) if self.blocks else sharded_along(dim)
         for name, op in self.partial:
             if name == axis:
                 return partial_by(op)
@@ -150,6 +156,11 @@ class Layout:
         for _, op in self.partial:
             if op not in PARTIAL_OPS:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
+        for axis, count in self.blocks:
+            if count < 2 or axis not in self.shard_axes():
+                found = f"{name}: {axis!r} shards {count} blocks of a dim in {self}"
+                raise LayoutError(found, "two or more blocks, along an axis that shards a dim")
+        split_at_blocks((self,), shape, mesh)
         for axis, owner in self.owned:
             if not 0 <= owner < mesh.axis_size(axis):
                 found = f"{name}: coordinate {owner} of axis {axis!r} owns it"
@@ -157,7 +168,9 @@ class Layout:
 
     def show(self, shape: Sequence[int | str]) -> str:
         """Format as `33@dp 50 +tp(sum) ~x pp:1`: dims with their axes, partial sums, varying axes, owners."""
-        parts = [f"{n}@{','.join(axes)}" if axes else str(n) for n, axes in zip(shape, self.dims, strict=True)]
+        blocks = {axis: f" in {count}" for axis, count in self.blocks}
+        by = [",".join(axis + blocks.get(axis, "") for axis in axes) for axes in self.dims]
+        parts = [f"{n}@{axes}" if axes else str(n) for n, axes in zip(shape, by, strict=True)]
         parts = parts or ["()"]
         parts += [f"+{a}({op})" for a, op in self.partial]
         parts += [f"~{a}" for a in self.varies]
@@ -177,15 +190,38 @@ def _put(layout: Layout, axis: str, state: AxisState) -> Layout:
     partial = tuple(p for p in layout.partial if p[0] != axis)
     varies = tuple(a for a in layout.varies if a != axis)
     owned = tuple(o for o in layout.owned if o[0] != axis)
+    blocks = tuple(o for o in layout.blocks if o[0] != axis)
     if state.kind == "S":
         dims = tuple((*axes, axis) if d == state.dim else axes for d, axes in enumerate(dims))
+        blocks = tuple(sorted((*blocks, (axis, state.blocks)))) if state.blocks > 1 else blocks
     elif state.kind == "P":
         partial = tuple(sorted((*partial, (axis, state.op))))
     elif state.kind == "V":
         varies = tuple(sorted((*varies, axis)))
     elif state.kind == "O":
         owned = tuple(sorted((*owned, (axis, state.at))))
-    return Layout(dims, partial, varies, owned)
+    return Layout(dims, partial, varies, owned, blocks)
+
+
+def split_at_blocks(
+    layouts: Sequence[Layout], shape: Sequence[int], mesh: Mesh
+) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+    """`layouts` of one tensor, and its `shape`, with dims split where axes shard blocks of them, so that each axis
+    shards a dim. Raises LayoutError: pieces of one axis would end within a block of another.
+    """
+    sizes, split = list[int](), [list[tuple[str, ...]]() for _ in layouts]
+    for dim, size in enumerate(shape):
+        counts = sorted({1, *(layout.state(axis).blocks for layout in layouts for axis in layout.dims[dim])})
+        for count, after in zip(counts, [*counts[1:], size], strict=True):
+            sizes.append(size if len(counts) == 1 else after // count)
+            for layout, dims in zip(layouts, split, strict=True):
+                dims.append(tuple(axis for axis in layout.dims[dim] if layout.state(axis).blocks == count))
+                parts = prod(map(mesh.axis_size, dims[-1]))
+                if len(counts) > 1 and (after % count or after // count % parts):
+                    found = f"{layout.show(shape)}: {after // count} places of a block over {parts} ranks"
+                    raise LayoutError(found, "blocks of one size that the ranks share evenly")
+    made = (replace(layout, dims=tuple(dims), blocks=()) for layout, dims in zip(layouts, split, strict=True))
+    return tuple(made), tuple(sizes)
 
 
 @cache
@@ -215,12 +251,13 @@ def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
     """Return the piece of a whole tensor at `coordinate`, as a view; an empty tensor if another coordinate owns it."""
     if not layout.is_held_at(coordinate):
         return whole.new_empty(0)
-    piece = whole
-    for dim, axes in enumerate(layout.dims):
+    (split,), sizes = split_at_blocks((layout,), whole.shape, mesh)
+    piece = whole.view(sizes) if layout.blocks else whole
+    for dim, axes in enumerate(split.dims):
         for axis in axes:
             start, length = chunk_range(piece.shape[dim], mesh.axis_size(axis), coordinate[axis])
             piece = piece.narrow(dim, start, length)
-    return piece
+    return piece.reshape(layout.local_shape(whole.shape, mesh, coordinate)) if layout.blocks else piece
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _moves(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -
         have, want = layout.state(axis), target.state(axis)
         if have == want and have.kind != "S":
             continue
-        if have.kind == "S" and layout.dims[have.dim][-1] == axis and layout.dims[have.dim] != target.dims[have.dim]:
+        if have.kind == "S" and layout.dims[have.dim][-1] == axis and _cut(layout, have.dim) != _cut(target, have.dim):
             yield Step("all_gather", axis, have.dim), layout.put(axis, REPLICATED)
             if axis != TIME and want.kind == "S" and want.dim != have.dim and _fits(layout, target, axis, want.dim):
                 yield Step("all_to_all", axis, have.dim, to=want.dim), layout.put(axis, want)
@@ -151,8 +151,12 @@ def _cuts(layout: Layout, target: Layout, axis: str, want: AxisState) -> Iterato
 
 def _fits(layout: Layout, target: Layout, axis: str, dim: int) -> bool:
     """Return whether sharding `dim` by `axis` now gives a prefix of the target's axes for this dim."""
-    after = (*layout.dims[dim], axis)
-    return target.dims[dim][: len(after)] == after
+    after = (*_cut(layout, dim), (axis, target.state(axis)))
+    return _cut(target, dim)[: len(after)] == after
+
+
+def _cut(layout: Layout, dim: int) -> tuple[tuple[str, AxisState], ...]:
+    return tuple((axis, layout.state(axis)) for axis in layout.dims[dim])
 
 
 def _whole_bytes(step: Step, layout: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:

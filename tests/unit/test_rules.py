@@ -207,7 +207,7 @@ WRONG = [
         aten._softmax.default,
         {"text": "a b -> a b"},
         (torch.zeros(4, 8), 1, False),
-        "the rule of aten._softmax.default is wrong in 4 ways; factor 'b' cut into 2\n"
+        "the rule of aten._softmax.default is wrong in 5 ways; factor 'b' cut into 2\n"
         "  needed: 0.125; output 0 differs in 32 of 32 values, the first at [0, 0]: 0.25\n"
         "  next: correct the rule: mark a factor that must stay whole with '!'",
     ),
@@ -223,7 +223,7 @@ WRONG = [
         aten.t.default,
         {"text": "a b! -> a b!"},
         (torch.ones(4, 4),),
-        "the rule of aten.t.default is wrong in 4 ways; factor 'a' cut into 2\n"
+        "the rule of aten.t.default is wrong in 5 ways; factor 'a' cut into 2\n"
         "  needed: shape [2, 4]; output 0 on rank 0 has shape [4, 2]\n"
         "  next: correct the rule: mark a factor that must stay whole with '!'",
     ),

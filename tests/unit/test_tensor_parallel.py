@@ -355,13 +355,15 @@ def test_activations_are_regathered_for_the_backward(mesh: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.full)])
 def test_attention_by_hand(mesh: str) -> None:
-    """Products over rows and heads in one dim are written over both, so that heads stay cut."""
+    """Of the products over rows and heads in one dim a rank computes those of its heads."""
     one = OneDevice(builder(Llama, by_hand=True, kv=4), step_of(next_token), tokens())
     parallel: list[Any] = [TensorParallel(models.LAYERS)]
     found = check(one, mesh, [dp(), *parallel] if "dp" in mesh else parallel)
     assert collectives(found.local)["tp"] == Counter(all_reduce=9)
-    products = [n for n in found.local.graph.nodes if n.target is torch.ops.aten.matmul.default]
+    products = [n for n in found.local.graph.nodes if n.target is torch.ops.aten.bmm.default]
+    heads = {(4 // found.plan.mesh.axis_size("dp") if "dp" in mesh else 4) * 4 // 2}
     assert len(products) == 2 * 2 * 3
+    assert {meta.one_tensor(n).shape[0] for n in products} == heads
     assert ws.Plan.from_json(found.plan.to_json()) == found.plan
 
 

@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 from ..errors import LayoutError
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
-from ..graph.nodes import add_call
+from ..graph.nodes import add_call, node_at
 from ..graph.op_kinds import FLOAT8
 from ..graph.stage_part import transfer
-from ..layout import Extent, Layout, extent, has_extent
+from ..layout import Extent, Layout, extent, has_extent, split_at_blocks
 from ..mesh import Mesh
 from ..reshard import Path, Step
 from ..sizes import SizeInt, unit_of
@@ -27,6 +27,7 @@ from .rank_ops import cut_to, only_first, pad_to, share, take_chunk, take_units
 
 funcol = torch.ops._c10d_functional
 aten = torch.ops.aten
+_Move = tuple[Step, Layout, Layout]
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Emitter:
     def _start(self, path: Path, source: Node, whole: TensorMeta) -> tuple[Node, Callable[[], Node]]:
         node = source
         todo = [(step, before, after) for step, (before, after) in zip(path.steps, pairwise(path.layouts), strict=True)]
+        if any(layout.blocks for layout in path.layouts):
+            return self._start_split(todo, source, whole)
         while todo and not todo[0][0].communicates:
             node = self._local(todo.pop(0), node, whole)
         if not todo:
@@ -83,11 +86,37 @@ class Emitter:
 
         return begun, finish
 
+    def _start_split(self, todo: Sequence[_Move], node: Node, whole: TensorMeta) -> tuple[Node, Callable[[], Node]]:
+        """`_start` for layouts that shard blocks of a dim: each step over the dims that are whole blocks."""
+        (step, before, after), *rest = todo
+        (before, after), shape = split_at_blocks((before, after), whole.shape, self.mesh)
+        states = before.state(step.axis), after.state(step.axis)
+        shards = [state.dim for state in states if state.kind == "S"]
+        step = replace(step, dim=shards[0], to=shards[-1] if step.to >= 0 else -1) if shards else step
+        split = replace(whole, shape=shape)
+        given = self._reshaped(node, self._made(before, split))
+        begun, finish = self._start(Path((step,), (before, after), 0.0), given, split)
+
+        def finish_all() -> Node:
+            last = self._reshaped(finish(), self._made(todo[0][2], whole))
+            return self._start_split(rest, last, whole)[1]() if rest else last
+
+        return begun, finish_all
+
+    def _reshaped(self, node: Node, made: TensorMeta) -> Node:
+        if one_tensor(node).shape == made.shape:
+            return node
+        if node.target is aten.reshape.default and one_tensor(node_at(node, 0)).shape == made.shape:
+            return node_at(node, 0)
+        new = self.call(aten.reshape.default, (node, list(made.shape)), made, node)
+        meta.set_strided(new, meta.is_strided(node))
+        return new
+
     def _made(self, layout: Layout, whole: TensorMeta) -> TensorMeta:
         shape = layout.local_shape(whole.shape, self.mesh, self.mesh.coordinate(0))
         return contiguous(shape, whole)
 
-    def _local(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+    def _local(self, move: _Move, node: Node, whole: TensorMeta) -> Node:
         step, _, after = move
         made = self._made(after, whole)
         if step.kind in ("vary", "own") or (step.kind == "mask" and step.op in ("avg", "max", "min")):
@@ -110,7 +139,7 @@ class Emitter:
             return self.call(only_first, (node, step.axis), made, node)
         raise LayoutError(f"%{node.name} cannot become {after}", "a partial op with a neutral element")
 
-    def _begin(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+    def _begin(self, move: _Move, node: Node, whole: TensorMeta) -> Node:
         step, before, after = move
         parts = self.mesh.axis_size(step.axis)
         if step.kind == "all_reduce":
@@ -148,7 +177,7 @@ class Emitter:
         args = (node, step.op, parts, step.axis)
         return self.call(funcol.reduce_scatter_tensor.default, args, contiguous(moved, whole), node)
 
-    def _from_owner(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+    def _from_owner(self, move: _Move, node: Node, whole: TensorMeta) -> Node:
         step, before, _ = move
         local, sends = one_tensor(node), step.kind == "send"
         if step.axis == self.owner_axis:
@@ -165,7 +194,7 @@ class Emitter:
         meta.set_strided(new, False)
         return new
 
-    def _from_row(self, move: tuple[Step, Layout, Layout], received: Node, whole: TensorMeta) -> Node:
+    def _from_row(self, move: _Move, received: Node, whole: TensorMeta) -> Node:
         """Emit what follows an exchange with an owner: the sum, and the tensor in it."""
         step, _, after = move
         made = self._made(after, whole)
@@ -217,7 +246,7 @@ class Emitter:
         meta.set_strided(new, False)
         return new
 
-    def _exchange(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+    def _exchange(self, move: _Move, node: Node, whole: TensorMeta) -> Node:
         """Emit an all-to-all from shards of one dim to shards of another, padded to equal parts."""
         step, before, after = move
         parts, into = self.mesh.axis_size(step.axis), step.to
@@ -237,7 +266,7 @@ class Emitter:
         rows = [chunk_into if has_extent(chunk_into) else local.shape[0] // parts] * parts
         return self._ranked(funcol.all_to_all_single.default, (node, rows, rows, step.axis), local, node)
 
-    def _exchanged(self, move: tuple[Step, Layout, Layout], node: Node, whole: TensorMeta) -> Node:
+    def _exchanged(self, move: _Move, node: Node, whole: TensorMeta) -> Node:
         """Emit the reordering after an all-to-all: its result has the pieces of the gathered dim in dim 0."""
         step, before, after = move
         parts, into = self.mesh.axis_size(step.axis), step.to
@@ -250,7 +279,7 @@ class Emitter:
         meta.set_strided(new, True)
         return new
 
-    def _end(self, move: tuple[Step, Layout, Layout], begun: Node, whole: TensorMeta) -> Node:
+    def _end(self, move: _Move, begun: Node, whole: TensorMeta) -> Node:
         step, before, after = move
         local = one_tensor(begun)
         if step.kind == "send":

@@ -177,20 +177,26 @@ class _Check:
 
     def _check_cuts(self, node: Node, group: Group, rule: BoundRule, decision: Decision) -> None:
         """Each factor is cut by the same axes in the same order wherever it stands, into parts that it allows."""
-        found: dict[str, tuple[str, ...]] = {}
-        placed = [(decision.operands[i], term) for i, term in group.operands.items() if i not in rule.by_shape]
-        placed += [(decision.outputs[o], term) for o, term in group.outputs.items() if o not in group.opaque]
-        for layout, term in placed:
-            for factor, axes in zip(term, layout.dims, strict=False):
-                cut_by = tuple(axis for axis in axes if axis in self.axes)
-                if factor and found.setdefault(factor, cut_by) != cut_by:
-                    raise self._refused(
-                        node, f"cuts one factor by {found[factor]} and by {cut_by}", "one order of axes"
-                    )
-        for factor, axes in found.items():
-            parts = [self.mesh.axis_size(axis) for axis in axes]
-            if axes and not group.splits(factor, parts, TIME in axes, rule.extends and not draws(node)):
+        placed = [(0, i, decision.operands[i]) for i in group.operands if i not in rule.by_shape]
+        placed += [(1, o, decision.outputs[o]) for o in group.outputs if o not in group.opaque]
+        cuts: list[dict[str | None, tuple[str, ...]]] = []
+        for side, at, layout in placed:
+            cuts.append({})
+            for axis in (axis for axes in layout.dims for axis in axes if axis in self.axes):
+                factor = group.factor_at(side, at, layout.state(axis))
+                cuts[-1][factor] = (*cuts[-1].get(factor, ()), axis)
+        split = {f: axes for by in cuts for f, axes in by.items() if f}
+        for (side, at, _), by in zip(placed, cuts, strict=True):
+            for factor, axes in split.items():
+                if by.get(factor, ()) != axes and group.state_by(factor, side, at) is not None:
+                    found = f"cuts one factor by {axes} and by {by.get(factor, ())}"
+                    raise self._refused(node, found, "one order of axes")
+        parts = {factor: [self.mesh.axis_size(axis) for axis in axes] for factor, axes in split.items()}
+        for factor, axes in split.items():
+            if not group.splits(factor, parts[factor], TIME in axes, rule.extends and not draws(node)):
                 raise self._refused(node, f"cannot be cut by {', '.join(axes)}", "equal parts, or none that is empty")
+        if not group.nests(parts):
+            raise self._refused(node, f"cannot be cut by {', '.join(map(str, split))} at once", "whole blocks")
 
     def _check_results(self, graph: TrainGraph) -> None:
         """What the step updates is the same on all ranks, and has a place."""
@@ -231,7 +237,9 @@ def _follows(rule: BoundRule, takes: Sequence[AxisState], gives: Mapping[int, Ax
 def _options(
     rule: BoundRule, group: Group, takes: Sequence[AxisState]
 ) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
-    for made in (whole(group), *(cut(group, factor) for factor in (*group.factors, *rule.made_factors(group)))):
+    inner = [group.factor_at(0, i, takes[i]) for i in group.operands]
+    factors = dict.fromkeys(f for f in (*group.factors, *rule.made_factors(group), *inner) if f)
+    for made in (whole(group), *(cut(group, factor) for factor in factors)):
         yield made.takes, made.gives
     for number, passing in enumerate(group.partial):
         for op in {state.op for state in takes if state.kind == "P"} & passing.ops:

@@ -30,7 +30,11 @@ _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "t
 def reason(option: OpStrategy, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
     if option.factor:
-        by = [n.name for i, n in enumerate(given) if i in group.operands and _at(group, i, states[i]) == option.factor]
+        by = [
+            n.name
+            for i, n in enumerate(given)
+            if i in group.operands and group.factor_at(0, i, states[i]) == option.factor
+        ]
         return f"cut along {_factor(option.factor)} of '{_shown(group)}'" + (f", as %{by[0]} is" if by else "")
     if option.whole:
         return f"whole: no operand is cut where '{_shown(group)}' may be"
@@ -46,10 +50,6 @@ def _shown(group: Group) -> str:
 
 def _factor(name: str | None) -> str:
     return ("d" + name[1:] if name.startswith(".") else name.replace(".", "")) if name else "_"
-
-
-def _at(group: Group, operand: int, state: AxisState) -> str | None:
-    return group.factors_at(operand, state.dim) if state.kind == "S" else None
 
 
 def moves(

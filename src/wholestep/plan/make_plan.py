@@ -216,10 +216,7 @@ def _created(
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
     """`layout` without axes of size 1."""
-    return Layout(
-        tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims), layout.partial, layout.varies,
-        layout.owned,
-    )  # fmt: skip
+    return replace(layout, dims=tuple(tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in layout.dims))
 
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..layout import REPLICATED, AxisState, partial_by, sharded_along
-from ..rules.rule import Group, Term
+from ..layout import REPLICATED, AxisState, partial_by
+from ..rules.rule import Group
 
 WHOLE = "whole"
 _PARTIAL = "partial"
@@ -38,9 +38,10 @@ def whole(group: Group) -> OpStrategy:
 
 def cut(group: Group, factor: str) -> OpStrategy:
     """Operands with `factor` are sharded by it; outputs that lack it are partial."""
-    reduced = partial_by(group.reduces[factor]) if factor in group.reduces else REPLICATED
-    takes = {i: _at(term, factor) for i, term in group.operands.items()}
-    gives = {o: _at(term, factor) if factor in term else reduced for o, term in group.outputs.items()}
+    op = group.reduces.get(factor.partition(" in ")[0])
+    reduced = partial_by(op) if op else REPLICATED
+    takes = {i: group.state_by(factor, 0, i) or REPLICATED for i in group.operands}
+    gives = {o: group.state_by(factor, 1, o) or reduced for o in group.outputs}
     return OpStrategy(f"cut {factor}", takes, gives, factor)
 
 
@@ -69,9 +70,6 @@ def named(group: Group, name: str) -> OpStrategy | None:
         number, _, op = rest.partition(" ")
         return through(group, int(number), op) if int(number) < len(group.partial) else None
     if kind == "cut":
-        return cut(group, rest) if rest in group.factors else None
+        made = cut(group, rest)
+        return made if any(state.kind == "S" for state in made.takes.values()) else None
     return whole(group) if name == WHOLE else None
-
-
-def _at(term: Term, factor: str) -> AxisState:
-    return sharded_along(list(term).index(factor)) if factor in term else REPLICATED

@@ -279,7 +279,7 @@ class _Proof:
         if shared and not set(shared) <= set(rule.by_shape):
             self.refuse("mixes padded positions with others")
         for group in rule.groups:
-            if set(group.reduces.values()) - {"sum"} or any(group.factors_at(i, d) in rule.local for i in group.operands
+            if set(group.reduces.values()) - {"sum"} or any(group.operands[i][d] in rule.local for i in group.operands
                                                             for d in operands[i].dims):  # fmt: skip
                 self._refuse_reduced(group, operands, rule.local)
             found |= self._group(call, group, operands)

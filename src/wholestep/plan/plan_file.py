@@ -40,7 +40,7 @@ def encode(plan: object) -> dict[str, Any]:
     """A plan as JSON values, with a table of its distinct layouts, which are named by number."""
     table: dict[Layout, int] = {}
     made = _encoded(vars(plan), table)
-    return {**made, "layouts": [[x.dims, x.partial, x.varies, x.owned] for x in table]}
+    return {**made, "layouts": [[x.dims, x.partial, x.varies, x.owned, x.blocks] for x in table]}
 
 
 def _encoded(given: Any, table: dict[Layout, int]) -> Any:

@@ -352,8 +352,13 @@ class _CallOnAxis:
         return takes, gives, why
 
     def _splits(self, number: int, group: Group, factor: str) -> bool:
-        parts = (*self.cut.get((number, factor), ()), self.parts)
-        return not factor or group.splits(factor, parts, self.axis == TIME, self.extended)
+        cuts = {of: parts for (at, of), parts in self.cut.items() if at == number}
+        cuts[factor] = (*cuts.get(factor, ()), self.parts)
+        return not factor or (
+            group.splits(factor, cuts[factor], self.axis == TIME, self.extended)
+            and group.nests(cuts)
+            and not (group.is_inner(factor) and draws(self.node))
+        )
 
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
@@ -423,8 +428,7 @@ class _CallOnAxis:
                 continue
             target = self.run.target(self.given[i])
             state = target.state(self.axis) if self.states[i].kind == "P" and target else self.states[i]
-            factor = group.factors_at(i, state.dim) if state.kind == "S" else None
-            if factor:
+            if factor := group.factor_at(0, i, state):
                 found[factor] = None
         own = self.run.at_home(self.node, self.axis)
         return [*found, own] if own in self.rule.made_factors(group) else list(found)

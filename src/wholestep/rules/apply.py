@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NoReturn
 
 from ..errors import RuleError
 from ..graph.meta import TensorMeta
+from ..sizes import unit_of
 from .call import Call
 from .language import Dim, RuleText, Term, base, spread
 from .rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough
@@ -74,15 +76,20 @@ def apply(
     """`rule` bound to `call`; a RuleError names the tensor whose shape it does not fit."""
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
-    groups = tuple(_group(rule, call, where, entry, filled) for entry in range(entries_of(rule, call)))
+    unlike = frozenset({*local, *rule.whole})
+    splits = "out0" in sizes.values()  # a rank says which dims its piece has, as a view does
+    groups = tuple(_group(rule, call, where, entry, filled, unlike, splits) for entry in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
     return BoundRule(groups, shared, sizes, local)
 
 
 def _group(
-    rule: RuleText, call: Call, where: Mapping[int, tuple[int, ...]], entry: int, filled: frozenset[str]
-) -> Group:
-    """The group of entry `entry` of every list; of all tensors if there are no lists."""
+    rule: RuleText, call: Call, where: Mapping[int, tuple[int, ...]], entry: int, filled: frozenset[str],
+    unlike: frozenset[str], splits: bool,
+) -> Group:  # fmt: skip
+    """The group of entry `entry` of every list; of all tensors if there are no lists. `unlike`: factors whose places
+    are not all treated alike, so that no blocks of them are sharded. `splits`: inner factors of merged dims may be.
+    """
     terms, has_lists = inputs_of(rule, call), any(t.is_list for t in (*rule.inputs, *rule.outputs))
     given = {
         (p[entry] if t.is_list else p[0]): (t, i)
@@ -114,7 +121,19 @@ def _group(
     nonempty = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
     nonempty |= {f: n for f, n in call.sizes(operands).items() if f in filled or base(f) in filled}
     even = {f: seen.sizes[f] for f in seen.even}
-    return Group(operands, outputs, reduces, partial, even, nonempty, opaque)
+    having = [seen.factors_of(t, m) for o, (t, m) in made.items() if o not in opaque]
+    having.append({f for p, t in shown.items() for f in seen.factors_of(t, call.operands[p])})
+    unlike |= {f for f in seen.inner if not splits or any(f not in factors for factors in having)}
+    sizes = {f: n for f, n in seen.sizes.items() if not {f, base(f)} & unlike and unit_of(n) in (None, 1) and n > 1}
+    sides = ((0, p, t, call.operands[p]) for p, t in shown.items()), ((1, o, t, m) for o, (t, m) in made.items())
+    merged = {
+        (side, at, dim): factors
+        for side, at, term, found in chain(*sides)
+        for dim, factors in seen.merged(term, found)
+        if side == 0 or at not in opaque
+        if all(f in sizes for f in factors)
+    }
+    return Group(operands, outputs, reduces, partial, even, nonempty, opaque, sizes=sizes, merged=merged)
 
 
 def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, TensorMeta]]:
@@ -136,7 +155,9 @@ def _lead(dims: Iterable[Dim]) -> int:
 
 
 class _Sizes:
-    """Collects sizes of factors from all tensors. `stuck` factors cannot be sharded; `even` ones need equal parts."""
+    """Sizes of factors, from all tensors. `stuck` ones cannot be sharded, but for `inner` ones of merged dims, in
+    blocks; `even` ones need equal parts.
+    """
 
     def __init__(self, rule: RuleText, call: Call) -> None:
         self.rule, self.call = rule, call
@@ -146,6 +167,7 @@ class _Sizes:
         self.lead = 0
         self.even: set[str] = set()
         self.stuck: set[str] = set()
+        self.inner: set[str] = set()
         self._merged: list[tuple[Dim, int, str]] = []
 
     def read(self, term: Term, found: TensorMeta, name: str) -> None:
@@ -170,6 +192,7 @@ class _Sizes:
                 self._refuse(f"{name}: a dim of {size} is not {dim} with {self.sizes}")
         for dim, _, _ in self._merged:
             outer, *inner = [f for f in dim.factors if self.sizes[f] != 1] or [""]
+            self.inner |= set(inner) - self.stuck
             self.stuck |= set(inner)
             self.even |= {outer} if inner else set()
 
@@ -187,6 +210,18 @@ class _Sizes:
         if self.is_opaque(term, found.shape):
             return (None,) * len(found.shape)
         return tuple(self._free(dim, size) for dim, size in self._pairs(term, found.shape, ""))
+
+    def factors_of(self, term: Term, found: TensorMeta) -> set[str]:
+        """All factors of a tensor."""
+        return {f for dim, _ in self._pairs(term, found.shape, "") for f in dim.factors}
+
+    def merged(self, term: Term, found: TensorMeta) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Dims with their factors, outermost first, where one of these is merged behind another in some tensor."""
+        pairs = [] if self.is_opaque(term, found.shape) else self._pairs(term, found.shape, "")
+        for at, (dim, size) in enumerate(pairs):
+            live = tuple(f for f in dim.factors if self.sizes.get(f, 1) > 1)
+            if self.inner & {*live} and prod(self.sizes[f] for f in live) == size:
+                yield at, live
 
     def _free(self, dim: Dim, size: int) -> str | None:
         merged = {f for other, _, _ in self._merged for f in other.factors}

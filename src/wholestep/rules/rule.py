@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
+
+from ..layout import AxisState, sharded_along
 
 Term = tuple[str | None, ...]
 """For each dim of a tensor the factor that may shard it; None if it must stay whole."""
@@ -33,7 +36,9 @@ class Group:
     `reduces` maps a factor that an output lacks to the partial op of that output if the factor is sharded. `even` has
     sizes of factors that need equal parts (outer factors of merged dims), `filled` of factors that need non-empty
     parts; other factors are split as by torch.chunk. `in_units` are those of `even` whose merged dims are cut between
-    whole units, so that parts may differ. Values of `opaque` outputs are never read.
+    whole units, so that parts may differ. Values of `opaque` outputs are never read. `sizes` are those of factors of
+    which blocks may be sharded. `merged` has all factors of a dim, outermost first, by side (0 operands, 1 outputs),
+    position and dim, where terms cannot say it: where some are merged behind others.
     Invariants: a factor stands at most once in a term; operands in no group are shared and stay whole.
     """
 
@@ -45,11 +50,45 @@ class Group:
     filled: Mapping[str, int] = field(default_factory=dict[str, int])
     opaque: frozenset[int] = frozenset()
     in_units: frozenset[str] = frozenset()
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    merged: Mapping[tuple[int, int, int], tuple[str, ...]] = field(
+        default_factory=dict[tuple[int, int, int], tuple[str, ...]]
+    )
 
-    def factors_at(self, operand: int, dim: int) -> str | None:
-        """The factor of one dim of one operand."""
-        term = self.operands[operand]
-        return term[dim] if dim < len(term) else None
+    def factor_at(self, side: int, position: int, state: AxisState) -> str | None:
+        """The factor that shards an operand (side 0) or output (1) as `state` does: `f`, or `f in 4` for each of four
+        blocks of it.
+        """
+        term = (self.operands, self.outputs)[side][position]
+        if state.kind != "S" or state.dim >= len(term):
+            return None
+        plain, before = term[state.dim], 1
+        for factor in self.merged.get((side, position, state.dim), (plain,) if plain else ()):
+            blocks, uneven = divmod(state.blocks, before)
+            if blocks == 1 or (blocks < self.sizes.get(factor, 0) and not uneven):
+                return factor if blocks == 1 else f"{factor} in {blocks}"
+            before *= self._settled(factor)
+        return plain if state.blocks == 1 else None
+
+    def state_by(self, factor: str, side: int, position: int) -> AxisState | None:
+        """The state of an operand (side 0) or output (1) that is sharded by a factor, as `factor_at` names it; None
+        where the tensor lacks it.
+        """
+        name, _, blocks = factor.partition(" in ")
+        term = (self.operands, self.outputs)[side][position]
+        if name in term:
+            return sharded_along(term.index(name), int(blocks or 1))
+        for (of, at, dim), factors in self.merged.items():
+            if (of, at) == (side, position) and name in factors:
+                before = prod(map(self._settled, factors[: factors.index(name)]))
+                return sharded_along(dim, before * int(blocks or 1))
+        return None
+
+    def _settled(self, factor: str) -> int:
+        """The size of a factor by which blocks are counted: the program is for batches that have this one."""
+        size = self.sizes.get(factor, 0)
+        assert size == int(size), "where it is another one in other batches, a comparison is what they are asked"
+        return int(size)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -60,9 +99,28 @@ class Group:
         """True if `factor` may be split into `parts`, those of the outermost axis first. `equal`: merged dims are not
         cut in units. `extended`: a rank with an empty piece computes on one place of zeros, where that is right.
         """
+        name, _, blocks = factor.partition(" in ")
+        if self.is_inner(factor):
+            places = self.even.get(name, self.sizes.get(name, 0)) if name in self.sizes else 0
+            return places > 0 and places % (int(blocks or 1) * prod(parts)) == 0
         size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
         fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
         return fits and (size is None or _is_filled(size, parts))
+
+    def is_inner(self, factor: str) -> bool:
+        """True for blocks of a factor, and for one that is merged behind another."""
+        return " in " in factor or not any(factor in term for term in (*self.operands.values(), *self.outputs.values()))
+
+    def nests(self, cuts: Mapping[str, Sequence[int]]) -> bool:
+        """True if factors that are split at once, each into its parts, leave every block whole."""
+        if len(cuts) == 1 or not any(map(self.is_inner, cuts)):
+            return True
+        split: dict[str, list[tuple[int, int]]] = {}
+        for factor, parts in cuts.items():
+            name, _, blocks = factor.partition(" in ")
+            split.setdefault(name, []).append((int(blocks or 1), prod(parts)))
+        ends = {name: [*sorted(at), (self.sizes.get(name, 0), 1)] for name, at in split.items()}
+        return all(b > 0 and b % (a * parts) == 0 for at in ends.values() for (a, parts), (b, _) in pairwise(at))
 
     def may_be_extended(self, factor: str) -> bool:
         """True if ranks with an empty piece may compute on one place of zeros instead: it is cut off from outputs that

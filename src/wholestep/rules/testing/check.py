@@ -264,8 +264,11 @@ class ShardedFactor:
 def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[ShardedFactor]:
     """All claims of a rule about factors."""
     for number, group in enumerate(bound.groups):
-        for factor in claimed_factors(bound, group):
-            for mesh in (*_ONE_AXIS, _TWO_AXES) if two_axes else _ONE_AXIS:
+        inner = dict.fromkeys(f for factors in group.merged.values() for f in factors)
+        blocks = (*inner, *(f"{f} in 2" for f in group.factors if f in group.sizes)) if not case.random else ()
+        meshes = (*_ONE_AXIS, _TWO_AXES) if two_axes else _ONE_AXIS
+        for factor in dict.fromkeys((*claimed_factors(bound, group), *blocks)):
+            for mesh in _ONE_AXIS[:1] if group.is_inner(factor) else meshes:
                 if group.splits(factor, [axis.size for axis in mesh.axes]):
                     yield ShardedFactor(number, factor, mesh, *layouts(case, group, factor, mesh))
 
@@ -305,17 +308,14 @@ def layouts(case: OpCase, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[
     """Layouts of operands and outputs if every axis of `mesh` shards `factor`."""
     takes = [replicated(t.ndim) for t in case.tensors]
     gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
-    left = AxisState("P", op=group.reduces[factor]) if factor in group.reduces else AxisState("R")
+    op = group.reduces.get(factor.partition(" in ")[0])
+    left = AxisState("P", op=op) if op else AxisState("R")
     for axis in mesh.names:
-        for i, term in group.operands.items():
-            takes[i] = takes[i].put(axis, _at(term, factor, AxisState("R")))
-        for o, term in group.outputs.items():
-            gives[o] = gives[o].put(axis, _at(term, factor, left))
+        for i in group.operands:
+            takes[i] = takes[i].put(axis, group.state_by(factor, 0, i) or AxisState("R"))
+        for o in group.outputs:
+            gives[o] = gives[o].put(axis, group.state_by(factor, 1, o) or left)
     return tuple(takes), tuple(gives)
-
-
-def _at(term: Sequence[str | None], factor: str, other: AxisState) -> AxisState:
-    return AxisState("S", list(term).index(factor)) if factor in term else other
 
 
 Problem = tuple[str, str, str]

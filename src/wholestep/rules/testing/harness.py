@@ -74,9 +74,9 @@ def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh
         return _reduced(torch.stack(list(pieces)), layout.partial[0][1])
     if not layout.is_sharded:
         return pieces[0]
-    out = pieces[0].new_zeros(whole.shape)
+    out, places = pieces[0].new_zeros(whole.shape), torch.arange(whole.numel()).view(whole.shape)
     for rank, part in enumerate(pieces):
-        cut(out, layout, mesh, mesh.coordinate(rank)).copy_(part)
+        out.view(-1)[cut(places, layout, mesh, mesh.coordinate(rank)).reshape(-1)] = part.reshape(-1)
     return out
 
 
