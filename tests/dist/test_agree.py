@@ -262,7 +262,7 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.text, self.images = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.text, self.images, self.sounds = (nn.Linear(3, 3) for _ in range(3))
 
 
 def branches(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
@@ -273,6 +273,8 @@ def branches(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
         loss = model.text(x).square().mean()
         if images is not None:
             loss = loss + model.images(images).square().mean()
+        elif sounds:
+            loss = loss + model.sounds(x).square().mean()
         loss.backward()
         optimizer.step()
 
@@ -285,7 +287,8 @@ def branches(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
         return ""
 
     found: list[str] = []
-    for case in ("first", "good", "last"):
+    for case in ("first", "good", "alike", "last"):
+        sounds = case == "alike"
         torch.manual_seed(0)
         model = Parts()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -295,6 +298,7 @@ def branches(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
         calls = {
             "first": [(x[0], None if rank else x[1])],
             "good": [(x[0], None), (x[1], None), (x[2], x[3]), (x[3], None)],
+            "alike": [(x[0], None if rank else x[1])],
             "last": [(x[0], None), (x[0], x[1] if rank else None)],
         }[case]
         found.append(run(compiled, model, optimizer, calls))
@@ -304,8 +308,8 @@ def branches(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def test_the_lines_at_which_ranks_part_are_named_at_the_first_call_and_later() -> None:
-    (first, good, last), after = (found := run_ranks(branches, 2))[0]
-    (other_first, _, other_last), other_after = found[1]
+    (first, good, alike, last), after = (found := run_ranks(branches, 2))[0]
+    (other_first, _, other_alike, other_last), other_after = found[1]
     here = re.escape(__file__)
     images = rf"rank \d: {here}:\d+  loss = loss \+ model\.images\(.*\n"
     plain = rf"{{}}: {here}:\d+  loss\.backward\(\)\n"
@@ -313,6 +317,9 @@ def test_the_lines_at_which_ranks_part_are_named_at_the_first_call_and_later() -
     for text in (first, other_first):
         assert text.startswith("RankMismatchError: rank ")
         assert re.search(f"the step parts at\n(    {images}|    {plain.format('rank 1')}){{2}}", text), text
+        assert text.endswith(cure)
+    for rank, text in enumerate((alike, other_alike)):  # the same collectives, for gradients of other parameters
+        assert f"    rank {rank}: update of {('images', 'sounds')[rank]}.bias\n" in text
         assert text.endswith(cure)
     assert good == "", "all ranks take the branch at one call"
     assert last == other_last

@@ -237,7 +237,7 @@ def cache_line(options: StepOptions) -> str:
 
 
 def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
-    """Storage layouts of the state, and every collective in order. They do not depend on the size of the batch."""
+    """Storage layouts of the state, every collective in order, and what is updated: not by the size of the batch."""
     lines = [f"mesh {plan.mesh.of_ranks}; {plan.strategy}"]
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
@@ -251,7 +251,9 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             rest = ", ".join(str(one) for one in node.args[1:-1] if not isinstance(one, (Node, list)))
             often = f", {times} times" if times > 1 else ""
             lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}){often}")
-    return lines
+    own = {i.name for i in plan.inputs if i.role is Role.BUFFER}  # of each rank, under per-rank semantics
+    updated = {out.target for out in local.outputs if out.kind == "update"}
+    return lines + [f"update of {name}" for name in sorted(updated - own)]
 
 
 def option_lines(
