@@ -373,6 +373,7 @@ def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
     assert simulated.step_s(run, A100) == pytest.approx(whole, rel=0.1)
 
 
+@pytest.mark.full
 def test_a_pipeline_is_simulated_with_all_stages_and_pieces() -> None:
     """Each further piece takes what the slowest stage takes for one, whatever the number of pieces."""
     row = SMALL | {"n_gpus": "4", "pp": "4", "dp_shard": "", "sharding": "DDP", "seq_len": "1024"}

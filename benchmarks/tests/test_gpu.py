@@ -18,6 +18,7 @@ from benchmarks.gpu.workload import SIZES, Setting
 TINY = Setting("tiny", SIZES["tiny"], device="cpu")
 
 
+@pytest.mark.full
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Same losses with every runner, processes that end by themselves; a table, and everything in a file."""
     named = "eager,fsdp2,wholestep:eager"

@@ -65,7 +65,7 @@ def graph_of(kind: str, rows: int = 32) -> ws.TrainGraph:
 
 
 GRAPHS = ("blocks", "wide", "convolutions")
-EXTREMES = [pytest.param(name, marks=() if name in ("slow", "dgx-h100") else pytest.mark.full) for name in MACHINES]
+EXTREMES = [pytest.param(name, marks=() if name == "dgx-h100" else pytest.mark.full) for name in MACHINES]
 
 
 # -- never worse -----------------------------------------------------------------------------

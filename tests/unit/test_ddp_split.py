@@ -300,6 +300,7 @@ def test_inductor_inside() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
+@pytest.mark.full
 def test_options_reach_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     backend = ws.ddp_backend()
@@ -674,6 +675,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_the_name_in_dynamos_registry(tmp_path: Path) -> None:
     """With the entry points of pyproject.toml installed, the name is enough and wholestep need not be imported."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]

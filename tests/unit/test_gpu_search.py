@@ -222,7 +222,8 @@ def test_all_layers_are_captured_where_one_differs(tiny: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "refused"), [pytest.param(1, False, marks=pytest.mark.full), (3, False), (1, True)]
+    ("micro_batches", "refused"),
+    [pytest.param(1, False, marks=pytest.mark.full), pytest.param(3, False, marks=pytest.mark.full), (1, True)],
 )
 def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refused: bool, tiny: str) -> None:
     """To the letter; all are captured where transformers has no model of few."""
@@ -242,6 +243,7 @@ def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refuse
 
 
 @pytest.mark.parametrize(("sequences", "kind"), [(8, int), pytest.param(16, Costs, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_the_command(sequences: int, kind: type, flat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one core and with two it finds the same: copies say what a setup costs, and what the first one reserves."""
     out, answers, made = tmp_path / "search.json", list[object](), list[Any]()

@@ -148,8 +148,11 @@ def _in_stages(
 @pytest.mark.parametrize(
     "pieces", [4, pytest.param(2, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize(("placement", "inside"), [
+    ("loop", "tp"), ("v", "zero2"),
+    *(pytest.param("loop", inside, marks=pytest.mark.full) for inside in ("zero2", "again")),
+    *(pytest.param("v", inside, marks=pytest.mark.full) for inside in ("tp", "again")),
+])  # fmt: skip
 def test_auto_is_the_fastest_order_of_what_runs(placement: str, inside: str, pieces: int) -> None:
     """Of those that hold about as much as `1f1b`, by prices of the final programs. First and last runs of blocks, which
     have a share of other collectives, are not what an order is chosen by.

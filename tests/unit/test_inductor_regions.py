@@ -78,7 +78,11 @@ def _train(layers: int, chosen: Any, **options: Any) -> list[Tensor]:
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"foreach": True}, marks=pytest.mark.full), {"fused": True}],
+    ids=["plain", "foreach", "fused"],
+)
 def test_equal_layers_are_compiled_once(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """As many regions are compiled for 16 layers as for 8; the numbers are those of eager mode."""
     compiled = _compiled(monkeypatch)

@@ -211,6 +211,7 @@ class TwoLoops(nn.Module):
         return self.last((h + self.attention(n, n, n, need_weights=False)[0]).mean(1))
 
 
+@pytest.mark.full
 def test_loops_over_pieces_run_on_the_device() -> None:
     found: list[list[Tensor]] = []
     for options in ({}, {"parallel": ws.MicroBatches(3)}, {"parallel": ws.MicroBatches(3), "offload": "cpu"}):

@@ -138,6 +138,7 @@ def llama(layers: int) -> tuple[TrainGraph, nn.Module]:
     return capture_step(target.step, target.args, target.kwargs).graph, target.models()[0]
 
 
+@pytest.mark.full
 def test_layers_that_repeat_are_solved_once() -> None:
     few, many = (
         len(ProblemBuilder(llama(layers)[0], asked("tp=8", Hardware.preset("dgx-h100"))).problem().choices)
@@ -193,6 +194,7 @@ def test_no_slower_than_the_plans_that_llama_carries() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.mark.full
 def test_no_slower_than_a_plan_for_gpt() -> None:
     target = build(ModelSpec("gpt2", layers=2, batch=4))
     graph, hardware = capture_step(target.step, target.args, target.kwargs).graph, Hardware.preset("dgx-h100")

@@ -173,6 +173,7 @@ def pairs(*sizes: tuple[int, int, int]) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("how", ["softmax", pytest.param("sdpa", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_an_encoder_and_a_decoder_with_an_explicit_mask(how: str) -> None:
     torch.manual_seed(1)
     step = beside_unpadded(T5(how).double(), translate, BOTH, pairs((3, 5, 4), (3, 8, 9), (3, 13, 6), (3, 7, 17)))

@@ -158,7 +158,7 @@ def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:
         assert all(written.get(one, place[last] + 1) > place[last] for one, last in held)
 
 
-@pytest.mark.parametrize("mesh", ["pp=3,tp=2", "dp=2,pp=3,tp=2"])
+@pytest.mark.parametrize("mesh", ["pp=3,tp=2", pytest.param("dp=2,pp=3,tp=2", marks=pytest.mark.full)])
 def test_a_rank_between_others_may_have_one_layer_alone_and_one_piece(mesh: str) -> None:
     """What it exchanges depends on the batch only by what other stages send."""
     data = [ws.DataParallel("fully_shard", axis="dp", semantics="global")] if "dp" in mesh else []

@@ -351,6 +351,7 @@ def test_wishes_on_the_command_line(step: str, tmp_path: Path):
 
 
 @NEEDS_HF
+@pytest.mark.full
 def test_auto_chooses_the_mesh(tiny: str):
     code, text = run("--hf", tiny, "--layers", "1", "--mesh", "auto=4", "--auto")
     assert code == 0, text
@@ -359,6 +360,7 @@ def test_auto_chooses_the_mesh(tiny: str):
 
 
 @NEEDS_HF
+@pytest.mark.full
 def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     code, text = run(

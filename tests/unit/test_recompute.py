@@ -208,7 +208,7 @@ def test_less_work_than_checkpoints_of_every_block(style: str) -> None:
     assert count - plain_count < 0.9 * (their_count - plain_count)
 
 
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("gathers", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_budget_is_met_and_more_never_costs_more(gathers: bool) -> None:
     """By a count of live tensors while the program runs."""
     plain = gpt()

@@ -111,6 +111,7 @@ def test_ten_steps_are_those_of_eager(again: Again) -> None:
     assert (twins.step.captures, again.recorded, again.replayed) == (1, 1, 10 - WARM_CALLS)
 
 
+@pytest.mark.full
 def test_what_inductor_compiled_is_recorded(again: Again) -> None:
     twins = Twins(adamw, backend="inductor")
     twins.run(0, 5)

@@ -152,6 +152,7 @@ def check_random(seed: int) -> int:
 
 
 @pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.full if n else ()) for n in range(0, 200, 10)])
+@pytest.mark.full
 def test_random_steps_are_at_each_size_what_is_captured_for_it(first: int) -> None:
     assert sum(check_random(seed) for seed in range(first, first + 10)) > 25  # of 50: branches take some
 
@@ -387,7 +388,7 @@ def forgets_scalars(local: ws.LocalGraph) -> ws.LocalGraph:
     return _replaced(local, lambda value: value + 0.0 if isinstance(value, float) else int(value), "div")
 
 
-@pytest.mark.parametrize("lose", [forgets_shapes, forgets_scalars])
+@pytest.mark.parametrize("lose", [forgets_shapes, pytest.param(forgets_scalars, marks=pytest.mark.full)])
 def test_a_pass_that_loses_an_expression_is_caught(lose: Callable[[ws.LocalGraph], ws.LocalGraph]) -> None:
     """It is right for the batch that it is run for, and the numbers of all others are right too."""
     calls = [(torch.randn(rows, 3, 4, dtype=torch.float64),) for rows in (2, 5, 7, 3)]
@@ -490,6 +491,7 @@ def scheduled(change: Callable[[ws.LocalGraph], ws.LocalGraph] | None, calls: Ca
     return sorted(str(local).splitlines())
 
 
+@pytest.mark.full
 def test_an_order_that_follows_from_prices_is_no_other_program() -> None:
     """Passes behind it number what they add: in another order, they name it otherwise."""
     assert scheduled(None, None) != scheduled(turned, None)
@@ -556,6 +558,7 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 8)).double()
 
 
+@pytest.mark.full
 def test_a_budget_of_memory_is_met_at_each_size() -> None:
     """Counted while the step runs. A batch that takes more is planned again, not captured, and recomputes."""
     model = deep()

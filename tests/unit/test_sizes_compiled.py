@@ -60,6 +60,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any], object]) -> l
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
 @pytest.mark.parametrize("scope", ["region", pytest.param("whole", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_inductor_compiles_each_region_once_for_all_sizes(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inductor, compiled = backend._compile, list[int]()
 

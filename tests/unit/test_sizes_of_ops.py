@@ -271,7 +271,7 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", pytest.param("RNN", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["LSTM", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("GRU", "RNN"))])
 def test_a_recurrent_layer_takes_all_rows(kind: str) -> None:
     """It is a loop over the length."""
     torch.manual_seed(0)

@@ -83,8 +83,8 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
 
 @pytest.mark.parametrize("parallel", [
     ("dp=2,pp=2", GLOBAL),
-    ("pp=2,tp=2", TENSOR_PARALLEL),
-    ("pp=2,tp=2", ws.TensorParallel(SEQUENCE)),
+    pytest.param(("pp=2,tp=2", TENSOR_PARALLEL), marks=pytest.mark.full),
+    pytest.param(("pp=2,tp=2", ws.TensorParallel(SEQUENCE)), marks=pytest.mark.full),
     pytest.param(("dp=2,pp=2", ws.DataParallel("zero2", axis="dp", semantics="global")), marks=pytest.mark.full),
     pytest.param(("dp=2,pp=2", ws.DataParallel("fully_shard", axis="dp", semantics="global")), marks=pytest.mark.full),
 ], ids=["zero1", "tp", "sequence", "zero2", "fully_shard"])  # fmt: skip
@@ -118,7 +118,7 @@ def test_loops_compute_what_one_device_does(mesh: str, pieces: int) -> None:
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "selective"])
 def test_layers_are_computed_again_by_a_rule_in_a_loop(kind: Any) -> None:
     found = compare(one_device(3, False, 0.2), "dp=1", ws.MicroBatches(4), edit=RecomputeLayers(kind))
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
@@ -177,6 +177,7 @@ def least_of_two() -> int:
 @pytest.mark.parametrize("order", [
     "1f1b", *(pytest.param(one, marks=pytest.mark.full) for one in ("interleaved", "gpipe", "zero_bubble")),
 ])  # fmt: skip
+@pytest.mark.full
 def test_peaks_of_stages_are_as_predicted(order: str) -> None:
     """Bytes of tensors while the program of a stage runs, with what it sends and receives."""
     local = planned(2, order, 8)
@@ -207,6 +208,7 @@ def test_a_budget_is_met_in_each_stage(order: str) -> None:
             assert predicted_and_measured(own, group, exchange=False)[1] <= budget
 
 
+@pytest.mark.full
 def test_a_stage_with_more_pieces_in_flight_recomputes_more() -> None:
     """Stage `s` of `p` holds p - s pieces, so that it has to do more for the same budget; the last one has but one."""
     local, prices = planned(3, "1f1b", 8), BlockPrices(MACHINE, ws.Mesh("pp=3"))
@@ -218,7 +220,7 @@ def test_a_stage_with_more_pieces_in_flight_recomputes_more() -> None:
     assert counts[0] > counts[1] >= counts[2] == 0
 
 
-@pytest.mark.parametrize("part", [0.8, pytest.param(0.4, marks=pytest.mark.full), 0.1])
+@pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.full) for part in (0.8, 0.4)), 0.1])
 def test_a_budget_is_met_in_a_loop(part: float) -> None:
     parallel = ws.MicroBatches(4)
     local = ws.partition(wide(), ws.plan(wide(), "dp=1", parallel))

@@ -103,6 +103,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found.strategies.pipeline is not None
 
 
+@pytest.mark.full
 def test_the_command_fits_stages_into_a_memory(tmp_path: Path) -> None:
     def asked(memory: str) -> tuple[int, str]:
         given = ("--micro-batches", "4", "--schedule", "gpipe", "--recompute", "auto", "--memory", memory)

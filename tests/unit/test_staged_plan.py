@@ -115,6 +115,7 @@ def test_short_stages_stand_for_any_number(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01, abs=message)
 
 
+@pytest.mark.full
 def test_all_layers_of_a_v_are_captured() -> None:
     """Its stages that share a rank are one block, which three short stages do not show."""
     asked = list[int]()
@@ -136,6 +137,7 @@ def first_blocks(again: bool) -> tuple[StageBlock, ...]:
     return loops[0].stages.parts[0].blocks
 
 
+@pytest.mark.full
 def test_what_a_layer_computes_again_waits_for_the_backward() -> None:
     """Also behind an op of several results, as a norm is: the forward of a stage calls what it calls without
     checkpoints, and leaves less than a third to the backward.

@@ -339,6 +339,7 @@ def test_llama(name: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_activations_are_regathered_for_the_backward(mesh: str) -> None:
     """What q k v, w1 w3 and the head read, once more for the gradients of their weights: less is kept until then."""
     one = OneDevice(builder(Llama), step_of(next_token), tokens(8, 32))

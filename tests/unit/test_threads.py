@@ -338,7 +338,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("before", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize("before", [0, pytest.param(2, marks=pytest.mark.full)], ids=["first", "later"])
 def test_an_interruption_at_any_point_leaves_nothing(before: int) -> None:
     Trainer().compiled(X)  # imports, and what torch makes once
     expected, events = interrupted(before, -1)

@@ -126,6 +126,7 @@ def test_fewer_and_more_collectives_are_tried_beside_the_first(style: str) -> No
     assert any(count > len(first.order) for count in counts)
 
 
+@pytest.mark.full
 def test_sums_over_more_than_two_ranks_stay_as_they_are() -> None:
     """Where in a sum a gradient is decides in which order gloo adds the ranks."""
     local = local_of("replicate", 4)
