@@ -37,7 +37,7 @@ class Owned(Placement):
 
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    """Return a placement for each mesh axis. Axes that shard one dim out of mesh order become strided shards."""
+    """Return a placement for each mesh axis. Axes that shard blocks, or a dim out of mesh order, are strided shards."""
     out: list[Any] = []
     for axis in mesh.names:
         state = layout.state(axis)
@@ -47,7 +47,10 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
         if state.kind != "S":
             out.append(Replicate())
             continue
-        factor = _factor(axis, layout.dims[state.dim], mesh)
+        blocks = {a: layout.state(a).blocks for a in layout.dims[state.dim]}
+        factor = _factor(axis, [a for a in blocks if blocks[a] == state.blocks], mesh) * state.blocks
+        earlier = mesh.names[: mesh.names.index(axis)]  # torch counts blocks of what these have left
+        factor //= prod(mesh.axis_size(a) for a in earlier if blocks.get(a, state.blocks) < state.blocks)
         out.append(Shard(state.dim) if factor == 1 else _torch.strided_shard(state.dim, factor))
     return tuple(out)
 

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wholestep.distributed.activity import ACTIVITY
 from wholestep.distributed.launch import World
 from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
@@ -136,7 +138,11 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float, stacks
             if any(not alive for alive, _, _ in failures) or not ready or not rank_of:
                 raise RankError(min(failures)[-1])
             deadline = min(deadline, time.monotonic() + DEATH_SECONDS)
-    return [results[rank] for rank in range(len(ranks))]
+    for (rank, (_, ran)), (other, (_, theirs)) in combinations(sorted(results.items()), 2):
+        apart = [call for call in ran.keys() & theirs.keys() if ran[call] != theirs[call]]
+        if apart:
+            raise RankError(f"ranks {rank} and {other} ran different programs until call {min(apart)}")
+    return [results[rank][0] for rank in range(len(ranks))]
 
 
 def _hang_text(ranks: list[tuple[BaseProcess, Connection]], late: list[int], timeout: float, stacks: Path) -> str:
@@ -179,7 +185,9 @@ def _rank_main(rank: int, world: int, port: int, timeout: float, stacks: str, re
             fn, args, measures = pickle.loads(job)
             if not measures:
                 finalize.measure_hardware = _usual
-            message = pickle.dumps((time.monotonic(), True, fn(rank, world, *args)))
+            result = fn(rank, world, *args)
+            whole = ACTIVITY.failure is None and not ACTIVITY.error
+            message = pickle.dumps((time.monotonic(), True, (result, dict(ACTIVITY.trail.values()) if whole else {})))
         except BaseException:  # SystemExit and KeyboardInterrupt are failures of a rank as well
             message = pickle.dumps((time.monotonic(), False, traceback.format_exc()))
         results.send_bytes(message)

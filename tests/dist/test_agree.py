@@ -257,6 +257,39 @@ def test_what_one_rank_alone_reads_later_is_an_error() -> None:
     assert first.startswith("RankMismatchError: rank 1 compiled another program for call 3 of step, rank 0 did not: ")
 
 
+def known_branches(rank: int, world: int, last: str) -> str:
+    """Both branches are known on all ranks, and have the same collectives; then each rank takes one of them."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("trunk", "a", "b")})
+
+    def step(model: nn.ModuleDict, optimizer: torch.optim.Optimizer, x: torch.Tensor, head: str) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model[head](model["trunk"](x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), timeout=6.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for head in ("a", "b", "a", "b", "b", "ab"[rank] if last == "apart" else "a"):
+            compiled(model, optimizer, torch.randn(4, 3), head)
+        for _ in range(20 if last == "apart" else 2):
+            time.sleep(0.5)
+            compiled(model, optimizer, torch.randn(4, 3), "a")
+    except ws.WholestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_run_different_known_programs_are_told() -> None:
+    assert run_ranks(known_branches, 2, "together") == ["", ""]
+    first, second = run_ranks(known_branches, 2, "apart")
+    assert first == second
+    assert first.startswith("RankMismatchError: ranks ")
+    assert "ran different programs in call 6, counted over all steps" in first or "in one of calls" in first
+
+
 class Parts(nn.Module):
     """Images have a part of their own."""
 

@@ -1,7 +1,8 @@
 """Dims that a view merges behind others are shared out: tokens or heads behind rows, samples behind tokens."""
 
 from collections.abc import Callable
-from itertools import product
+from contextlib import suppress
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests.together import OneDevice, compare
 from tests.tp_models import VOCAB, Llama, next_token, step_of
+from wholestep.dtensor import placements
 from wholestep.errors import LayoutError
 from wholestep.graph import meta
 from wholestep.layout import AxisState, Layout, cut, replicated, split_at_blocks
@@ -82,6 +84,27 @@ def test_micro_batches_of_an_encoder(batch_first: bool) -> None:
     ]
     found = compare(one, "dp=2", parallel)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
+
+
+@pytest.mark.parametrize("axes", ["a=2", "b=3,a=2", "a=2,b=2", "b=2,a=2,c=2"])
+def test_torch_has_the_same_pieces(axes: str) -> None:
+    """`_StridedShard` is how DTensor says blocks."""
+    mesh, whole, tried = Mesh(axes), torch.arange(48), 0
+    for order in permutations(mesh.names):
+        for blocks in product((1, 2, 4, 8), repeat=len(order)):
+            layout = replicated(1)
+            for axis, count in zip(order, blocks, strict=True):
+                layout = layout.put(axis, AxisState("S", 0, blocks=count))
+            with suppress(LayoutError):
+                layout.check((48,), mesh)
+                for rank in range(mesh.size):
+                    at, piece = mesh.coordinate(rank), whole
+                    for axis, placement in zip(mesh.axes, placements(layout, mesh), strict=True):
+                        pieces = placement._split_tensor(piece, axis.size, with_padding=False, contiguous=True)[0]
+                        piece = pieces[at[axis.name]]
+                    assert torch.equal(cut(whole, layout, mesh, at), piece), (layout, at)
+                tried += 1
+    assert tried >= 4
 
 
 def test_pieces_of_blocks() -> None:

@@ -1,6 +1,6 @@
 """What this process does now: plain fields that its main thread writes, and that a thread tells the other ranks.
 
-A call of a step writes two of them and reads one: it sends nothing and takes no clock.
+A call of a step writes a few of them and reads one: it sends nothing and takes no clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Activity:
     """`inside` a call of `step`, which it refers to weakly, or after it; busy with something that may take
     `allowance_s` longer than a step; at a place where this rank waits for the others, who wait at the same `point`, and
     compares a program that has `news`. For the call of number `meets` it has a program with collectives. `unfinished`
-    counts calls that raised. `failure` is set once it is known that a rank failed. `explain` finds out why a collective
-    failed, and `told` hears that the main thread knows of it. `compiled` counts steps by their names.
+    counts calls that raised. `ran` counts those of programs with collectives, of all steps; `trail` says of the latest
+    ones divisible by 1, 2, 4, ... what had run by then. `failure` is set once it is known that a rank failed. `explain`
+    finds out why a collective failed, and `told` hears that the main thread knows of it. `compiled` counts steps by
+    their names.
     """
 
     step: Callable[[], NamedStep | None] = lambda: None
@@ -43,11 +45,21 @@ class Activity:
     news: str = ""
     meets: int = 0
     unfinished: int = 0
+    ran: int = 0
+    trail: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     error: str = ""
     failure: WholestepError | None = None
     explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
     told: Callable[[], None] | None = field(default=None, repr=False)
     compiled: Counter[str] = field(default_factory=Counter[str], repr=False)
+    _chain: int = 0
+
+    def note_program(self, key: int) -> None:
+        """A program with collectives ran, which has the same key on all ranks."""
+        self._chain = hash((self._chain, key))
+        self.ran += 1
+        for level in range((self.ran & -self.ran).bit_length()):
+            self.trail[level] = self.ran, self._chain
 
     def raise_failure(self) -> None:
         """Raise RankFailedError, if a rank failed."""

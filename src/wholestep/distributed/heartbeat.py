@@ -49,7 +49,7 @@ class Identity(Process):
 @dataclass(frozen=True)
 class Beat:
     """A heartbeat. `waits`: the main thread waits for other ranks, at a `point` that is the same for all who wait for
-    each other; `still_s`: for how long it does what it does. `news` and `meets` are those of `Activity`.
+    each other; `still_s`: for how long it does what it does. `news`, `meets` and `trail` are those of `Activity`.
     """
 
     who: Identity
@@ -62,6 +62,7 @@ class Beat:
     point: str = ""
     news: str = ""
     meets: int = 0
+    trail: tuple[tuple[int, int], ...] = ()
     still_s: float = 0.0
     allowance_s: float = 0.0
     left: bool = False
@@ -104,7 +105,7 @@ class MainThread:
         return replace(
             before, number=before.number + 1, step=which, calls=calls, where=where,
             what=_told(activity, name, calls, collective), waits=bool(activity.waits_at or collective), point=point,
-            news=activity.news, meets=activity.meets, still_s=still_s,
+            news=activity.news, meets=activity.meets, trail=tuple(activity.trail.values()), still_s=still_s,
             allowance_s=activity.allowance_s if activity.busy else 0.0,
         )  # fmt: skip
 

@@ -229,6 +229,8 @@ class Peers:
             call = f"call {beat.calls + 1} of {own.step.rpartition(' ')[0]}"
             found = f"rank {who.rank} compiled another program for {call}, rank {self.rank} did not: {beat.news}"
             return RankFailure(None, found, "", cure(beat.news.partition("\n")[2]), differs=True)
+        if parted := self._parted(own, beat):
+            return parted
         behind = same and beat.calls < own.calls
         # Where a device runs the program, the main thread may wait for a collective at any line.
         waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())
@@ -240,6 +242,18 @@ class Peers:
         if apart and min(own.still_s, beat.still_s) > patience_s:
             return self._deadlock(patience_s)
         return None
+
+    def _parted(self, own: Beat, beat: Beat) -> RankFailure | None:
+        """The ranks have run different programs, each of which all know: both had the collectives, so nobody waits."""
+        theirs = dict(beat.trail)
+        alike = sorted((call, chain == theirs[call]) for call, chain in own.trail if call in theirs)
+        first = next((call for call, same in alike if not same), None)
+        if first is None:
+            return None
+        before = max((call for call, same in alike if same and call < first), default=0)
+        calls = f"call {first}" if first == before + 1 else f"one of calls {before + 1} to {first}"
+        found = f"ranks {self.rank} and {beat.who.rank} ran different programs in {calls}, counted over all steps"
+        return RankFailure(None, found, "", f"{cure('')}, and go on from a checkpoint before that", differs=True)
 
     def _deadlock(self, patience_s: float) -> RankFailure | None:
         """Two ranks wait at different points. If all do, at one or another, nobody will ever come."""

@@ -78,6 +78,7 @@ class Program:
         self._batch = [at[i.name] for i in inputs if i.role is Role.BATCH]
         self._constants = [self.local.constants[i.name] for i in inputs if i.role is Role.CONST]
         effects = self.capture.effects
+        self.key = int(self.compared[:15] or "0", 16)
         self.meets = any(communicates(node) for node, _ in with_bodies(self.local.graph))  # ranks, in each call
         self.acts = bool(effects.acts)  # a call does more than compute tensors
         self._gradients = [write.place for write in effects.writes if write.adds]

@@ -142,6 +142,8 @@ class CompiledStep:
                     with uninterrupted():
                         result = program(call.leaves)
                         self.calls += 1
+                        if program.meets:
+                            ACTIVITY.note_program(program.key)
                         if self._nonfinite is not None and program.nonfinite:
                             self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
                         program.phase = Phase.DONE
