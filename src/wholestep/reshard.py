@@ -134,8 +134,9 @@ def _dim_to_share(layout: Layout, target: Layout, axis: str, shape: tuple[int, .
     if axis not in reduced or len(reduced) < 2 or not shape:
         return None
     pieces = [prod(map(mesh.axis_size, (*axes, axis))) for axes in layout.dims]
-    even = (dim for dim, (size, parts) in enumerate(zip(shape, pieces, strict=True)) if size and size % parts == 0)
-    return next(even, max(range(len(shape)), key=lambda dim: shape[dim] / pieces[dim]))
+    plain = [dim for dim in range(len(shape)) if not {*layout.dims[dim]} & {a for a, _ in layout.blocks}]
+    even = (dim for dim in plain if shape[dim] and shape[dim] % pieces[dim] == 0)
+    return next(even, max(plain, key=lambda dim: shape[dim] / pieces[dim], default=None))
 
 
 def _cuts(layout: Layout, target: Layout, axis: str, want: AxisState) -> Iterator[tuple[Step, Layout]]:

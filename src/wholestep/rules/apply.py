@@ -76,7 +76,8 @@ def apply(
     """`rule` bound to `call`; a RuleError names the tensor whose shape it does not fit."""
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
-    unlike = frozenset({*local, *rule.whole})
+    starts = any(source.startswith("start") for source in sizes.values())  # one place, from which a piece goes on
+    unlike = frozenset(rule.factors if starts else {*local, *rule.whole})
     splits = "out0" in sizes.values()  # a rank says which dims its piece has, as a view does
     groups = tuple(_group(rule, call, where, entry, filled, unlike, splits) for entry in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
@@ -155,9 +156,7 @@ def _lead(dims: Iterable[Dim]) -> int:
 
 
 class _Sizes:
-    """Sizes of factors, from all tensors. `stuck` ones cannot be sharded, but for `inner` ones of merged dims, in
-    blocks; `even` ones need equal parts.
-    """
+    """Sizes of factors. `stuck` ones cannot be sharded, but `inner` ones in blocks; `even` ones need equal parts."""
 
     def __init__(self, rule: RuleText, call: Call) -> None:
         self.rule, self.call = rule, call
