@@ -17,7 +17,7 @@ STAGES = "pp"
 """A name that stands for stages of a pipeline: other strategies do not take an axis called so."""
 _RESERVED = {
     "cp": (
-        "no strategy is called context parallelism",
+        "no strategy has this name",
         'an axis of another name, whose ranks share tokens: DataParallel(..., semantics="global", input_batch_dim=1)',
     ),
     "ep": ("experts have no axis of their own", "split experts along tp (the model's plan), or shard them along dp"),

@@ -308,6 +308,7 @@ def test_ranks_may_hold_nothing_alike() -> None:
     assert run_ranks(without_copies, 2, rows, ("without state", "state"), timeout=300) == [{}] * 2
 
 
+@pytest.mark.full
 def test_ranks_may_hold_nothing_alike_with_any_option() -> None:
     assert run_ranks(without_copies, 2, list(CHOICES.items()), ("without state",), timeout=300) == [{}] * 2
     rows = [("default", {}), ("across steps", CHOICES["across steps"])]

@@ -281,6 +281,7 @@ def test_three_ranks(three: Results, name: str) -> None:
     _close(three[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", _names(_named(FOUR, "four")))
 def test_four_ranks(four: Results, name: str) -> None:
     _close(four[name])

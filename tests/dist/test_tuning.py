@@ -112,6 +112,7 @@ def test_numbers_are_the_same_bits_and_all_ranks_run_the_same(style: str, world:
     assert "schedule 1, stays" in str(first)
 
 
+@pytest.mark.full
 def test_ranks_whose_batches_differ_run_the_same_schedule_in_each_call() -> None:
     """Rank 1 gets batches of other sizes, and compiles a program for each while the schedules take turns, alone."""
     rows = ((8,), (8, 8, 8, 8, 5, 8, 6))

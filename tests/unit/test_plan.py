@@ -143,8 +143,8 @@ def test_mesh_numbers_ranks_row_major():
         ("dp", "mesh 'dp': cannot parse 'dp'"),
         ("dp=2,dp=2", "mesh 'dp=2,dp=2' names axis 'dp' twice"),
         ("dp=0", "axis 'dp' has size 0"),
-        ("dp=2,cp=4", "mesh 'dp=2,cp=4' has an axis 'cp': no strategy is called context parallelism"),
-        ((ws.Axis("cp", 2),), "mesh (Axis(name='cp', size=2),) has an axis 'cp': no strategy is called context parallelism"),
+        ("dp=2,cp=4", "mesh 'dp=2,cp=4' has an axis 'cp': no strategy has this name"),
+        ((ws.Axis("cp", 2),), "mesh (Axis(name='cp', size=2),) has an axis 'cp': no strategy has this name"),
         ("dp=2,ep=4", "mesh 'dp=2,ep=4' has an axis 'ep': experts have no axis of their own"),
     ],
 )
