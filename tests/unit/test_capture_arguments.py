@@ -475,6 +475,27 @@ def test_an_array_is_a_tensor_until_its_contents_are_read(kind: str) -> None:
     assert step.captures <= max(captures, 2), step.misses
 
 
+@pytest.mark.parametrize("kind", ["closure", "argument that is read", "buffer of bytes"])
+def test_an_array_that_is_no_input_and_changes_in_place_is_refused(kind: str) -> None:
+    """A tensor that has the memory of an array is not a new one: the change would be lost after the call."""
+    memory = np.ones(3, dtype=np.float32)
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, given: np.ndarray) -> Tensor:
+        array = memory if kind == "closure" else given
+        scale = torch.frombuffer(memory, dtype=torch.float32) if "bytes" in kind else torch.from_numpy(array)
+        scale.mul_(1.0 + float(given.sum()))
+        optimizer.zero_grad()
+        loss = (model(x) * scale).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model = nn.Linear(3, 3)
+    with pytest.raises(ws.CaptureError, match=r"changes in place a tensor of shape \(3,\)"):
+        ws.compile(step)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3), memory.copy())
+    assert memory.tolist() == [1.0, 1.0, 1.0]
+
+
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value

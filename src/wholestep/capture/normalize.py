@@ -66,11 +66,16 @@ def changed_constants(module: GraphModule) -> list[torch.Tensor]:
 
 
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Yield each node that changes a constant in place, or a view of it, and the constant's node."""
+    """Yield each node that changes a constant in place, or a view of it, and the constant's node. A new tensor that has
+    the memory of an array (`from_numpy`) is no new one: its storage cannot be resized.
+    """
     for node in filter(is_mutating, module.graph.nodes):
         for given in map(_viewed, written(node)):
-            if given.op == "get_attr":
-                yield node, given
+            source = node_at(given, 0) if given.target is aten.lift_fresh_copy.default else given
+            if source.op == "get_attr" and (
+                source is given or not getattr(module, str(source.target)).untyped_storage().resizable()
+            ):
+                yield node, source
 
 
 def _viewed(node: Node) -> Node:
