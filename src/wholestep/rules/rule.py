@@ -87,8 +87,7 @@ class Group:
     def _settled(self, factor: str) -> int:
         """The size of a factor by which blocks are counted: the program is for batches that have this one."""
         size = self.sizes.get(factor, 0)
-        assert size == int(size), "where it is another one in other batches, a comparison is what they are asked"
-        return int(size)
+        return int(size) if size == int(size) else 0  # of a symbol, the comparison is what other batches are asked
 
     @property
     def factors(self) -> tuple[str, ...]:
