@@ -100,6 +100,7 @@ def interrupted_at_first(
     rank: int, world: int, where: str, style: str
 ) -> tuple[list[str], bool, list[float], list[float]]:
     """Ctrl-C on rank 1 in the first call, which is made again; then more calls, and those of a job without Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell is to ignore it
     left = [rank == 1]
 
     def ctrl_c(held: Any) -> Any:
