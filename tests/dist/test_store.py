@@ -111,5 +111,4 @@ def test_what_another_process_writes_is_an_error_or_nothing(key: str, tmp_path: 
         assert "exit code 1 and no result" in str(error)  # noqa: PT017
         found = []
     assert set(found) <= {"", "StoreError", "RankFailedError", "RankMismatchError"}
-    assert "StoreError" in found or "" in found or not found
     assert not (tmp_path / "canary").exists()

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -253,7 +253,8 @@ class Rendezvous:
                 self._publish(label, lambda whole=whole: conclude(whole))
         except StoreError as error:
             spoiled = error.found, error.needed, error.next_step
-            self._publish(label, lambda: _Outcome(spoiled=spoiled))
+            told = replace(self, store=self.store.clone())  # the server has closed the connection that asked
+            told._publish(label, lambda: _Outcome(spoiled=spoiled))
             raise
         key, start = f"{label}/outcome", time.monotonic()
         reported = start
