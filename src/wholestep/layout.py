@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .mesh import Mesh
-from .sizes import SizeInt, in_units, least, unit_of
+from .sizes import SizeInt, in_units, least, unit_of, whole
 
 PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
 
@@ -135,7 +135,7 @@ class Layout:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Return the local shape at `coordinate` of a tensor of global `shape`, if it is there (`is_held_at`)."""
         out: list[int] = []
-        for size, axes in zip(shape, self.dims, strict=True):
+        for size, axes in zip(map(whole, shape) if self.blocks else shape, self.dims, strict=True):
             for axis in axes:
                 size = chunk_range(size, mesh.axis_size(axis), coordinate[axis])[1]
             out.append(size)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ..errors import RuleError
 from ..graph.meta import TensorMeta
-from ..sizes import unit_of
+from ..sizes import whole
 from .call import Call
 from .language import Dim, RuleText, Term, base, spread
 from .rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough
@@ -125,7 +125,7 @@ def _group(
     having = [seen.factors_of(t, m) for o, (t, m) in made.items() if o not in opaque]
     having.append({f for p, t in shown.items() for f in seen.factors_of(t, call.operands[p])})
     unlike |= {f for f in seen.inner if not splits or any(f not in factors for factors in having)}
-    sizes = {f: n for f, n in seen.sizes.items() if not {f, base(f)} & unlike and unit_of(n) in (None, 1) and n > 1}
+    sizes = {f: whole(n) for f, n in seen.sizes.items() if not {f, base(f)} & unlike and n > 1}
     sides = ((0, p, t, call.operands[p]) for p, t in shown.items()), ((1, o, t, m) for o, (t, m) in made.items())
     merged = {
         (side, at, dim): factors

@@ -13,6 +13,7 @@ from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
 from ..layout import Extent, Layout, extent
 from ..mesh import Mesh
+from ..sizes import whole
 from .call import Call
 from .rule import BoundRule, Group
 
@@ -58,6 +59,7 @@ def localize(
             layout, shape = (
                 (takes[number], call.shape(number)) if found[1] == "in" else (gives[number], call.made(number))
             )
+            shape = map(whole, shape) if layout.blocks else shape
             values[name] = [of(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
         elif source in pieces:
             values[name] = pieces[source][1]
