@@ -1,5 +1,6 @@
 """Batches of sizes that change, on gloo ranks: one program for all, with the numbers of DDP or of one process."""
 
+import copy
 import random
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from torch.nn import functional as F
 import wholestep as ws
 from examples.demo.model import GPTConfig, build
 from tests.dist.launch import run_ranks
+from tests.tp_models import VOCAB, Llama, next_token, step_of
 from tests.unit.test_sizes import train
 from tests.unit.test_sizes_compiled import model_of
 
+of_tokens = step_of(next_token)
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 
 
@@ -331,3 +334,28 @@ def test_ranks_with_other_sizes_run_blocks_in_one_order() -> None:
     """Ranks of a stage reduce in each block, and each prices blocks for its own batch."""
     for worst, _, _, misses in run_ranks(_piped, 4, "dp=2,pp=2", "auto", "per_rank", "zero2", timeout=590):
         assert worst < 1e-9, misses
+
+
+def _shares_tokens(rank: int, world: int) -> tuple[float, int]:
+    """Rows and tokens of a batch that change; ranks have pieces of all rows, of unequal lengths in one of the calls."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Llama(by_hand=True, kv=4, layers=1)
+    other = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    step = ws.compile(of_tokens, parallel=ws.DataParallel("fully_shard", semantics="global", input_batch_dim=1))
+    worst = 0.0
+    for call, (rows, length) in enumerate([(4, 20), (4, 12), (4, 13), (2, 20), (4, 16), (2, 14)]):
+        drawn = torch.Generator().manual_seed(call)
+        ids, targets = torch.randint(VOCAB, (2, rows, length), generator=drawn)
+        pieces = [whole.chunk(world, 1)[rank].contiguous() for whole in (ids, targets)]
+        loss = step(model, optimizer, *pieces)
+        worst = max(worst, abs(loss.item() - of_tokens(other, plain, ids, targets).item()))
+    return worst, len(step.programs)
+
+
+def test_ranks_share_tokens_at_all_sizes() -> None:
+    """Tokens are blocks behind rows: their number is asked of each batch, where sizes are symbols."""
+    for worst, programs in run_ranks(_shares_tokens, 2):
+        assert worst < 1e-10
+        assert programs <= 4  # the first size; with symbols: four rows, four rows unevenly, two rows

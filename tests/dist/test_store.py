@@ -105,10 +105,11 @@ def test_every_key_is_tried(tmp_path: Path) -> None:
     "key", [pytest.param(key, marks=() if key.endswith(QUICK) else pytest.mark.full) for key in KEYS]
 )
 def test_what_another_process_writes_is_an_error_or_nothing(key: str, tmp_path: Path) -> None:
+    found, ended = list[str](), ""
     try:
         found = [said for said, _ in run_ranks(trained, 2, key, tmp_path, timeout=60)]
     except RankError as error:  # a rank that is blocked in torch is ended, after the error is written to its output
-        assert "exit code 1 and no result" in str(error)  # noqa: PT017
-        found = []
+        ended = str(error)
+    assert not ended or "exit code 1 and no result" in ended
     assert set(found) <= {"", "StoreError", "RankFailedError", "RankMismatchError"}
     assert not (tmp_path / "canary").exists()

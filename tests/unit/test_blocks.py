@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph
 from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
+from tests.steps import mean_square
 from tests.together import OneDevice, compare
 from tests.tp_models import VOCAB, Llama, next_token, step_of
 from wholestep.dtensor import placements
@@ -68,15 +69,8 @@ def test_micro_batches_of_an_encoder(batch_first: bool) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first, norm_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
     shape = (8, 5, 8) if batch_first else (5, 8, 8)
-    one = stepped(encoder, step, [(torch.randn(shape),) for _ in range(2)])
+    one = stepped(encoder, mean_square, [(torch.randn(shape),) for _ in range(2)])
     dim = 1 - batch_first
     parallel = [
         ws.DataParallel("zero1", semantics="global", input_batch_dim=dim),

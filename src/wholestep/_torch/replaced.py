@@ -125,7 +125,7 @@ def entrances_replaced(enter: Form) -> AbstractContextManager[None]:
 
 
 def of_tensors(function: Any) -> Callable[..., Any] | None:
-    """How torch writes a function in Python, whose numbers may be tensors; for those that have the same gradients."""
+    """The reference of a function in `torch._refs`, which takes tensors for numbers; of those with equal gradients."""
     name: str = getattr(function, "__name__", "")
     return getattr(torch._refs.nn.functional, name) if name in _OF_TENSORS else None
 

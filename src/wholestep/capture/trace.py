@@ -453,12 +453,12 @@ class _TorchCalls(TorchFunctionMode):
         made = NotImplemented if named else self._step.counts.instead(func, args)
         if made is not NotImplemented:
             return made
-        made = self._made(func, args, named)
+        made = self._called(func, args, named)
         if made is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:
             self._step.saw_no_grad(args[0])
         return made
 
-    def _made(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
+    def _called(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         form = _torch.of_tensors(func) if self._numbers.among([*args, *named.values()]) else None
         if form is None:
             return func(*args, **named)

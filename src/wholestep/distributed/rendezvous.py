@@ -114,7 +114,7 @@ class Rendezvous:
 
         Sections of `PER_CALL` are compared among ranks with the same `call`. A rank with a `failure` has no program: it
         stops all others, and returns at once. Raises RankMismatchError: on every rank, with the ranks and the first
-        difference, or the failed or missing rank; also if a rank goes on without what is new here, the `news`.
+        difference, or the failed or missing rank. It has the `news`, what is new here, if a rank goes on without.
         """
         if self.size == 1:
             return Calls(0, True)

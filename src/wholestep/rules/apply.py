@@ -122,9 +122,9 @@ def _group(
     nonempty = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
     nonempty |= {f: n for f, n in call.sizes(operands).items() if f in filled or base(f) in filled}
     even = {f: seen.sizes[f] for f in seen.even}
-    having = [seen.factors_of(t, m) for o, (t, m) in made.items() if o not in opaque]
-    having.append({f for p, t in shown.items() for f in seen.factors_of(t, call.operands[p])})
-    unlike |= {f for f in seen.inner if not splits or any(f not in factors for factors in having)}
+    needed = [seen.factors_of(t, m) for o, (t, m) in made.items() if o not in opaque]
+    needed.append({f for p, t in shown.items() for f in seen.factors_of(t, call.operands[p])})
+    unlike |= {f for f in seen.inner if not splits or any(f not in factors for factors in needed)}
     sizes = {f: whole(n) for f, n in seen.sizes.items() if not {f, base(f)} & unlike and n > 1}
     sides = ((0, p, t, call.operands[p]) for p, t in shown.items()), ((1, o, t, m) for o, (t, m) in made.items())
     merged = {
