@@ -35,7 +35,7 @@ class Counting:
             if name == "check":
                 self.polled.update(args[0])
             else:
-                self.asked[name] += len(args[0]) if isinstance(args[0], list) else 1
+                self.asked[name] += len(args[0]) if args and isinstance(args[0], list) else 1
             return getattr(self.store, name)(*args)
 
         return ask
