@@ -15,9 +15,10 @@ from torch.nn import functional as F
 import wholestep as ws
 from examples.demo.model import GPTConfig, build
 from tests.dist.launch import run_ranks
-from tests.tp_models import VOCAB, Llama, next_token, step_of
+from tests.tp_models import LAYERS, SEQUENCE, VOCAB, Llama, next_token, step_of
 from tests.unit.test_sizes import train
 from tests.unit.test_sizes_compiled import model_of
+from wholestep.graph.nodes import communicates
 
 of_tokens = step_of(next_token)
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
@@ -352,6 +353,30 @@ def _shares_tokens(rank: int, world: int) -> tuple[float, int]:
         loss = step(model, optimizer, *pieces)
         worst = max(worst, abs(loss.item() - of_tokens(other, plain, ids, targets).item()))
     return worst, len(step.programs)
+
+
+def _rows_of_layers(rank: int, world: int, plan: Any, by_hand: bool) -> tuple[float, list[int]]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Llama(by_hand=by_hand, kv=4, layers=1)
+    other = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    step = ws.compile(of_tokens, parallel=ws.TensorParallel(plan), mesh="tp=2")
+    worst = 0.0
+    for call, (rows, length) in enumerate([(4, 20), (5, 22), (3, 14)]):
+        batch = torch.randint(VOCAB, (2, rows, length), generator=torch.Generator().manual_seed(call))
+        loss = step(model, optimizer, *batch)
+        worst = max(worst, abs(loss.item() - of_tokens(other, plain, *batch).item()))
+    return worst, [sum(map(communicates, program.local.graph.nodes)) for program in step.programs]
+
+
+@pytest.mark.parametrize(("plan", "by_hand"), [(SEQUENCE, False), (LAYERS, True)], ids=["sequence", "by hand"])
+def test_tensor_parallel_layers_take_any_number_of_rows(plan: Any, by_hand: bool) -> None:
+    """Tokens and heads lie behind rows: one program for all numbers of rows, with as many collectives as for one."""
+    for worst, collectives in run_ranks(_rows_of_layers, 2, plan, by_hand):
+        assert worst < 1e-10
+        assert len(collectives) == 2
+        assert collectives[0] == collectives[1]
 
 
 def test_ranks_share_tokens_at_all_sizes() -> None:

@@ -16,10 +16,10 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from ..tuning import TUNING
-from . import meta
+from . import meta, unmerge_matmul
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
-from .nodes import copy_node, node_at, operands
+from .nodes import copy_node, drop_dead, node_at, operands
 from .sizes_in_graph import symbols_in, with_plain_sizes, without_size_nodes
 from .verify import check_train_graph
 
@@ -32,8 +32,11 @@ def can_expand(node: Node) -> bool:
 
 
 def expandable(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes that have a decomposition."""
-    return list(filter(can_expand, nodes))
+    """Return the nodes that have a decomposition, and the products whose dims a view among `nodes` merges."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        found |= {node: None} if can_expand(node) else dict.fromkeys(unmerge_matmul.products_of(node))
+    return list(found)
 
 
 def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
@@ -46,16 +49,23 @@ def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
 
 
 def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
-    new, at = Graph(), dict[Node, Any]()
+    new, at, merged = Graph(), dict[Node, Any](), dict[Node, Node]()
     for node in graph.graph.nodes:
         if node.op == "output":
             new.output(map_arg(node.args[0], at.__getitem__))
+        elif node.name in names and unmerge_matmul.factors(node) is not None:
+            whole, at[node] = unmerge_matmul.write(node, new, at)
+            merged[node] = whole
+        elif (given := next(iter(node.all_input_nodes), node)) in merged and unmerge_matmul.undoes(node, merged[given]):
+            at[node] = merged[given]
         elif node.name in names and (body := _decomposition(node)) is not None:
             at[node] = _inline(node, body, new, at)
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
             at[node] = at[node_at(node, 0)][cast(int, node.args[1])]
         else:
             at[node] = copy_node(node, new, at.__getitem__)
+    if merged:
+        drop_dead(new)
     known = {n.name for n in new.nodes}
     losses = tuple(name if name in known else _last(new, name) for name in graph.losses)
     made = replace(graph, graph=new, losses=tuple(filter(None, losses)))

@@ -70,8 +70,10 @@ class _Propagation:
         self.rounding: frozenset[Node] = rounding(self.situation.graph, self.batch_dependent)
         self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
         self.active = [axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1]
+        self.batch_axes = set[str]()
         for given, node in self.situation.graph.placeholders():
             self.layouts[node] = (self.situation.rest[given.name],)
+            self.batch_axes |= self.situation.rest[given.name].axes if given.role is Role.BATCH else set()
 
     def decide(self, node: Node) -> None:
         if _torch.is_getitem(node.target):
@@ -428,7 +430,9 @@ class _CallOnAxis:
                 continue
             target = self.run.target(self.given[i])
             state = target.state(self.axis) if self.states[i].kind == "P" and target else self.states[i]
-            if factor := group.factor_at(0, i, state):
+            factor = group.factor_at(0, i, state)
+            # such a program is for one number of blocks: for that only samples and tokens are shared
+            if factor and (self.axis in self.run.batch_axes or not group.is_counted_by_symbols(factor)):
                 found[factor] = None
         own = self.run.at_home(self.node, self.axis)
         return [*found, own] if own in self.rule.made_factors(group) else list(found)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ..layout import AxisState, sharded_along
+from ..sizes import SizeInt
 
 Term = tuple[str | None, ...]
 """For each dim of a tensor the factor that may shard it; None if it must stay whole."""
@@ -109,6 +110,11 @@ class Group:
     def is_inner(self, factor: str) -> bool:
         """True for blocks of a factor, and for one that is merged behind another."""
         return " in " in factor or not any(factor in term for term in (*self.operands.values(), *self.outputs.values()))
+
+    def is_counted_by_symbols(self, factor: str) -> bool:
+        """True for a factor behind one whose size is another one in other batches, and with it the number of blocks."""
+        behind = (factors[: factors.index(factor)] for factors in self.merged.values() if factor in factors)
+        return any(isinstance(self.sizes[outer], SizeInt) for factors in behind for outer in factors)
 
     def nests(self, cuts: Mapping[str, Sequence[int]]) -> bool:
         """True if factors that are split at once, each into its parts, leave every block whole."""

@@ -1,0 +1,91 @@
+"""Rewrites `bmm` over merged dims (batch and heads of hand-written attention) as `matmul` over the original dims.
+
+A sharded dim cannot be merged behind another dim. Over the original dims the product can be sharded along any of
+them, and the views around it disappear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from . import meta
+from .nodes import add_call, node_at
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def products_of(view: Node) -> Iterator[Node]:
+    """Yield the products that read `view`, which merges dims, and can be rewritten over the original dims."""
+    for user in view.users if view.target in _VIEWS or _is_transpose(view) else ():
+        if user.target is aten.bmm.default and factors(user) is not None:
+            yield user
+        elif _is_transpose(user):
+            yield from products_of(user)
+
+
+def factors(product: Node) -> list[tuple[Node, bool]] | None:
+    """Return both operands before their dims were merged, each with whether it was transposed since, or None."""
+    if product.target is not aten.bmm.default:
+        return None
+    found = [_before(node_at(product, 0)), _before(node_at(product, 1))]
+    if None in found:
+        return None
+    known = cast(list[tuple[Node, bool]], found)
+    leads = {_shape(node)[:-2] for node, _ in known}
+    return known if len(leads) == 1 else None
+
+
+def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
+    """Insert the product over the original dims, and a view of its result with merged dims; return both."""
+    left, right = (_transposed(node, transposed, at[node], new, product) for node, transposed in factors(product) or ())
+    made = meta.one_tensor(product)
+    shape = (*meta.one_tensor(left).shape[:-1], meta.one_tensor(right).shape[-1])
+    name = f"{product.name}__product"
+    whole = add_call(new, aten.matmul.default, (left, right), meta.contiguous(shape, made), product, name)
+    name = f"{product.name}__merged"
+    return whole, add_call(new, aten.view.default, (whole, list(made.shape)), made, product, name)
+
+
+def undoes(view: Node, whole: Node) -> bool:
+    """Return whether `view` splits the merged dims of the result `whole` again."""
+    return view.target in _VIEWS and _shape(view) == meta.one_tensor(whole).shape
+
+
+def _before(node: Node) -> tuple[Node, bool] | None:
+    transposed = False
+    while _is_transpose(node):
+        node, transposed = node_at(node, 0), not transposed
+    if node.target not in _VIEWS:
+        return None
+    source = node_at(node, 0)
+    have, want = _shape(source), _shape(node)
+    merges = len(want) == 3 and len(have) > 3 and have[-2:] == want[-2:] and prod(have[:-2]) == want[0]
+    return (source, transposed) if merges else None
+
+
+def _is_transpose(node: Node) -> bool:
+    if node.target is not aten.transpose.int or len(_shape(node)) != 3:
+        return False
+    return {cast(int, d) % 3 for d in node.args[1:3]} == {1, 2}
+
+
+def _transposed(source: Node, transposed: bool, given: Node, new: Graph, like: Node) -> Node:
+    if not transposed:
+        return given
+    made = meta.one_tensor(source)
+    *lead, rows, columns = range(len(made.shape))
+    order = [*lead, columns, rows]
+    swapped = replace(made, shape=tuple(made.shape[d] for d in order), stride=tuple(made.stride[d] for d in order))
+    return add_call(new, aten.transpose.int, (given, -2, -1), swapped, like, f"{like.name}__{source.name}_t")
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    made = meta.tensor(node)
+    return made.shape if made else ()
