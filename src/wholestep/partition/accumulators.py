@@ -26,19 +26,19 @@ def add_up(total: Tensor | None, value: Tensor, op: str, owned: bool, dtype: tor
 
 
 @shares("view")
-def put_piece(whole: Tensor | None, value: Tensor, pieces: int, piece: int) -> Tensor:
-    """Return `whole` with `value` as its rows number `piece` of as many."""
+def put_piece(full: Tensor | None, value: Tensor, pieces: int, piece: int) -> Tensor:
+    """Return `full` with `value` as its rows number `piece` of as many."""
     rows = value.shape[0]
-    if whole is None:
-        whole = value.new_empty((pieces * rows, *value.shape[1:]))
-    whole[piece * rows : (piece + 1) * rows] = value
-    return whole
+    if full is None:
+        full = value.new_empty((pieces * rows, *value.shape[1:]))
+    full[piece * rows : (piece + 1) * rows] = value
+    return full
 
 
 @shares("all")
-def keep_piece(kept: list[Tensor] | None, value: Tensor, owned: bool) -> list[Tensor]:
-    """Return `kept` with `value` of one more piece, for a later loop."""
-    return [*(kept or ()), value if owned else value.clone()]
+def keep_piece(values: list[Tensor] | None, value: Tensor, owned: bool) -> list[Tensor]:
+    """Return `values` with `value` of one more piece, for a later loop."""
+    return [*(values or ()), value if owned else value.clone()]
 
 
 ACCUMULATORS = (add_up, put_piece, keep_piece)
@@ -46,16 +46,16 @@ ACCUMULATORS = (add_up, put_piece, keep_piece)
 
 @priced_like(FREE)
 @shares("view")
-def of_piece(kept: list[Tensor], number: int) -> Tensor:
+def of_piece(values: list[Tensor], number: int) -> Tensor:
     """Return the value of piece `number` that `keep_piece` has kept."""
-    return kept[number]
+    return values[number]
 
 
 @priced_like(FREE)
 @shares("view")
-def kept_piece(kept: list[Tensor], piece: int) -> Tensor:
+def kept_piece(values: list[Tensor], piece: int) -> Tensor:
     """Return the value of one piece, of those that `keep_piece` has kept, or that a loop is given."""
-    return kept[piece]
+    return values[piece]
 
 
 def accumulate_early(graph: Graph, also: Callable[[Node], bool] = lambda _: False) -> None:
@@ -65,12 +65,12 @@ def accumulate_early(graph: Graph, also: Callable[[Node], bool] = lambda _: Fals
     place = {node: number for number, node in enumerate(graph.nodes)}
 
     def raised(node: Node) -> None:
-        for given in node.all_input_nodes:
-            if also(given):
-                raised(given)
-        made = [given for given in node.all_input_nodes if given.op != "placeholder"]
-        if made:
-            last = max(made, key=place.__getitem__)
+        for operand in node.all_input_nodes:
+            if also(operand):
+                raised(operand)
+        computed = [operand for operand in node.all_input_nodes if operand.op != "placeholder"]
+        if computed:
+            last = max(computed, key=place.__getitem__)
             last.append(node)
             place[node] = place[last]
 

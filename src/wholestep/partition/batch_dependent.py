@@ -14,9 +14,9 @@ def batch_dependent(local: LocalGraph) -> set[Node]:
     """Nodes that depend on the batch, also on what other stages send of it, on gradients of earlier calls, or on random
     numbers.
     """
-    found = {node for given, node in local.placeholders() if given.role in (Role.BATCH, Role.GRAD)}
+    dependent = {node for spec, node in local.placeholders() if spec.role in (Role.BATCH, Role.GRAD)}
     for node in local.graph.nodes:
-        own = is_random(node) or part_of(node) is not None or meta.is_received_of_batch(node)
-        if node.op == "call_function" and (own or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        is_source = is_random(node) or part_of(node) is not None or meta.is_received_of_batch(node)
+        if node.op == "call_function" and (is_source or not dependent.isdisjoint(node.all_input_nodes)):
+            dependent.add(node)
+    return dependent

@@ -29,26 +29,26 @@ class ExtendedCalls:
     extended: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
     added: dict[Node, Added] = field(default_factory=dict[Node, Added])
 
-    def operands(self, node: Node, decision: Decision, given: list[Node]) -> Added:
+    def operands(self, node: Node, decision: Decision, arguments: list[Node]) -> Added:
         """Extend those of `given`, the operands of a call, where that is needed. Returns what is to be cut off."""
-        found: Added = {}
+        added: Added = {}
         cut = any(layout.is_sharded for layout in decision.operands)
         rule = find_rule(node) if cut and not draws(node) else None
         if rule is None or not rule.extends or not any(group.filled for group in rule.groups):
-            return found
+            return added
         call = Call.of(node)
         for group in rule.groups:
             for factor in filter(group.may_be_extended, group.filled):
                 places = [(i, term.index(factor)) for i, term in group.operands.items() if factor in term]
                 lengths = [extent(call.shape(i)[d], decision.operands[i].dims[d], self.emit.mesh) for i, d in places]
-                length = next((one for one in lengths if isinstance(one, Extent)), None)
+                length = next((size for size in lengths if isinstance(size, Extent)), None)
                 if length is not None:
                     for i, dim in places:
-                        given[i] = self._at_least_one(given[i], dim)
+                        arguments[i] = self._at_least_one(arguments[i], dim)
                     for number, term in group.outputs.items():
                         if factor in term:
-                            found.setdefault(number, []).append((term.index(factor), length))
-        return found
+                            added.setdefault(number, []).append((term.index(factor), length))
+        return added
 
     def result(self, new: Node, node: Node, added: Added) -> Node:
         """The result of a call without what was added; of several, each is cut where it is picked."""
@@ -60,8 +60,8 @@ class ExtendedCalls:
     def item(self, new: Node, node: Node, source: Node) -> Node:
         """`new`, which `node` picks of the results of `source`, without what was added."""
         picked, added = meta.picked(node), self.added.get(source, {})
-        own = {n - picked.start: found for n, found in added.items() if picked.start <= n < picked.stop}
-        return self.result(new, node, own)
+        cuts = {n - picked.start: lengths for n, lengths in added.items() if picked.start <= n < picked.stop}
+        return self.result(new, node, cuts)
 
     def _at_least_one(self, node: Node, dim: int) -> Node:
         if (node, dim) not in self.extended:

@@ -47,9 +47,9 @@ def fold_pieces(local: LocalGraph, once: Mapping[Node, Collection[Node]], regath
             loop. Or a value has to be exchanged between pieces in a way that has no form as a loop.
     """
     fold = _Fold(local, once, regathered)
-    made = fold.run()
-    _check_memory(made, fold.pieces)
-    return made
+    folded = fold.run()
+    _check_memory(folded, fold.pieces)
+    return folded
 
 
 @dataclass
@@ -69,8 +69,8 @@ class _Fold:
     def __post_init__(self) -> None:
         self.nodes = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.pieces = self.local.mesh.pieces
-        given = zip(self.local.placeholders(), self.local.layouts, strict=True)
-        self.batch = {node: layout.state(TIME).dim for (_, node), layout in given if layout.state(TIME) != REPLICATED}
+        inputs = zip(self.local.placeholders(), self.local.layouts, strict=True)
+        self.batch = {node: layout.state(TIME).dim for (_, node), layout in inputs if layout.state(TIME) != REPLICATED}
         self.looped, self.sunk = set(self.batch), set[Node]()
         self._find_looped()
         self.loops = self._earliest()
@@ -80,12 +80,12 @@ class _Fold:
     def run(self) -> LocalGraph:
         mesh = self.local.mesh.of_ranks
         layouts = tuple(layout.put(TIME, REPLICATED) for layout in self.local.layouts)
-        for (given, node), layout in zip(self.local.placeholders(), layouts, strict=True):
+        for (spec, node), layout in zip(self.local.placeholders(), layouts, strict=True):
             self.at[node] = copy_node(node, self.new, self.at.__getitem__)
             if node in self.batch:
-                shape = layout.local_shape(given.meta.shape, mesh, mesh.coordinate(0))
-                whole = given.meta if shape == given.meta.shape else contiguous(shape, given.meta)
-                meta.set_tensors(self.at[node], (whole,))
+                shape = layout.local_shape(spec.meta.shape, mesh, mesh.coordinate(0))
+                tensor = spec.meta if shape == spec.meta.shape else contiguous(shape, spec.meta)
+                meta.set_tensors(self.at[node], (tensor,))
         by_stage: dict[int, list[Node]] = {}
         for node in self.nodes:
             if not self._in_loop(node) and not self._is_result(node):
@@ -109,15 +109,15 @@ class _Fold:
         if node.op == "call_function" and not node.all_input_nodes:
             self.at[node] = copy_node(node, self.new, self._read)
             return self.at[node]
-        made = meta.one_tensor(node)
-        new = add_call(self.new, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
-        new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+        tensor = meta.one_tensor(node)
+        new = add_call(self.new, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
+        new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
         return new
 
     def _operands(self, node: Node) -> list[Node]:
         """The nodes whose values `node` reads."""
         by_shape = self.once.get(node, ())
-        return [given for given in node.all_input_nodes if given not in by_shape]
+        return [operand for operand in node.all_input_nodes if operand not in by_shape]
 
     def crosses(self, node: Node) -> bool:
         """True for a collective along `time`."""
@@ -147,7 +147,7 @@ class _Fold:
         """The number of loops: the longest chain of values that are complete after a loop."""
         first = dict[Node, int]()
         for node in self.nodes:
-            first[node] = max((first.get(given, 0) for given in self._operands(node)), default=0)
+            first[node] = max((first.get(operand, 0) for operand in self._operands(node)), default=0)
             if self._is_result(node):
                 first[node] += 1
         self.first = first
@@ -164,10 +164,10 @@ class _Fold:
             if draws(node) or node.target is drawn:
                 last = drawn_by = min(last, drawn_by)
             if last < self.first[node]:
-                found = (
+                problem = (
                     f"%{node.name} draws random numbers from a value of all micro-batches, and others follow before it"
                 )
-                raise PlanError(found, "draws that need no loop", "leave out MicroBatches", meta.source_line(node))
+                raise PlanError(problem, "draws that need no loop", "leave out MicroBatches", meta.source_line(node))
             self.stage[node] = last
             if node in self.regathered and all(self._in_loop(u) and self.stage[u] == last for u in node.users):
                 self.sunk.add(node)
@@ -177,17 +177,17 @@ class _Fold:
 
     def _kept(self) -> set[Node]:
         """Values of pieces that a later loop reads, but for those that are computed again from what it has anyway."""
-        kept, again = set[Node](), set(self.batch)
+        saved, again = set[Node](), set(self.batch)
         for node in self.nodes:
             if node not in self.looped:
                 continue
             cheap = is_pointwise(node.target) or node.target in CHEAP or node.target in RANK_DEPENDENT
-            if cheap and all(given in again or not self._in_loop(given) for given in node.all_input_nodes):
+            if cheap and all(operand in again or not self._in_loop(operand) for operand in node.all_input_nodes):
                 again.add(node)
             elif any(user.op != "output" and self.stage[user] > self.stage[node] for user in node.users):
-                kept.add(node)
+                saved.add(node)
                 again.add(node)
-        return kept
+        return saved
 
     def owned(self, node: Node) -> bool:
         """True if nothing but its one reader uses the memory of a value of a piece."""
@@ -229,16 +229,16 @@ class _Body:
         """A value in this body: computed here, kept by an earlier loop, computed again, or given from outside."""
         if node in self.inside:
             return self.inside[node]
-        made = meta.tensor(node)
+        tensor = meta.tensor(node)
         if node not in self.fold.looped:
             self.inside[node] = self._take(node)
-        elif node in self.fold.batch and made is not None:
+        elif node in self.fold.batch and tensor is not None:
             args = (self._take(node), self.fold.batch[node], self.fold.pieces, TIME)
-            self.inside[node] = add_call(self.graph, take_chunk, args, made, node, f"{node.name}_piece")
+            self.inside[node] = add_call(self.graph, take_chunk, args, tensor, node, f"{node.name}_piece")
             meta.set_strided(self.inside[node], meta.is_strided(node))
-        elif node in self.fold.at and made is not None:
+        elif node in self.fold.at and tensor is not None:
             self.inside[node] = add_call(
-                self.graph, kept_piece, (self._take(node), TIME), made, node, f"{node.name}_kept"
+                self.graph, kept_piece, (self._take(node), TIME), tensor, node, f"{node.name}_kept"
             )
         else:
             self._copy(node)
@@ -251,43 +251,43 @@ class _Body:
     def _accumulate(self, node: Node) -> None:
         """The accumulator that a collective along `time` becomes."""
         (result,) = node.users
-        given = node_at(node, 0)
-        name = (node_at(given, 0) if given.target is contiguous_copy else given).name
-        value, made = self._read(given), meta.one_tensor(result)
+        operand = node_at(node, 0)
+        name = (node_at(operand, 0) if operand.target is contiguous_copy else operand).name
+        value, tensor = self._read(operand), meta.one_tensor(result)
         kind, op = collective_kind(node.target), node.args[1]
         if kind == "all_reduce" and op in ("sum", "max", "min"):
-            self.body.accumulate(name, result, made, add_up, value, op, self.fold.owned(given))
+            self.body.accumulate(name, result, tensor, add_up, value, op, self.fold.owned(operand))
         elif kind == "all_gather":
-            self.body.accumulate(name, result, made, put_piece, value, self.fold.pieces, TIME)
+            self.body.accumulate(name, result, tensor, put_piece, value, self.fold.pieces, TIME)
         else:
-            found = f"%{node.name}: {kind} ({op}) between micro-batches"
-            raise PlanError(found, "sums, extremes and gathers", "leave out MicroBatches", meta.source_line(node))
+            problem = f"%{node.name}: {kind} ({op}) between micro-batches"
+            raise PlanError(problem, "sums, extremes and gathers", "leave out MicroBatches", meta.source_line(node))
 
     def _keep(self, node: Node) -> None:
         """Keep the value of every piece for a later loop."""
-        found = meta.one_tensor(node)
-        made = contiguous((self.fold.pieces, *found.shape), found)
-        self.body.accumulate(node.name, node, made, keep_piece, self.inside[node], is_fresh(node))
+        tensor = meta.one_tensor(node)
+        stacked = contiguous((self.fold.pieces, *tensor.shape), tensor)
+        self.body.accumulate(node.name, node, stacked, keep_piece, self.inside[node], is_fresh(node))
 
 
 def _check_memory(local: LocalGraph, pieces: int) -> None:
     """Raise PlanError if loops keep more for all pieces than they hold of the whole batch piece by piece."""
     loops = [(node, loop) for node in local.graph.nodes if (loop := loop_of(node))]
-    held = pieces * max((sum(one.size_bytes for one in most_at_once(loop.body)) for _, loop in loops), default=0)
-    kept: dict[Node, int] = {}
+    loop_bytes = pieces * max((sum(s.size_bytes for s in most_at_once(loop.body)) for _, loop in loops), default=0)
+    saved: dict[Node, int] = {}
     for node, loop in loops:
         ends = operands(next(iter(reversed(loop.body.nodes))))
         for item in node.users:
             end = ends[cast(int, item.args[1])]
             if end.target is keep_piece or (end.target is put_piece and not _is_returned(item)):
-                kept[end] = meta.size_bytes(end)
-    if sum(kept.values()) <= held:
+                saved[end] = meta.size_bytes(end)
+    if sum(saved.values()) <= loop_bytes:
         return
-    largest = max(kept, key=kept.__getitem__)
-    total, name, size = human(sum(kept.values())), node_at(largest, 1).name, human(kept[largest])
+    largest = max(saved, key=saved.__getitem__)
+    total, name, size = human(sum(saved.values())), node_at(largest, 1).name, human(saved[largest])
     raise PlanError(
         f"{pieces} micro-batches save too little memory: {total} of activations stay for all of them, and"
-        f" {human(held)} for one at a time; %{name} ({size}) waits for the whole batch",
+        f" {human(loop_bytes)} for one at a time; %{name} ({size}) waits for the whole batch",
         "at least half of the activations to be needed for one micro-batch at a time",
         "compute statistics and views that mix samples outside the model, give a number that divides the batch, or"
         " leave out MicroBatches",
@@ -311,5 +311,5 @@ def is_fresh(node: Node) -> bool:
 def _has_time(value: Any) -> bool:
     """True if a number in the arguments differs between pieces."""
     if isinstance(value, (list, tuple)):
-        return any(_has_time(one) for one in cast(Sequence[Any], value))
+        return any(_has_time(entry) for entry in cast(Sequence[Any], value))
     return isinstance(value, Extent) and any(axis == TIME for axis, _ in value.axes)

@@ -63,8 +63,8 @@ def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
                 backward, current = not backward, current + 1
             segment[node] = current
     have = {
-        node: plan.storage[given.name] for given, node in graph.placeholders()
-        if given.role is Role.PARAM and plan.storage[given.name].is_sharded
+        node: plan.storage[spec.name] for spec, node in graph.placeholders()
+        if spec.role is Role.PARAM and plan.storage[spec.name].is_sharded
     } | _activations(graph, plan)  # fmt: skip
     source = _derived(graph, have)
     regathered = _regathered(graph, plan, segment, source, have)
@@ -74,46 +74,46 @@ def find_regions(graph: TrainGraph, plan: Plan) -> Regions:
 
 def _activations(graph: TrainGraph, plan: Plan) -> dict[Node, Layout]:
     """Layouts of what the forward computes and gathers along the axes of `plan.options.regathered_along`."""
-    along, found = set(plan.options.regathered_along), dict[Node, Layout]()
+    along, layouts = set(plan.options.regathered_along), dict[Node, Layout]()
     for node in graph.graph.nodes if along else ():
         if node.op != "call_function" or meta.is_backward(node):
             continue
-        for given, want in zip(operands(node), plan.decisions[node.name].operands, strict=False):
-            decision = plan.decisions.get(given.name)
-            if given.op == "call_function" and decision is not None and len(decision.outputs) == 1:
+        for operand, want in zip(operands(node), plan.decisions[node.name].operands, strict=False):
+            decision = plan.decisions.get(operand.name)
+            if operand.op == "call_function" and decision is not None and len(decision.outputs) == 1:
                 have = decision.reshards_to or decision.outputs[0]
                 if along & (set(have.shard_axes()) - set(want.shard_axes())):
-                    found[given] = have
-    return found
+                    layouts[operand] = have
+    return layouts
 
 
 def _derived(graph: TrainGraph, sources: Iterable[Node]) -> dict[Node, Node]:
     """Map each of `sources`, and each view and cast of only one of them, to it."""
     source = {node: node for node in sources}
     for node in graph.graph.nodes:
-        given = operands(node)
-        derived = (node.target in CHEAP and len(given) == 1) or _torch.is_getitem(node.target)
-        if node.op == "call_function" and derived and given[0] in source:
-            source[node] = source[given[0]]
+        inputs = operands(node)
+        derived = (node.target in CHEAP and len(inputs) == 1) or _torch.is_getitem(node.target)
+        if node.op == "call_function" and derived and inputs[0] in source:
+            source[node] = source[inputs[0]]
         elif _is_float8_cast(node) and (param := _scaled_param(node, source)) is not None:
             source[node] = param
     return source
 
 
 def _is_float8_cast(node: Node) -> bool:
-    made = meta.tensor(node) if node.target is torch.ops.aten._to_copy.default else None
-    return made is not None and made.dtype in FLOAT8
+    tensor = meta.tensor(node) if node.target is torch.ops.aten._to_copy.default else None
+    return tensor is not None and tensor.dtype in FLOAT8
 
 
 def _scaled_param(node: Node, source: dict[Node, Node]) -> Node | None:
     """Return the parameter whose elements, scaled, are those of `node`."""
     size = meta.one_tensor(node).numel
     while node not in source:
-        given = operands(node)
-        made = meta.tensor(given[0]) if given and (is_pointwise(node.target) or node.target in CHEAP) else None
-        if made is None or made.numel != size:
+        inputs = operands(node)
+        tensor = meta.tensor(inputs[0]) if inputs and (is_pointwise(node.target) or node.target in CHEAP) else None
+        if tensor is None or tensor.numel != size:
             return None
-        node = given[0]
+        node = inputs[0]
     return source[node]
 
 
@@ -124,23 +124,23 @@ def _regathered(
     activations. `have`: the layout of each.
     """
     budget, named = plan.options.keep_gathered_bytes, frozenset(plan.options.regathered)
-    chosen = {node for given, node in graph.placeholders() if given.name in named}
+    chosen = {node for spec, node in graph.placeholders() if spec.name in named}
     chosen |= {node for node in have if node.op == "call_function"}
     if budget is None and not chosen:
         return set()
-    uses, held = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
+    uses, gathered_bytes = dict[Node, list[tuple[int, int]]](), dict[Node, int]()
     for order, node in enumerate(graph.graph.nodes):
         if node.op != "call_function" or node in source:
             continue
         wants = plan.decisions[node.name].operands
-        for given, want in zip(operands(node), wants, strict=False):
-            param = source.get(given)
+        for operand, want in zip(operands(node), wants, strict=False):
+            param = source.get(operand)
             if param is None or not gathers(have[param], want):
                 continue
             uses.setdefault(param, []).append((segment[node], order))
-            made = meta.tensor(given)
+            tensor = meta.tensor(operand)
             shards = prod(plan.mesh.axis_size(axis) for axis in want.shard_axes())
-            held[param] = max(held.get(param, 0), (made.size_bytes if made else 0) // shards)
+            gathered_bytes[param] = max(gathered_bytes.get(param, 0), (tensor.size_bytes if tensor else 0) // shards)
     several = {p: u for p, u in uses.items() if len({s for s, _ in u}) > 1}
 
     def idle(param: Node) -> int:
@@ -152,8 +152,8 @@ def _regathered(
     if budget is None:
         return regathered
     for param in sorted((p for p in several if p not in regathered), key=idle):
-        if held[param] > budget:
+        if gathered_bytes[param] > budget:
             regathered.add(param)
         else:
-            budget -= held[param]
+            budget -= gathered_bytes[param]
     return regathered

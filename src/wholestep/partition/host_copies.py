@@ -22,8 +22,8 @@ def to_device(x: Tensor, device: str, at_once: bool = False) -> Tensor:
     if at_once or x.is_cuda or not _beside(x, device):
         return x.to(device)
     side = _stream(device, "to device")
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return _started(made, x, side)
+    target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return _started(target, x, side)
 
 
 @shares("if alike")
@@ -33,9 +33,9 @@ def to_host(x: Tensor) -> Tensor:
         return x.cpu()
     side = _stream(str(x.device), "to host")
     side.wait_stream(_stream(str(x.device), "to device"))
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
+    target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
     x.record_stream(side)
-    return _started(made, x, side)
+    return _started(target, x, side)
 
 
 @shares("if alike")
@@ -50,13 +50,13 @@ def arrived(x: Tensor) -> Tensor:
     return x
 
 
-def _started(made: Tensor, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+def _started(target: Tensor, x: Tensor, side: torch.cuda.Stream) -> Tensor:
     """`made`, into which `side` copies `x`."""
     side.wait_stream(torch.cuda.current_stream(side.device))
     with torch.cuda.stream(side):
-        made.copy_(x, non_blocking=True)
-    vars(made)[_ARRIVAL] = side.record_event()
-    return made
+        target.copy_(x, non_blocking=True)
+    vars(target)[_ARRIVAL] = side.record_event()
+    return target
 
 
 def _beside(x: Tensor, device: str | torch.device) -> bool:

@@ -122,13 +122,12 @@ class _Lowering:
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
-        for given, node in self.train.placeholders():
-            self._placeholder(given, node, self.plan.storage[given.name])
+        for spec, node in self.train.placeholders():
+            self._placeholder(spec, node, self.plan.storage[spec.name])
         for node in self.train.graph.nodes:
             if node.op == "call_function" and node not in self.regions.on_demand:
                 self._emit(node, 0)
-        made = [self._result(output.kind, output.target, node) for output, node in self.train.results()]
-        self.graph.output(tuple(made))
+        self.graph.output(tuple(self._result(out.kind, out.target, node) for out, node in self.train.results()))
         drop_dead(self.graph)
         rest = tuple(self.plan.storage[i.name] for i in self.train.inputs)
         return LocalGraph(
@@ -137,24 +136,24 @@ class _Lowering:
             owner_axis=self.plan.owner_axis,
         )  # fmt: skip
 
-    def _placeholder(self, given: Input, node: Node, layout: Layout) -> None:
+    def _placeholder(self, spec: Input, node: Node, layout: Layout) -> None:
         new = self.graph.placeholder(node.name)
         meta.copy(node, new)
         meta.set_tensors(new, (self._local_meta(meta.tensor(node), layout),))
         note_owner(new, layout, self.plan.stage_axis, self.plan.owner_axis)
         self.at[node, 0], self.layouts[node] = new, (layout,)
-        whole = meta.tensor(node)
-        if given.role is Role.BATCH and layout.is_sharded and whole is not None:
-            meta.set_strided(new, any(layout.dims[1:]) or not whole.is_contiguous)  # a part of the user's tensor
-        if self.plan.options.broadcast_buffers and given.role is Role.BUFFER:
+        full = meta.tensor(node)
+        if spec.role is Role.BATCH and layout.is_sharded and full is not None:
+            meta.set_strided(new, any(layout.dims[1:]) or not full.is_contiguous)  # a part of the user's tensor
+        if self.plan.options.broadcast_buffers and spec.role is Role.BUFFER:
             self._broadcast(node, new)
 
     def _broadcast(self, node: Node, new: Node) -> None:
-        made = meta.one_tensor(new)
+        tensor = meta.one_tensor(new)
         for axis in self.plan.mesh.axes:
             if axis.size > 1 and axis.name != TIME:
-                begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), made, new)
-                new = self.emit.call(funcol.wait_tensor.default, (begun,), made, new)
+                begun = self.emit.call(funcol.broadcast.default, (new, 0, axis.name), tensor, new)
+                new = self.emit.call(funcol.wait_tensor.default, (begun,), tensor, new)
         self.at[node, 0] = new
 
     def _local_node(self, node: Node, region: int) -> Node:
@@ -189,12 +188,12 @@ class _Lowering:
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
-        given = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
+        inputs = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
         if not _takes_any_strides(node):
-            found = zip(operands(node), given, decision.operands, strict=True)
-            given = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in found]
-        added = self.extended.operands(node, decision, given)
-        ready = iter(given)
+            shards = zip(operands(node), inputs, decision.operands, strict=True)
+            inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
+        added = self.extended.operands(node, decision, inputs)
+        ready = iter(inputs)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
@@ -202,9 +201,9 @@ class _Lowering:
             meta.set_sums_gradients(new)
         if self.plan.mesh.pieces > 1 and all(layout.state(TIME) == REPLICATED for layout in decision.outputs):
             rule = find_rule(node)
-            own = rule is not None and bool(rule.sizes)  # an argument says the shape, as in `new_zeros`
-            cut = [layout.state(TIME).kind == "S" and not own for layout in decision.operands]
-            self.once[new] = tuple(n for i, n in enumerate(given) if rule and i in rule.by_shape and not cut[i])
+            has_sizes = rule is not None and bool(rule.sizes)  # an argument says the shape, as in `new_zeros`
+            cut = [layout.state(TIME).kind == "S" and not has_sizes for layout in decision.operands]
+            self.once[new] = tuple(n for i, n in enumerate(inputs) if rule and i in rule.by_shape and not cut[i])
         return self.extended.result(self._with_outputs(new, node), node, added)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
@@ -217,10 +216,10 @@ class _Lowering:
             mesh = self.plan.mesh
             target, args, kwargs = localize(rule, call, decision.operands, decision.outputs, mesh, args, kwargs)
         if self.plan.mesh.pieces > 1 and is_drawn_into(node):
-            made, axes = meta.one_tensor(node), decision.outputs[0].dims
-            sizes = [extent(n, by, self.plan.mesh) for n, by in zip(made.shape, axes, strict=True)]
+            tensor, axes = meta.one_tensor(node), decision.outputs[0].dims
+            sizes = [extent(n, by, self.plan.mesh) for n, by in zip(tensor.shape, axes, strict=True)]
             target, args = DRAWN_INTO[cast(Any, node.target)], (sizes,)
-            kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+            kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
         cut_by = decision.outputs[0].shard_axes() if decision.outputs else ()
         if cut_by and draws(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
@@ -239,10 +238,10 @@ class _Lowering:
 
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
-        made = self._local_node(source, region)
-        new = add_node(self.graph, "call_function", node.target, (made, node.args[1]), {}, node.name)
+        local = self._local_node(source, region)
+        new = add_node(self.graph, "call_function", node.target, (local, node.args[1]), {}, node.name)
         meta.copy(node, new)
-        meta.set_strided(new, meta.is_strided(made))
+        meta.set_strided(new, meta.is_strided(local))
         return self.extended.item(self._with_outputs(new, node), node, source)
 
     def _with_outputs(self, new: Node, node: Node) -> Node:
@@ -266,29 +265,29 @@ class _Lowering:
 
     def _in_dim_order(self, op: Any, node: Node, at: Node, layout: Layout) -> Node:
         """Return `at`, the shard of `node`, with the dim order of the unsharded tensor, which kernels may assume."""
-        whole, local = meta.tensor(node), meta.tensor(at)
-        if whole is None or local is None:
+        full, local = meta.tensor(node), meta.tensor(at)
+        if full is None or local is None:
             return at
         # shards of parameters and optimizer state are stored contiguously: gradients must match
-        rows = whole.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
-        expanded = () if rows else _expanded(whole, local)
+        rows = full.is_contiguous or (layout.is_sharded and _torch.is_fused_optimizer(op))
+        expanded = () if rows else _expanded(full, local)
         once = tuple(1 if d in expanded else size for d, size in enumerate(local.shape))
-        made = contiguous(local.shape, local) if rows else meta.with_shape(whole, once)
+        ordered = contiguous(local.shape, local) if rows else meta.with_shape(full, once)
         if expanded:
-            steps = tuple(0 if d in expanded else step for d, step in enumerate(made.stride))
-            made = replace(made, shape=local.shape, stride=steps)
-        known = _turned(at) if meta.is_strided(at) else local
-        if known is not None and (not depends_on_strides(op) or meta.same_strides(known, made)):
+            steps = tuple(0 if d in expanded else step for d, step in enumerate(ordered.stride))
+            ordered = replace(ordered, shape=local.shape, stride=steps)
+        actual = _turned(at) if meta.is_strided(at) else local
+        if actual is not None and (not depends_on_strides(op) or meta.same_strides(actual, ordered)):
             return at
         if (at, rows) not in self.ordered:
             target, args = rank_ops.contiguous, (at,)
-            if not rows and whole.shape == local.shape:
-                target, args = meta.with_stride, (at, whole.stride)
+            if not rows and full.shape == local.shape:
+                target, args = meta.with_stride, (at, full.stride)
             elif not rows:
                 # an expanded dim (stride 0) goes first: kernels assume a dense last dim
-                dims = sorted(range(len(whole.shape)), key=lambda d: (whole.stride[d] != 0, -whole.stride[d], d))
+                dims = sorted(range(len(full.shape)), key=lambda d: (full.stride[d] != 0, -full.stride[d], d))
                 target, args = rank_ops.in_order, (at, dims, expanded) if expanded else (at, dims)
-            self.ordered[at, rows] = self.emit.call(target, args, made, at)
+            self.ordered[at, rows] = self.emit.call(target, args, ordered, at)
             meta.set_strided(self.ordered[at, rows], False)
         return self.ordered[at, rows]
 
@@ -311,12 +310,12 @@ class _Lowering:
         last = next(iter(reversed(self.graph.nodes)))
         if key not in self.moved:
             self.moved[key] = self._begin(node, at, have, want)
-        done = self.moved[key]()
-        self.moved[key] = lambda: done
+        moved = self.moved[key]()
+        self.moved[key] = lambda: moved
         if self.regions.source.get(node) in self.regions.regathered and gathers(have, want):
             while (last := cast(Node, last.next)).op != "root":
                 self._note_regathered(last, node, region)
-        return done
+        return moved
 
     def _note_regathered(self, new: Node, node: Node, region: int) -> None:
         self.regathered.add(new)
@@ -327,15 +326,15 @@ class _Lowering:
         """Return the transpose `node`, or its copy, of its operand gathered to `source`: what else reads that needs no
         gather of its own.
         """
-        given = self._resharded(node_at(node, 0), source, region)
+        gathered = self._resharded(node_at(node, 0), source, region)
         key = (node, want, self.regions.of(node, region, gathers=True))
         if key not in self.moved:
-            made = meta.one_tensor(given)
-            turned = replace(made, shape=made.shape[::-1], stride=made.stride[::-1])
-            turned = turned if node.target is aten.t.default else contiguous(made.shape, made)
-            new = self.emit.call(cast(Any, node.target), (given,), turned, node)
+            tensor = meta.one_tensor(gathered)
+            turned = replace(tensor, shape=tensor.shape[::-1], stride=tensor.stride[::-1])
+            turned = turned if node.target is aten.t.default else contiguous(tensor.shape, tensor)
+            new = self.emit.call(cast(Any, node.target), (gathered,), turned, node)
             new.kwargs = node.kwargs
-            meta.set_strided(new, node.target is aten.t.default and meta.is_strided(given))
+            meta.set_strided(new, node.target is aten.t.default and meta.is_strided(gathered))
             self.moved[key] = lambda: new
         return self.moved[key]()
 
@@ -348,17 +347,17 @@ class _Lowering:
                 self.moved[node, want, 0] = self._begin(node, self.at[node, 0], have, want)
 
     def _wanted(self, node: Node) -> list[Layout]:
-        found: list[Layout] = []
+        layouts: list[Layout] = []
         for user in node.users:
             if user.op == "call_function" and not _torch.is_getitem(user.target):
                 wants = self.plan.decisions[user.name].operands
-                found += [want for n, want in zip(operands(user), wants, strict=True) if n is node]
-        return found
+                layouts += [want for n, want in zip(operands(user), wants, strict=True) if n is node]
+        return layouts
 
     def _begin(self, node: Node, at: Node, have: Layout, want: Layout) -> _Finish:
-        first, *others = pairwise(self._legs(node, have, want))
+        first, *later = pairwise(self._legs(node, have, want))
         finish = self._leg(node, at, *first)
-        for before, after in others:
+        for before, after in later:
             finish = partial(self._then, node, finish, before, after)
         return finish
 
@@ -375,17 +374,17 @@ class _Lowering:
         return self._leg(node, finish(), have, want)()
 
     def _leg(self, node: Node, at: Node, have: Layout, want: Layout) -> _Finish:
-        whole = meta.one_tensor(node)
-        path = reshard(have, want, whole.shape, whole.dtype.itemsize, self.plan.mesh, self.plan.hardware)
+        full = meta.one_tensor(node)
+        path = reshard(have, want, full.shape, full.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(whole) if sums and whole.shape and self._is_gradient(node) else None
+        other = self._reduce_dtype(full) if sums and full.shape and self._is_gradient(node) else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
-            other = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
+            other = torch.float32 if full.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
-            return self.emit.start(path, at, whole)[1]
+            return self.emit.start(path, at, full)[1]
         cast = self._cast(at, other)
-        finish = self.emit.start(path, cast, replace(whole, dtype=other))[1]
-        return lambda: self._cast(finish(), whole.dtype)
+        finish = self.emit.start(path, cast, replace(full, dtype=other))[1]
+        return lambda: self._cast(finish(), full.dtype)
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
         if _widens(node, dtype):
@@ -398,25 +397,25 @@ class _Lowering:
         """True for a gradient of a parameter: sums of activations are sent in the dtype of the activations."""
         return node not in self.moving or node in self.incomplete
 
-    def _reduce_dtype(self, whole: TensorMeta) -> torch.dtype | None:
+    def _reduce_dtype(self, full: TensorMeta) -> torch.dtype | None:
         name = self.plan.options.reduce_dtype
-        dtype = getattr(torch, name) if name and whole.dtype.is_floating_point else None
-        return None if dtype == whole.dtype else dtype
+        dtype = getattr(torch, name) if name and full.dtype.is_floating_point else None
+        return None if dtype == full.dtype else dtype
 
-    def _local_output(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+    def _local_output(self, full: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         """Return the local output of an op; a shard of separate rows has the strides of the unsharded tensor."""
-        found = self._local_meta(whole, layout)
-        if found is None or whole is None or any(layout.dims[1:]) or not meta.rows_are_separate(whole):
-            return found
-        return TensorMeta(found.shape, whole.stride, found.dtype, found.device)
+        local = self._local_meta(full, layout)
+        if local is None or full is None or any(layout.dims[1:]) or not meta.rows_are_separate(full):
+            return local
+        return TensorMeta(local.shape, full.stride, local.dtype, local.device)
 
-    def _local_meta(self, whole: TensorMeta | None, layout: Layout) -> TensorMeta | None:
-        if whole is None or layout == replicated(len(whole.shape)) or not layout.is_sharded:
-            return whole
-        shape = layout.local_shape(whole.shape, self.plan.mesh, self.plan.mesh.coordinate(0))
-        pairs = zip(whole.stride, row_major(shape), strict=True)
-        stride = tuple(0 if of_whole == 0 else step for of_whole, step in pairs)  # expanded dims stay expanded
-        return TensorMeta(shape, stride, whole.dtype, whole.device)
+    def _local_meta(self, full: TensorMeta | None, layout: Layout) -> TensorMeta | None:
+        if full is None or layout == replicated(len(full.shape)) or not layout.is_sharded:
+            return full
+        shape = layout.local_shape(full.shape, self.plan.mesh, self.plan.mesh.coordinate(0))
+        pairs = zip(full.stride, row_major(shape), strict=True)
+        stride = tuple(0 if full_step == 0 else step for full_step, step in pairs)  # expanded dims stay expanded
+        return TensorMeta(shape, stride, full.dtype, full.device)
 
 
 def _widens(node: Node, dtype: torch.dtype) -> bool:
@@ -425,11 +424,11 @@ def _widens(node: Node, dtype: torch.dtype) -> bool:
     """
     if node.target is not aten._to_copy.default:
         return False
-    given, made = meta.tensor(node_at(node, 0)), meta.one_tensor(node)
+    before, after = meta.tensor(node_at(node, 0)), meta.one_tensor(node)
     return (
-        given is not None
-        and given == replace(made, dtype=dtype)
-        and torch.promote_types(dtype, made.dtype) == made.dtype
+        before is not None
+        and before == replace(after, dtype=dtype)
+        and torch.promote_types(dtype, after.dtype) == after.dtype
     )
 
 
@@ -450,46 +449,46 @@ def _takes_any_strides(node: Node) -> bool:
     return is_pointwise(target) or packet_name(target) in _ANY_STRIDES
 
 
-def _is_row_major(node: Node, given: Sequence[Node]) -> bool:
+def _is_row_major(node: Node, inputs: Sequence[Node]) -> bool:
     """Return whether a piece of the result of `node` is row-major in memory: for kernels that write rows; for views and
-    ops on elements, if all that they read is. `given`: what is read for it.
+    ops on elements, if all that they read is. `inputs`: what is read for it.
     """
     form, name = node.kwargs.get("memory_format"), packet_name(node.target)
     if name in _WRITE_ROWS or form is torch.contiguous_format:
         return True
     if not (is_pointwise(node.target) or name in _KEEP_ROWS) or form not in (None, torch.preserve_format):
         return False
-    wholes = [meta.tensor(n) for n in (node, *operands(node))]
-    return not any(map(meta.is_strided, given)) and all(whole is not None and whole.is_contiguous for whole in wholes)
+    tensors = [meta.tensor(n) for n in (node, *operands(node))]
+    return not any(map(meta.is_strided, inputs)) and all(m is not None and m.is_contiguous for m in tensors)
 
 
 def _turned(node: Node) -> TensorMeta | None:
     """Return how a view with permuted dims lies in memory, if what it is a view of is known; else None."""
-    given = next(iter(operands(node)), None)
-    found = meta.tensor(given) if given is not None and not meta.is_strided(given) else None
-    if found is None or node.target not in _TURNS:
+    source = next(iter(operands(node)), None)
+    tensor = meta.tensor(source) if source is not None and not meta.is_strided(source) else None
+    if tensor is None or node.target not in _TURNS:
         return None
-    order = list(range(len(found.shape)))
+    order = list(range(len(tensor.shape)))
     if node.target is aten.permute.default:
         order = [cast(int, d) % len(order) for d in cast(Sequence[Any], node.args[1])]
     elif node.target is aten.transpose.int:
-        one, other = (cast(int, d) % len(order) for d in node.args[1:3])
-        order[one], order[other] = order[other], order[one]
+        first, second = (cast(int, d) % len(order) for d in node.args[1:3])
+        order[first], order[second] = order[second], order[first]
     else:
         order.reverse()
-    return replace(found, shape=tuple(found.shape[d] for d in order), stride=tuple(found.stride[d] for d in order))
+    return replace(tensor, shape=tuple(tensor.shape[d] for d in order), stride=tuple(tensor.stride[d] for d in order))
 
 
 def _nodes(args: Any, kwargs: Any) -> list[Node]:
-    found: list[Node] = []
-    map_arg((args, kwargs), found.append)
-    return found
+    nodes: list[Node] = []
+    map_arg((args, kwargs), nodes.append)
+    return nodes
 
 
-def _expanded(whole: TensorMeta, local: TensorMeta) -> tuple[int, ...]:
+def _expanded(full: TensorMeta, local: TensorMeta) -> tuple[int, ...]:
     """Dims in which a tensor and its shard repeat one entry, as a mask does for each head. None if the last one does:
     kernels assume that it is dense.
     """
-    pairs = zip(whole.stride, local.stride, local.shape, strict=True)
-    found = tuple(d for d, (step, held, size) in enumerate(pairs) if step == held == 0 and size > 1)
-    return () if len(whole.shape) - 1 in found else found
+    pairs = zip(full.stride, local.stride, local.shape, strict=True)
+    dims = tuple(d for d, (step, local_step, size) in enumerate(pairs) if step == local_step == 0 and size > 1)
+    return () if len(full.shape) - 1 in dims else dims

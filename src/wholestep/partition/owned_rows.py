@@ -74,25 +74,25 @@ def places(pieces: Sequence[Node], owners: Sequence[int], parts: int) -> tuple[t
 
 def start_sums(call: Call, pieces: Sequence[Node], owners: Sequence[int], parts: int, axis: str) -> Node:
     """Send partial values to their owners."""
-    (sizes, _), like = places(pieces, owners, parts), one_tensor(pieces[0])
-    row = _everywhere(call(join_by_owner, (list(pieces), list(owners)), contiguous([sum(sizes)], like), pieces[0]))
+    (sizes, _), tensor = places(pieces, owners, parts), one_tensor(pieces[0])
+    row = _everywhere(call(join_by_owner, (list(pieces), list(owners)), contiguous([sum(sizes)], tensor), pieces[0]))
     args = row, [OfOwner(axis, sizes)] * parts, list(sizes), axis
-    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sizes[0] * parts], like), row))
+    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sizes[0] * parts], tensor), row))
 
 
 def add_sums(call: Call, received: Node, parts: int, op: str) -> Node:
     """Add up what `start_sums` has sent, once it is waited for: a row of what this rank owns."""
-    like = one_tensor(received)
-    return call(add_parts, (received, parts, op), contiguous([like.numel // parts], like), received)
+    tensor = one_tensor(received)
+    return call(add_parts, (received, parts, op), contiguous([tensor.numel // parts], tensor), received)
 
 
 def start_spread(call: Call, pieces: Sequence[Node], owners: Sequence[int], parts: int, axis: str) -> Node:
     """Send what owners have to all ranks."""
-    (sizes, _), like = places(pieces, owners, parts), one_tensor(pieces[0])
-    args = list(pieces), parts, like.dtype, torch.device(like.device)
-    row = _everywhere(call(own_row, args, contiguous([sizes[0] * parts], like), pieces[0]))
+    (sizes, _), tensor = places(pieces, owners, parts), one_tensor(pieces[0])
+    args = list(pieces), parts, tensor.dtype, torch.device(tensor.device)
+    row = _everywhere(call(own_row, args, contiguous([sizes[0] * parts], tensor), pieces[0]))
     args = row, list(sizes), [OfOwner(axis, sizes)] * parts, axis
-    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sum(sizes)], like), row))
+    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sum(sizes)], tensor), row))
 
 
 def start_in_spread(sizes: Sequence[int], at: int, start: int) -> int:

@@ -58,8 +58,8 @@ def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size
     """
     rows = x.shape[0] // parts
     split = x.view(parts, rows, *x.shape[1:])  # part, into, the other dims in order
-    others = [d for d in range(x.dim()) if d != into]
-    split = split.permute(0, *(1 + (0 if d == into else 1 + others.index(d)) for d in range(x.dim())))
+    dims = [d for d in range(x.dim()) if d != into]
+    split = split.permute(0, *(1 + (0 if d == into else 1 + dims.index(d)) for d in range(x.dim())))
     joined = split.movedim(0, dim).flatten(dim, dim + 1)
     return joined.narrow(dim, 0, length).narrow(into, 0, size)
 
@@ -87,10 +87,10 @@ def in_order(x: Tensor, order: list[int], expanded: tuple[int, ...] = ()) -> Ten
     """Return `x` dense in memory with dims in `order`, outermost first, and `expanded` dims of stride 0; `x` itself if
     it is.
     """
-    back, one = [order.index(d) for d in range(len(order))], x
+    back, compact = [order.index(d) for d in range(len(order))], x
     for dim in expanded:
-        one = one[(slice(None),) * dim + (slice(0, 1),)]
-    return one.permute(order).contiguous().permute(back).expand(x.shape)
+        compact = compact[(slice(None),) * dim + (slice(0, 1),)]
+    return compact.permute(order).contiguous().permute(back).expand(x.shape)
 
 
 @priced_like(FREE)

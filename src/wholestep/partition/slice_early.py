@@ -44,32 +44,32 @@ def _moves(cut: Node) -> bool:
         return _resized(cut, value, dim, parts, axis)
     if not same or meta.tensor(value) is None:
         return False
-    known = _torch.is_op(value.target) and torch.Tag.pointwise in value.target.tags
-    shrinks = any(meta.size_bytes(given) > meta.size_bytes(value) for given in operands(value))
-    if shrinks or (not known and value.target not in _COPIES):
+    pointwise = _torch.is_op(value.target) and torch.Tag.pointwise in value.target.tags
+    shrinks = any(meta.size_bytes(operand) > meta.size_bytes(value) for operand in operands(value))
+    if shrinks or (not pointwise and value.target not in _COPIES):
         return False
     shape, slices = meta.one_tensor(value).shape, dict[Node, Node]()
     with cut.graph.inserting_before(cut):
-        for given in operands(value):
-            found = meta.one_tensor(given)
-            at = dim - len(shape) + len(found.shape)
-            if at < 0 or found.shape[at] != shape[dim]:
+        for operand in operands(value):
+            tensor = meta.one_tensor(operand)
+            at = dim - len(shape) + len(tensor.shape)
+            if at < 0 or tensor.shape[at] != shape[dim]:
                 continue
             length = meta.one_tensor(cut).shape[dim]
-            made = replace(found, shape=(*found.shape[:at], length, *found.shape[at + 1 :]))
-            args = (given, at, parts, axis)
-            slices[given] = add_call(cut.graph, take_chunk, args, made, given, f"{given.name}_piece")
-            meta.set_strided(slices[given], True)
-        new = copy_node(value, cut.graph, lambda given: slices.get(given, given))
+            piece = replace(tensor, shape=(*tensor.shape[:at], length, *tensor.shape[at + 1 :]))
+            args = (operand, at, parts, axis)
+            slices[operand] = add_call(cut.graph, take_chunk, args, piece, operand, f"{operand.name}_piece")
+            meta.set_strided(slices[operand], True)
+        new = copy_node(value, cut.graph, lambda operand: slices.get(operand, operand))
     _replace(cut, new, strided=True)
     return True
 
 
 def _replace(cut: Node, new: Node, strided: bool) -> None:
     """Let `new` be the piece that `cut` is."""
-    found, shape = meta.one_tensor(new), meta.one_tensor(cut).shape
-    made = replace(found, shape=shape) if new.target is aten.expand.default else meta.with_shape(found, shape)
-    meta.set_tensors(new, (made,))
+    tensor, shape = meta.one_tensor(new), meta.one_tensor(cut).shape
+    piece = replace(tensor, shape=shape) if new.target is aten.expand.default else meta.with_shape(tensor, shape)
+    meta.set_tensors(new, (piece,))
     meta.set_strided(new, strided)
     cut.replace_all_uses_with(new)
     cut.graph.erase_node(cut)
@@ -80,13 +80,13 @@ def _resized(cut: Node, value: Node, dim: int, parts: int, axis: str) -> bool:
     expands = value.target is aten.expand.default
     sizes = list(cast(Sequence[Any], value.args[1 if expands else 0]))
     if expands:
-        found, whole = meta.one_tensor(cast(Node, value.args[0])), meta.one_tensor(value)
-        at = dim - len(whole.shape) + len(found.shape)
-        if sizes[dim] == -1 or (at >= 0 and found.shape[at] != 1):
+        source, expanded = meta.one_tensor(cast(Node, value.args[0])), meta.one_tensor(value)
+        at = dim - len(expanded.shape) + len(source.shape)
+        if sizes[dim] == -1 or (at >= 0 and source.shape[at] != 1):
             return False
     sizes[dim] = _piece_of(sizes[dim], axis, parts)
     with cut.graph.inserting_before(cut):
-        new = copy_node(value, cut.graph, lambda given: given)
+        new = copy_node(value, cut.graph, lambda operand: operand)
     new.args = (value.args[0], sizes) if expands else (sizes, *value.args[1:])
     meta.set_ranked(new, has_extent(sizes))
     _replace(cut, new, strided=meta.is_strided(cut))

@@ -16,9 +16,9 @@ def actions_of(
     the block before it begins, in the order in which the other end sends, and is waited for in front of the block.
     With `alone`, orders end on stages that may do one thing at a time (`check_orders`).
     """
-    given = _Exchanged(orders, blocks, messages)
-    made = _Alone(given).actions() if alone else [_actions(stage, given) for stage in range(len(orders))]
-    return _with_replies(made, messages)
+    exchanged = _Exchanged(orders, blocks, messages)
+    actions = _Alone(exchanged).actions() if alone else [_actions(stage, exchanged) for stage in range(len(orders))]
+    return _replied(actions, messages)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Exchanged:
             by_value.setdefault((message.source, message.value), []).append(message)
         for stage, tasks in enumerate(self.orders):
             for task in tasks:
-                sent = [one for value in self.blocks[task[0]].gives for one in by_value.get((stage, value), ())]
+                sent = [message for value in self.blocks[task[0]].gives for message in by_value.get((stage, value), ())]
                 self.sent_by[task] = [(message.name, task[1]) for message in sent]
                 for message in sent:
                     self.channels.setdefault((stage, message.target), []).append((message.name, task[1]))
@@ -49,13 +49,13 @@ class _Exchanged:
         return [(name, task[1]) for name in self.blocks[task[0]].takes if name in self.messages]
 
 
-def _with_replies(made: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
-    """`made`, where a stage lets go of a message once it has an answer: one that the other end sent after it had waited
+def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
+    """Actions where a stage lets go of a message once it has an answer: one that the other end sent after it had waited
     for that message. Links tell of nothing that has left unless they are asked, and to ask earlier might block.
     """
     waited: dict[int, list[Task]] = {}
     answers: dict[Task, list[Task]] = {}
-    for actions in made:
+    for actions in by_stage:
         for action in actions:
             key = (action.name, action.piece)
             if action.kind == "wait":
@@ -63,32 +63,32 @@ def _with_replies(made: Sequence[Sequence[Action]], messages: Mapping[str, Messa
             elif action.kind == "send":
                 answers[key] = waited.pop(messages[action.name].target, [])
         waited.clear()
-    found: list[tuple[Action, ...]] = []
-    for actions in made:
-        several = [[one, *(Action("sent", *key) for key in _answered(one, answers))] for one in actions]
-        found.append(tuple(action for some in several for action in some))
-    return tuple(found)
+    replied: list[tuple[Action, ...]] = []
+    for actions in by_stage:
+        several = [[action, *(Action("sent", *key) for key in _answered(action, answers))] for action in actions]
+        replied.append(tuple(action for some in several for action in some))
+    return tuple(replied)
 
 
 def _answered(action: Action, answers: Mapping[Task, Sequence[Task]]) -> Sequence[Task]:
     return answers.get((action.name, action.piece), ()) if action.kind == "wait" else ()
 
 
-def _actions(stage: int, given: _Exchanged) -> tuple[Action, ...]:
+def _actions(stage: int, exchanged: _Exchanged) -> tuple[Action, ...]:
     """The actions of one stage."""
-    coming = {source: iter(keys) for (source, target), keys in given.channels.items() if target == stage}
-    tasks, posted, waited, made = given.orders[stage], set[Task](), set[Task](), list[Action]()
+    coming = {source: iter(keys) for (source, target), keys in exchanged.channels.items() if target == stage}
+    tasks, posted, waited, actions = exchanged.orders[stage], set[Task](), set[Task](), list[Action]()
     for number, task in enumerate(tasks):
-        for key in (key for reader in tasks[number : number + 2] for key in given.read_by(reader)):
+        for key in (key for reader in tasks[number : number + 2] for key in exchanged.read_by(reader)):
             while key not in posted:  # and what the other end sends before that
-                other = next(coming[given.messages[key[0]].source])
+                other = next(coming[exchanged.messages[key[0]].source])
                 posted.add(other)
-                made.append(Action("post", *other))
-        reads = [key for key in given.read_by(task) if key not in waited]
+                actions.append(Action("post", *other))
+        reads = [key for key in exchanged.read_by(task) if key not in waited]
         waited.update(reads)
-        made += [*(Action("wait", *key) for key in reads), Action("run", *task)]
-        made += [Action("send", *key) for key in given.sent_by[task]]
-    return (*made, Action("complete"))
+        actions += [*(Action("wait", *key) for key in reads), Action("run", *task)]
+        actions += [Action("send", *key) for key in exchanged.sent_by[task]]
+    return (*actions, Action("complete"))
 
 
 class _Alone:
@@ -99,43 +99,43 @@ class _Alone:
     would receive before its sender has to go on is received at once.
     """
 
-    def __init__(self, given: _Exchanged) -> None:
-        self.given, self.orders, self.channels = given, given.orders, given.channels
+    def __init__(self, exchanged: _Exchanged) -> None:
+        self.exchanged, self.orders, self.channels = exchanged, exchanged.orders, exchanged.channels
         self.place = {key: (pair, at) for pair, keys in self.channels.items() for at, key in enumerate(keys)}
         self.sent, self.posted = dict.fromkeys(self.channels, 0), dict.fromkeys(self.channels, 0)
         self.at, self.waited = [0] * len(self.orders), set[Task]()
         self.sending: list[list[Task]] = [[] for _ in self.orders]
-        self.made: list[list[Action]] = [[] for _ in self.orders]
+        self.by_stage: list[list[Action]] = [[] for _ in self.orders]
         self.out = [[pair for pair in self.channels if pair[0] == stage] for stage in range(len(self.orders))]
-        self.read = {task: [key for key in given.read_by(task) if key in self.place] for task in given.sent_by}
+        self.read = {task: [key for key in exchanged.read_by(task) if key in self.place] for task in exchanged.sent_by}
 
     def actions(self) -> list[list[Action]]:
-        stages, blocks = range(len(self.orders)), self.given.blocks
+        stages, blocks = range(len(self.orders)), self.exchanged.blocks
         while True:
             moved = [self._go_on(stage) for stage in stages]
             if any(moved):
                 continue
             able = [stage for stage in stages if self._may_run(stage, ahead=False)]
-            held = (pair for pair in self.channels if self.posted[pair] < self.sent[pair])
+            pending = (pair for pair in self.channels if self.posted[pair] < self.sent[pair])
             if able:
                 self._run(min(able, key=lambda stage: blocks[self.orders[stage][self.at[stage]][0]].is_backward))
-            elif (pair := next(held, None)) is not None:
+            elif (pair := next(pending, None)) is not None:
                 self._post(pair)
             else:
-                return [[*made, Action("complete")] for made in self.made]
+                return [[*actions, Action("complete")] for actions in self.by_stage]
 
     def _go_on(self, stage: int) -> bool:
         """Send, receive and run what needs no choice. False for nothing."""
-        before = len(self.made[stage])
+        before = len(self.by_stage[stage])
         while self._send(stage) or self._receive(stage) or (self._may_run(stage, ahead=True) and self._run(stage)):
             pass
-        return len(self.made[stage]) > before
+        return len(self.by_stage[stage]) > before
 
     def _send(self, stage: int) -> bool:
         """Start the next send of a stage, if the message before it in its channel is carried."""
         if not self.sending[stage] or not self._is_idle(pair := self.place[self.sending[stage][0]][0]):
             return False
-        self.made[stage].append(Action("send", *self.sending[stage].pop(0)))
+        self.by_stage[stage].append(Action("send", *self.sending[stage].pop(0)))
         self.sent[pair] += 1
         return True
 
@@ -149,7 +149,7 @@ class _Alone:
         return False
 
     def _post(self, pair: tuple[int, int]) -> None:
-        self.made[pair[1]].append(Action("post", *self.channels[pair][self.posted[pair]]))
+        self.by_stage[pair[1]].append(Action("post", *self.channels[pair][self.posted[pair]]))
         self.posted[pair] += 1
 
     def _is_idle(self, pair: tuple[int, int]) -> bool:
@@ -167,8 +167,8 @@ class _Alone:
         for key in self.read[task]:
             if key not in self.waited:
                 self.waited.add(key)
-                self.made[stage].append(Action("wait", *key))
-        self.made[stage].append(Action("run", *task))
-        self.sending[stage] = list(self.given.sent_by[task])
+                self.by_stage[stage].append(Action("wait", *key))
+        self.by_stage[stage].append(Action("run", *task))
+        self.sending[stage] = list(self.exchanged.sent_by[task])
         self.at[stage] += 1
         return True

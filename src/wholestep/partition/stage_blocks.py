@@ -44,46 +44,46 @@ def cuts_for(loop: Loop, mesh: Mesh, axis: str, order: str) -> tuple[StageCut, S
         PlanError: ranks of all stages would exchange something for each piece.
     """
     _refuse_exchanges(loop, axis)
-    whole = StageCut(loop, mesh.axis_size(axis), False)
-    apart = StageCut(loop, whole.count, True) if order in APART or order not in NAMED else whole
-    for cut in (whole, apart):
+    joined = StageCut(loop, mesh.axis_size(axis), False)
+    apart = StageCut(loop, joined.count, True) if order in APART or order not in NAMED else joined
+    for cut in (joined, apart):
         if loop.stages is not None and cut.fillers == loop.stages.has_fillers:
             cut.blocks = [part.blocks for part in loop.stages.parts]
-    return whole, apart
+    return joined, apart
 
 
 def stages_of(
-    whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str,
+    joined: StageCut, apart: StageCut, mesh: Mesh, axis: str, order: str, hardware: Hardware, device: str,
     beside: Sequence[float] = (),
 ) -> StageParts:  # fmt: skip
     """Schedule the blocks of each stage by a named order or the fastest (`auto`), which is chosen by what blocks take
     as they run and by the bytes that each stage holds `beside` micro-batches. `auto` also lists equivalent orders of
     similar memory.
     """
-    pieces, count, prices = whole.loop.pieces, whole.count, BlockPrices(hardware, mesh)
-    costs = whole.costs(axis, prices, as_run=True)
-    cut_costs, others = costs if apart is whole else apart.costs(axis, prices, as_run=True), tuple[str, ...]()
+    pieces, count, prices = joined.loop.pieces, joined.count, BlockPrices(hardware, mesh)
+    costs = joined.costs(axis, prices, as_run=True)
+    cut_costs, equivalent = costs if apart is joined else apart.costs(axis, prices, as_run=True), tuple[str, ...]()
     if order in NAMED:
-        made = NAMED[order](cut_costs, pieces, count)
-        name, us = order, {order: on_shared_cores(cut_costs, pieces, made, hardware.ranks_per_core).us}
+        schedule = NAMED[order](cut_costs, pieces, count)
+        name, us = order, {order: on_shared_cores(cut_costs, pieces, schedule, hardware.ranks_per_core).us}
     else:
         tried = simulated_orders(costs, cut_costs, pieces, count, hardware.ranks_per_core)
         name = tried.fitting(beside)[0] if order == "auto" else order
-        made, us, others = tried[name], tried.us, tried.others(name, beside)
-    return StageParts(parts_in(made.orders, whole, apart, mesh, axis, hardware, device), name, us, others)
+        schedule, us, equivalent = tried[name], tried.us, tried.others(name, beside)
+    return StageParts(parts_in(schedule.orders, joined, apart, mesh, axis, hardware, device), name, us, equivalent)
 
 
 def parts_in(
-    orders: Orders, whole: StageCut, apart: StageCut, mesh: Mesh, axis: str, hardware: Hardware, device: str
+    orders: Orders, joined: StageCut, apart: StageCut, mesh: Mesh, axis: str, hardware: Hardware, device: str
 ) -> tuple[StagePart, ...]:
     """The parts of the stages along `axis` in known orders, which are proven to end."""
-    cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else whole
+    cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else joined
     blocks = {block.name: block for several in cut.blocks for block in several}
     alone, priced = is_alone(device), cut.costs(axis, BlockPrices(hardware, mesh))
     actions = actions_of(orders, blocks, cut.messages, alone)
     check_orders(actions, cut.messages, cut.blocks, cut.loop.pieces, alone)
     parts = tuple(
-        replace(part, blocks=tuple(_priced(one, priced[one.name]) for one in part.blocks), actions=actions[part.stage])
+        replace(part, blocks=tuple(_priced(b, priced[b.name]) for b in part.blocks), actions=actions[part.stage])
         for part in cut.parts(axis, device)
     )
     return tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
@@ -117,56 +117,56 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
 
 def with_blocks(part: StagePart, bodies: Sequence[Graph], mesh: Mesh, hardware: Hardware) -> StagePart:
     """`part` with other bodies of its blocks, which compute the same, priced anew."""
-    own = part.with_bodies(bodies)
-    stages = [own.blocks if stage == part.stage else () for stage in range(part.stage + 1)]
+    rebuilt = part.with_bodies(bodies)
+    stages = [rebuilt.blocks if stage == part.stage else () for stage in range(part.stage + 1)]
     costs = block_costs(stages, part.messages, part.axis, BlockPrices(hardware, mesh))
-    own = replace(own, blocks=tuple(_priced(block, costs[block.name]) for block in own.blocks))
-    return replace(own, peak_bytes=_peak_bytes(own))
+    rebuilt = replace(rebuilt, blocks=tuple(_priced(block, costs[block.name]) for block in rebuilt.blocks))
+    return replace(rebuilt, peak_bytes=_peak_bytes(rebuilt))
 
 
-def in_order_of(loop: Loop, like: Sequence[StageParts]) -> StageParts | None:
+def in_order_of(loop: Loop, orders: Sequence[StageParts]) -> StageParts | None:
     """The parts of the stages in the order of a loop that has the same blocks, messages and pieces; None without one.
     An order follows from prices, which follow from sizes, and ranks have to keep to one.
     """
-    for other in like:
+    for other in orders:
         for fillers in (False, True):
             cut = StageCut(loop, len(other.parts), fillers)
-            own = [_form(*about, cut.messages) for about in zip(cut.blocks, cut.totals, strict=True)]
-            if other.parts[0].pieces == loop.pieces and own == [
+            forms = [_form(*about, cut.messages) for about in zip(cut.blocks, cut.totals, strict=True)]
+            if other.parts[0].pieces == loop.pieces and forms == [
                 _form(part.blocks, part.totals, part.messages) for part in other.parts
             ]:
                 pairs = zip(other.parts, cut.blocks, cut.operands, strict=True)
                 return replace(other, parts=tuple(
                     replace(part, blocks=tuple(map(_priced, blocks, part.blocks)), messages=cut.messages,
-                            operands=given)
-                    for part, blocks, given in pairs
+                            operands=names)
+                    for part, blocks, names in pairs
                 ))  # fmt: skip
     return None
 
 
 def _form(blocks: Sequence[StageBlock], totals: object, messages: Mapping[str, Message]) -> object:
     """What an order is for: blocks, what they read and send, and what they add up."""
-    sent = [(one.name, one.value, one.source, one.target) for one in messages.values()]
+    sent = [(message.name, message.value, message.source, message.target) for message in messages.values()]
     return [(block.name, block.takes, block.gives) for block in blocks], totals, sent
 
 
 def _priced(block: StageBlock, other: StageBlock | BlockCost) -> StageBlock:
-    held = {"holds_bytes": other.holds_bytes, "work_bytes": other.work_bytes, "frees_bytes": other.frees_bytes}
-    return replace(block, us=other.us, **held)
+    memory = {"holds_bytes": other.holds_bytes, "work_bytes": other.work_bytes, "frees_bytes": other.frees_bytes}
+    return replace(block, us=other.us, **memory)
 
 
 def _peak_bytes(part: StagePart) -> int:
     """The most bytes that a stage holds of pieces and messages at once."""
-    held = Held({block.name: block for block in part.blocks}, part.messages)
-    return max(map(held.after, part.actions), default=0)
+    memory = Held({block.name: block for block in part.blocks}, part.messages)
+    return max(map(memory.after, part.actions), default=0)
 
 
 def _refuse_exchanges(loop: Loop, axis: str) -> None:
     for node in loop.body.nodes:
         if node.target is share or (is_collective(node) and node.args[-1] == axis):
-            found = f"%{node.name} is exchanged among all stages for each micro-batch"
+            problem = f"%{node.name} is exchanged among all stages for each micro-batch"
             needed = "values of a micro-batch that one stage sends to one other"
-            raise PlanError(found, needed, "leave out MicroBatches, or put its readers into one stage",
+            raise PlanError(problem, needed, "leave out MicroBatches, or put its readers into one stage",
                             meta.source_line(node))  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def levels_of(body: Graph) -> dict[Node, int]:
     """The level of each node: the number of sends on the longest way to it."""
     level: dict[Node, int] = {}
     for node in body.nodes:
-        below = max((level[given] for given in node.all_input_nodes), default=0)
+        below = max((level[operand] for operand in node.all_input_nodes), default=0)
         level[node] = below + (node.target is transfer)
     return level
 
@@ -182,8 +182,8 @@ def levels_of(body: Graph) -> dict[Node, int]:
 @dataclass
 class StageCut:
     """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
-    names of these. `stages`: those to cut; None for all. `known`: whether a block is of the backward, by stage and key,
-    where the loop has been cut before.
+    names of these. `stages`: those to cut; None for all. `was_backward`: whether a block is of the backward, by stage
+    and key, where the loop has been cut before.
     """
 
     loop: Loop
@@ -202,16 +202,16 @@ class StageCut:
         self.level = levels_of(self.loop.body)
         stages = self.loop.stages
         before = stages.parts if stages is not None and stages.has_fillers == self.fillers else ()
-        self.known = {
+        self.was_backward = {
             (part.stage, block.level, block.is_filler): block.is_backward for part in before for block in part.blocks
         }
         for node in self.nodes:
             if node.target is transfer:
                 value, source, target = cast("tuple[Node, int, int]", node.args[:3])
-                made = meta.one_tensor(node)
+                tensor = meta.one_tensor(node)
                 shape = tuple(cast(Sequence[int], node.args[3]))
                 self.messages[node.name] = Message(
-                    node.name, value.name, source, target, shape, made.dtype, made.size_bytes
+                    node.name, value.name, source, target, shape, tensor.dtype, tensor.size_bytes
                 )
         for stage in range(self.count):
             if self.stages is None or stage in self.stages:
@@ -222,24 +222,24 @@ class StageCut:
                 self.totals.append(())
 
     def _stage(self, stage: int) -> None:
-        own = self._needed(stage)
-        level = self._late(stage, own)
+        needed = self._needed(stage)
+        level = self._late(stage, needed)
         groups: dict[tuple[int, bool], list[Node]] = {}
-        for node in own:
+        for node in needed:
             groups.setdefault((level[node], False), []).append(node)
         if self.fillers:
             for key, nodes in list(groups.items()):
                 self._set_apart(stage, key, nodes, groups)
         number = len(self.ends)
-        totals = [i for i in range(number) if self.ends[i] in set(own)]
+        totals = [i for i in range(number) if self.ends[i] in set(needed)]
         names = [n.name for n in self.nodes if n.op == "placeholder"]
         first_total = len(names) - number
         self.totals.append(tuple((names[first_total + i], self.ends[i].name) for i in totals))
         writers: dict[Node, tuple[int, bool]] = {node: key for key, nodes in groups.items() for node in nodes}
-        made = [self._block(stage, key, groups[key], writers) for key in sorted(groups)]
-        self.blocks.append(tuple(made))
-        taken = dict.fromkeys(name for block in made for name in block.takes)
-        self.operands.append(tuple(name for name in names[:first_total] if name in taken))
+        blocks = [self._block(stage, key, groups[key], writers) for key in sorted(groups)]
+        self.blocks.append(tuple(blocks))
+        reads = dict.fromkeys(name for block in blocks for name in block.takes)
+        self.operands.append(tuple(name for name in names[:first_total] if name in reads))
 
     def _sent(self, stage: int) -> list[Node]:
         return [n for n in self.nodes if n.target is transfer and n.args[1] == stage]
@@ -248,40 +248,40 @@ class StageCut:
         """The nodes that a stage runs: its own, and those of all stages that it reads."""
         todo = [end for end in self.ends if meta.stage(end) in (None, stage)]
         todo += [node_at(sent, 0) for sent in self._sent(stage)]
-        found = set[Node]()
+        needed = set[Node]()
         while todo:
             node = todo.pop()
-            if node in found or not self._runs(node, stage):
+            if node in needed or not self._runs(node, stage):
                 continue
-            found.add(node)
+            needed.add(node)
             todo += node.all_input_nodes
-        return [node for node in self.nodes if node in found]
+        return [node for node in self.nodes if node in needed]
 
     def _runs(self, node: Node, stage: int) -> bool:
         return node.op == "call_function" and node.target is not transfer and meta.stage(node) in (None, stage)
 
-    def _late(self, stage: int, own: Sequence[Node]) -> dict[Node, int]:
+    def _late(self, stage: int, needed: Sequence[Node]) -> dict[Node, int]:
         """Levels of the nodes of a stage. A node runs as late as it can where no more memory is held for it: a view of
         a value that is held anyway, and a value computed from what all stages have. Recomputed nodes wait for the
         backward. Results of one op stay together.
         """
-        level, inside = dict(self.level), set(own)
-        turn = max((level[node] for node in own if not meta.is_backward(node)), default=-1)
+        level, inside = dict(self.level), set(needed)
+        turn = max((level[node] for node in needed if not meta.is_backward(node)), default=-1)
         leaves = {*(node_at(sent, 0) for sent in self._sent(stage)), *self.ends}
         readers = {node: [user for user in node.users if user in inside] for node in self.nodes}
-        for node in reversed(own):
-            made = {node, *(user for user in readers[node] if _torch.is_getitem(user.target))}
-            later = [level[user] for one in made for user in readers[one] if user not in made]
-            if _torch.is_getitem(node.target) or made & leaves or not later:
+        for node in reversed(needed):
+            group = {node, *(user for user in readers[node] if _torch.is_getitem(user.target))}
+            later = [level[user] for member in group for user in readers[member] if user not in group]
+            if _torch.is_getitem(node.target) or group & leaves or not later:
                 continue
             late = min(later)
-            given = [n for n in node.all_input_nodes if n.op != "placeholder"]
+            inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
             again = meta.is_backward(node) and level[node] <= turn
-            if late > level[node] and (again or (len(made) == 1 and all(
+            if late > level[node] and (again or (len(group) == 1 and all(
                 meta.stage(n) is None or any(level[user] >= late for user in readers[n] if user is not node)
-                for n in given
+                for n in inputs
             ))):  # fmt: skip
-                level |= dict.fromkeys(made, late)
+                level |= dict.fromkeys(group, late)
         return level
 
     def _set_apart(
@@ -317,15 +317,15 @@ class StageCut:
                 meta.copy(node, new)
                 takes[node.name] = inside[node] = new
                 return new
-            made = meta.one_tensor(node)  # of another stage: only its shape is read
-            new = add_call(body, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
-            new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+            tensor = meta.one_tensor(node)  # of another stage: only its shape is read
+            new = add_call(body, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
+            new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
             inside[node] = new
             return new
 
         for node in nodes:
             inside[node] = copy_node(node, body, read)
-        sent = {node_at(one, 0) for one in self._sent(stage)}
+        sent = {node_at(send, 0) for send in self._sent(stage)}
         gives = [
             node for node in nodes
             if node in sent or node in self.ends or any(user in writers and writers[user] != key for user in node.users)
@@ -338,19 +338,19 @@ class StageCut:
                 first = first if first.op != "placeholder" else placeholder
         order = [node.name for node in body.nodes if node.op == "placeholder"]
         backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
-        if (stage, *key) in self.known:
-            backward = self.known[stage, *key]
+        if (stage, *key) in self.was_backward:
+            backward = self.was_backward[stage, *key]
         name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
         if key[1]:
             self.only.add(name)
         by_name = {n.name: name for name, n in takes.items()}
         return StageBlock(
-            name, body, tuple(by_name[one] for one in order), tuple(n.name for n in gives), key[0], backward, key[1]
+            name, body, tuple(map(by_name.__getitem__, order)), tuple(n.name for n in gives), key[0], backward, key[1]
         )
 
     def costs(self, axis: str, prices: BlockPrices, as_run: bool = False) -> dict[str, BlockCost]:
         """What each block takes; `as_run`: with the body that passes have made for it."""
-        ran = [[block.as_run for block in own] for own in self.blocks] if as_run else self.blocks
+        ran = [[block.as_run for block in blocks] for blocks in self.blocks] if as_run else self.blocks
         return block_costs(ran, self.messages, axis, prices)
 
     def parts(self, axis: str, device: str) -> tuple[StagePart, ...]:

@@ -48,9 +48,9 @@ def orders_in(local: LocalGraph) -> list[StageParts]:
 def channels_of(local: LocalGraph) -> set[tuple[int, int]]:
     """Which stages send which others something, in the program of all stages."""
     sends = (node.args for node in local.graph.nodes if node.target is transfer)
-    found = {(cast(int, source), cast(int, target)) for _, source, target, *_ in sends}
+    channels = {(cast(int, source), cast(int, target)) for _, source, target, *_ in sends}
     messages = (message for stages in orders_in(local) for message in stages.parts[0].messages.values())
-    return found | {(message.source, message.target) for message in messages}
+    return channels | {(message.source, message.target) for message in messages}
 
 
 def stage_program(local: LocalGraph, coordinate: int) -> LocalGraph:
@@ -104,28 +104,28 @@ class _Program:
                 todo.append(node)
             if (loop := loop_of(node)) and loop.stages and loop.stages.parts[self.stage].blocks:
                 todo.append(node)
-        found = set[Node]()
+        needed = set[Node]()
         while todo:
             node = todo.pop()
-            if node in found or node.op != "call_function":
+            if node in needed or node.op != "call_function":
                 continue
             is_sent = node.target is transfer and node.args[1] == self.stage
             if self._is_here(node) or is_sent:
-                found.add(node)
+                needed.add(node)
             if node.target is transfer:
                 todo += node.all_input_nodes if is_sent else []
             elif (loop := loop_of(node)) and loop.stages:
-                taken = loop.stages.parts[self.stage].operands
+                reads = loop.stages.parts[self.stage].operands
                 names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
-                todo += [given for name, given in zip(names, operands(node), strict=False) if name in taken]
+                todo += [operand for name, operand in zip(names, operands(node), strict=False) if name in reads]
             elif self._is_here(node):
                 todo += node.all_input_nodes
-        return found
+        return needed
 
     def _ends_exchange(self, node: Node) -> bool:
         """True for the wait for a collective of all stages."""
-        given = node_at(node, 0) if is_wait(node) else node
-        return given is not node and is_collective(given) and given.args[-1] == self.local.stage_axis
+        collective = node_at(node, 0) if is_wait(node) else node
+        return collective is not node and is_collective(collective) and collective.args[-1] == self.local.stage_axis
 
     def _draws(self, node: Node) -> bool:
         return node.op == "call_function" and (draws(node) or node.target is drawn)
@@ -149,57 +149,57 @@ class _Program:
 
     def _read(self, node: Node) -> Node:
         """A value of this stage; memory of its shape for one of another stage: only the shape is read."""
-        held = node.op != "placeholder" or self._is_here(node)
-        if node in self.at and held:
+        is_here = node.op != "placeholder" or self._is_here(node)
+        if node in self.at and is_here:
             return self.at[node]
-        made = meta.one_tensor(node)
-        new = add_call(self.graph, aten.empty.memory_format, (list(made.shape),), made, node, f"{node.name}_shape")
-        new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+        tensor = meta.one_tensor(node)
+        new = add_call(self.graph, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
+        new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
         return new
 
     def _transfer(self, node: Node) -> None:
         value, source, target, shape, axis = cast("tuple[Node, int, int, Any, str]", node.args)
-        made = meta.one_tensor(node)
+        tensor = meta.one_tensor(node)
         if source == self.stage:
-            new = add_call(self.graph, send, (self._read(value), target, self.tags[node], axis), made, node,
+            new = add_call(self.graph, send, (self._read(value), target, self.tags[node], axis), tensor, node,
                            f"{node.name}_send")  # fmt: skip
             meta.set_tensors(new, ())
             meta.set_kept(new)
         elif target == self.stage:
-            args = (shape, made.dtype, made.device, source, self.tags[node], axis)
-            self.at[node] = add_call(self.graph, receive, args, made, node, node.name)
+            args = (shape, tensor.dtype, tensor.device, source, self.tags[node], axis)
+            self.at[node] = add_call(self.graph, receive, args, tensor, node, node.name)
             meta.set_received_of_batch(self.at[node], node in self.varying)
 
     def _loop(self, node: Node, loop: Loop) -> None:
         assert loop.stages is not None, "a loop of stages"
         part = loop.stages.parts[self.stage]
         ends = [end.name for end in operands(next(iter(reversed(loop.body.nodes))))]
-        own = [end for _, end in part.totals]
-        self.numbers[node] = {ends.index(end): number for number, end in enumerate(own)}
+        totals = [end for _, end in part.totals]
+        self.numbers[node] = {ends.index(end): number for number, end in enumerate(totals)}
         if not part.blocks:
             return
         names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
-        given = dict(zip(names, operands(node), strict=False))
-        args = tuple(self._read(given[name]) for name in part.operands)
-        made = meta.tensors(node)
-        kept = [made[ends.index(end)] for end in own]
-        like = kept[0] if kept else next(one for one in made if one is not None)
-        assert like is not None, "totals are tensors"
-        new = add_call(self.graph, part, args, like, node, node.name)
-        meta.set_tensors(new, kept)
+        values = dict(zip(names, operands(node), strict=False))
+        args = tuple(self._read(values[name]) for name in part.operands)
+        tensors = meta.tensors(node)
+        total_tensors = [tensors[ends.index(end)] for end in totals]
+        first = total_tensors[0] if total_tensors else next(tensor for tensor in tensors if tensor is not None)
+        assert first is not None, "totals are tensors"
+        new = add_call(self.graph, part, args, first, node, node.name)
+        meta.set_tensors(new, total_tensors)
         meta.set_kept(new)
         self.at[node] = new
 
     def _outputs(self) -> tuple[list[Output], list[Any]]:
         """What this stage returns. State of another stage that the step creates is empty here."""
-        names, found = {given.name for given in self.local.inputs}, list[tuple[Output, Any]]()
+        names, outputs = {spec.name for spec in self.local.inputs}, list[tuple[Output, Any]]()
         for output, node in self.local.results():
             if not isinstance(node, Node) or self._is_here(node):
-                found.append((output, self.at[node] if isinstance(node, Node) else node))
+                outputs.append((output, self.at[node] if isinstance(node, Node) else node))
             elif output.target not in names:
-                made = meta.one_tensor(node)
-                empty = replace(made, shape=(0,), stride=(1,))
+                tensor = meta.one_tensor(node)
+                empty = replace(tensor, shape=(0,), stride=(1,))
                 new = add_call(self.graph, aten.empty.memory_format, ([0],), empty, node, f"{node.name}_elsewhere")
-                new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
-                found.append((output, new))
-        return [output for output, _ in found], [node for _, node in found]
+                new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
+                outputs.append((output, new))
+        return [output for output, _ in outputs], [node for _, node in outputs]
