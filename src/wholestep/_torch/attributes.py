@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -21,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from .undo import undo, undone
+from .undo import REPLACES, undo, undone
 
 Form = Callable[..., Any]
 """A function in the place of another: it is called with the original and the arguments."""
@@ -30,7 +29,6 @@ _INHERITED = object()
 _SERVED = "wholestep.thread"
 _CALLED = "what is called"
 _FORGETS = "_wholestep_forgets"
-_REPLACES = "_wholestep_replaces"  # attribute of a function: the one that it stands for
 
 
 def _served() -> int | None:
@@ -68,7 +66,6 @@ class _Flag:
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
     """Set attributes, given as (owner, name, value), and restore them on exit; what was inherited is deleted again."""
     with undone():
-        undo(_clean, set(sys.modules))
         for owner, name, value in changes:
             undo(_restore, owner, name, _own(owner, name))
             undo(_forget, value)
@@ -82,14 +79,6 @@ def _forget(replacement: Any) -> None:
         _forget(constant)
     if isinstance(replacement, FunctionType) and _FORGETS in vars(replacement):
         vars(replacement)[_FORGETS]()
-
-
-def _clean(before: set[str]) -> None:
-    """Give modules that were imported meanwhile the functions whose replacements they have taken for these."""
-    for module in [sys.modules[name] for name in [*sys.modules] if name not in before]:
-        for name, held in [*getattr(module, "__dict__", {}).items()]:
-            if isinstance(held, FunctionType) and (original := vars(held).get(_REPLACES)) is not None:
-                setattr(module, name, original)
 
 
 def _restore(owner: Any, name: str, before: Any) -> None:
@@ -139,7 +128,7 @@ def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
     for owner, name, new in changes:
         held = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
         while held is not None:
-            found[id(held)], held = new, getattr(held, _REPLACES, None)
+            found[id(held)], held = new, getattr(held, REPLACES, None)
     return found
 
 
@@ -151,7 +140,7 @@ def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:
     def run_of_class(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
         return form(functools.partial(original, kind), *args, **kwargs)
 
-    if isinstance(function, FunctionType) and not hasattr(function, _REPLACES):
+    if isinstance(function, FunctionType) and not hasattr(function, REPLACES):
         return code_form(function, run_of_class if of_class else form)
     if of_class:
         return owner, name, classmethod(here_only(run_of_class, function))
@@ -211,6 +200,6 @@ def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callabl
 
     if original is None:
         return hook
-    setattr(run, _REPLACES, original)
+    setattr(run, REPLACES, original)
     setattr(run, _FORGETS, forms.clear)
     return run

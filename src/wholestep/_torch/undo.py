@@ -7,9 +7,11 @@ ran. What an interruption leaves is taken back by the `undone` around it: one Ct
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class _Notes(threading.local):
 
 
 _notes, TURN = _Notes(), threading.RLock()
+REPLACES = "_wholestep_replaces"  # attribute of a function: the one that it stands for
 _KEYS: list[Any] = [*torch._C._TorchDispatchModeKey.__members__.values()]
 _TRACING: list[tuple[Any, str]] = [
     (torch.nn.Module, "__call__"), (torch.nn.Module, "__getattr__"), (_symbolic_trace, "_is_fx_tracing_flag"),
@@ -60,11 +63,20 @@ def one_thread() -> Generator[None]:
     traces is set back here too: it restores it at the end of its own contexts, which an interruption leaves out.
     """
     with TURN, undone(), undone():
+        undo(_clean, set(sys.modules))
         undo(drop_modes, modes_now())
         for owner, name in _TRACING:
             undo(setattr, owner, name, getattr(owner, name))
         undo(setattr, fx_traceback, "current_meta", fx_traceback.current_meta.copy())
         yield
+
+
+def _clean(before: set[str]) -> None:
+    """Give modules that were imported meanwhile the functions whose replacements they have taken for these."""
+    for module in [sys.modules[name] for name in [*sys.modules] if name not in before]:
+        for name, function in [*getattr(module, "__dict__", {}).items()]:
+            if isinstance(function, FunctionType) and (original := vars(function).get(REPLACES)) is not None:
+                setattr(module, name, original)
 
 
 def modes_now() -> tuple[bool, int, int, tuple[Any, ...]]:

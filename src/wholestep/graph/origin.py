@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 from functools import cache
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -79,7 +80,15 @@ def is_own_module(value: object) -> bool:
     return is_own_code(table.get("__file__") or "") or not ("__file__" in table or table.get("__spec__"))
 
 
+_last: tuple[list[Any], list[ModuleType]] = [], []  # modules that were loaded, and the watched ones of these
+
+
 def own_modules() -> list[ModuleType]:
-    """The modules that hold code that is watched."""
-    loaded: list[tuple[str, Any]] = list(sys.modules.items())  # a test may put anything there
-    return [m for name, m in loaded if is_own_module(m) or (name == "__main__" and isinstance(m, ModuleType))]
+    """The modules that hold code that is watched; 10 ms where thousands are loaded, once for the same ones."""
+    global _last
+    loaded: list[Any] = list(sys.modules.values())  # a test may put anything there
+    if len(loaded) != len(_last[0]) or not all(map(is_, loaded, _last[0])):
+        main = sys.modules.get("__main__")
+        watched = [m for m in loaded if is_own_module(m) or (m is main and isinstance(m, ModuleType))]
+        _last = loaded, watched
+    return _last[1]
