@@ -84,10 +84,7 @@ def _forget(replacement: Any) -> None:
 def _restore(owner: Any, name: str, before: Any) -> None:
     if _own(owner, name) is before:  # the class cannot be changed, or a trace has restored an object's attributes
         return
-    if before is _INHERITED:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
+    delattr(owner, name) if before is _INHERITED else setattr(owner, name, before)
 
 
 def _own(owner: Any, name: str) -> Any:

@@ -18,13 +18,7 @@ _STAGES = (
     os.path.dirname(torch.__file__) + os.sep,
     *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
 )
-_TYPED = (
-    "<stdin>",
-    "<console>",
-    "<python-input-",
-    "<ipython-input-",
-    "<doctest ",
-)  # what code that was typed is called
+_TYPED = "<stdin>", "<console>", "<python-input-", "<ipython-input-", "<doctest "  # files of what was typed
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
 _LIBRARIES = frozenset({
@@ -76,8 +70,8 @@ def is_own_module(value: object) -> bool:
     """Return whether a value is a module whose code is watched."""
     if type(value) is not ModuleType:
         return False
-    table = vars(value)
-    return is_own_code(table.get("__file__") or "") or not ("__file__" in table or table.get("__spec__"))
+    names = vars(value)
+    return is_own_code(names.get("__file__") or "") or not ("__file__" in names or names.get("__spec__"))
 
 
 _last: tuple[list[Any], list[ModuleType]] = [], []  # modules that were loaded, and the watched ones of these
@@ -86,9 +80,7 @@ _last: tuple[list[Any], list[ModuleType]] = [], []  # modules that were loaded, 
 def own_modules() -> list[ModuleType]:
     """The modules that hold code that is watched; 10 ms where thousands are loaded, once for the same ones."""
     global _last
-    loaded: list[Any] = list(sys.modules.values())  # a test may put anything there
+    loaded, main = list[Any](sys.modules.values()), sys.modules.get("__main__")  # a test may put anything there
     if len(loaded) != len(_last[0]) or not all(map(is_, loaded, _last[0])):
-        main = sys.modules.get("__main__")
-        watched = [m for m in loaded if is_own_module(m) or (m is main and isinstance(m, ModuleType))]
-        _last = loaded, watched
+        _last = loaded, [m for m in loaded if is_own_module(m) or (m is main and isinstance(m, ModuleType))]
     return _last[1]
