@@ -63,16 +63,16 @@ def run_passes(
         GraphError: a pass is out of order, or one left a malformed graph; names the passes since the last check.
     """
     if local.stage_axis and local.stage is None:
-        found = "passes on the program of all stages, which does not run"
-        raise GraphError(found, "the program of one stage", "give wholestep.stage_program(local, coordinate)")
+        problem = "passes on the program of all stages, which does not run"
+        raise GraphError(problem, "the program of one stage", "give wholestep.stage_program(local, coordinate)")
     unchecked = list[str]()
-    for one in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
-        if not _is_own(one):
+    for pass_ in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
+        if not _is_own(pass_):
             _check(unchecked, local)
-        name = getattr(one, "__name__", type(one).__name__)
-        check_order(local, name, getattr(one, "must_follow", ()), getattr(one, "must_precede", ()))
-        given, ends, exchanged = local, local.across, _exchanged(local)
-        local = one.change(local) if owned and isinstance(one, InPlace) else one(local)
+        name = getattr(pass_, "__name__", type(pass_).__name__)
+        check_order(local, name, getattr(pass_, "must_follow", ()), getattr(pass_, "must_precede", ()))
+        before, ends, exchanged = local, local.across, _exchanged(local)
+        local = pass_.change(local) if owned and isinstance(pass_, InPlace) else pass_(local)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",
@@ -80,27 +80,27 @@ def run_passes(
                 "return the graph you were given or a changed copy",
             )
         if _exchanged(local) != exchanged:
-            found = f"pass {name} changed what stages of a pipeline exchange, or its order"
+            problem = f"pass {name} changed what stages of a pipeline exchange, or its order"
             needed = "the order of other stages: it was proven to end"
-            raise GraphError(found, needed, "leave the pass out: pipeline(schedule=None) has none that does")
-        if ends is not None and not getattr(one, "orders", False):
-            local = replace(local, across=(one(ends[0]), one(ends[1])))
-        if isinstance(one, InPlace) or _program_of(local) != _program_of(given):
+            raise GraphError(problem, needed, "leave the pass out: pipeline(schedule=None) has none that does")
+        if ends is not None and not getattr(pass_, "orders", False):
+            local = replace(local, across=(pass_(ends[0]), pass_(ends[1])))
+        if isinstance(pass_, InPlace) or _program_of(local) != _program_of(before):
             unchecked.append(name)
-        if watch is not None or not _is_own(one):
+        if watch is not None or not _is_own(pass_):
             _check(unchecked, local)
-        new = isinstance(one, InPlace) or local.graph is not given.graph
-        owned = watch is None and getattr(one, "keeps_nothing", False) and (owned or new)
-        local = replace(local, passes=(*given.passes, name))
+        new = isinstance(pass_, InPlace) or local.graph is not before.graph
+        owned = watch is None and getattr(pass_, "keeps_nothing", False) and (owned or new)
+        local = replace(local, passes=(*before.passes, name))
         if watch is not None:
             watch(name, local)
     _check(unchecked, local)
     return local
 
 
-def _is_own(one: Pass) -> bool:
+def _is_own(pass_: Pass) -> bool:
     """True for a pass of wholestep, which its tests have checked."""
-    return getattr(one, "__module__", "").startswith(_PACKAGE)
+    return getattr(pass_, "__module__", "").startswith(_PACKAGE)
 
 
 def meets_stages(local: LocalGraph, node: Node) -> bool:
@@ -113,13 +113,13 @@ def meets_stages(local: LocalGraph, node: Node) -> bool:
 
 def _exchanged(local: LocalGraph) -> list[str]:
     """What a stage of a pipeline exchanges with others, in order."""
-    found: list[str] = []
+    exchanges: list[str] = []
     for node in local.graph.nodes if local.stage is not None else ():
         if part := part_of(node):
-            found += [str(action) for action in part.actions if action.kind != "run"]
+            exchanges += [str(action) for action in part.actions if action.kind != "run"]
         elif meets_stages(local, node):
-            found.append(node.name)
-    return found
+            exchanges.append(node.name)
+    return exchanges
 
 
 def _program_of(local: LocalGraph) -> tuple[int, ...]:
@@ -127,9 +127,9 @@ def _program_of(local: LocalGraph) -> tuple[int, ...]:
     return id(local.graph), id(local.inputs), id(local.outputs), id(local.layouts), id(local.across)
 
 
-def _check(unchecked: list[str], made: LocalGraph) -> None:
-    """Check what the passes `unchecked` have made, which is empty afterwards."""
-    for local in (made, *(made.across or ())) if unchecked else ():
+def _check(unchecked: list[str], program: LocalGraph) -> None:
+    """Check `program`, which the passes `unchecked` have made; `unchecked` is empty afterwards."""
+    for local in (program, *(program.across or ())) if unchecked else ():
         try:
             check_local_graph(local)
         except (WholestepError, RuntimeError) as error:

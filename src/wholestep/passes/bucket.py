@@ -80,53 +80,53 @@ class Bucket(InPlace):
             decided = replace(self, most_bytes=most, first_bytes=sizes.first_bytes, alone_bytes=alone)
             return replace(decided, coalesces=sizes.coalesces).change(local)
         fixed = sum(axis.size > 1 for axis in local.mesh.axes) == 1
-        done = set[Node]()
+        settled = set[Node]()
         for several in (False,) if fixed else (True, False):
-            groups = self._groups(local, several, done)
+            groups = self._groups(local, several, settled)
             place = {node: i for i, node in enumerate(local.graph.nodes)}
             for group in groups:
                 if len(group) > 1:
                     apart = self.coalesces and _coalesces(group[0])
-                    done.update(_merge(local.graph, group, fixed, place, apart))
+                    settled.update(_merge(local.graph, group, fixed, place, apart))
         return local
 
-    def _groups(self, local: LocalGraph, several: bool, done: set[Node]) -> list[list[list[Node]]]:
+    def _groups(self, local: LocalGraph, several: bool, settled: set[Node]) -> list[list[list[Node]]]:
         """Groups of collectives to merge, in program order, each a list of its stages: hierarchical ones if `several`.
-        Adds the collectives that are too large to merge to `done`.
+        Adds the collectives that are too large to merge to `settled`.
         """
         open_groups, closed, kinds = dict[Any, _Group](), list[list[list[Node]]](), set[Any]()
-        wanted = {KINDS[kind] for kind in self.kinds}
+        targets = {KINDS[kind] for kind in self.kinds}
         backward, after = False, dict[Node, frozenset[Node]]()
         varying = batch_dependent(local) if self.stored else set[Node]()
         for node in local.graph.nodes:
             backward = backward or meta.is_backward(node)
-            if GATHER in wanted:  # sums are merged whatever they wait for
+            if GATHER in targets:  # sums are merged whatever they wait for
                 after[node] = frozenset({node}) if is_wait(node) else union([after[n] for n in node.all_input_nodes])
             if is_wait(node):
                 for key in [k for k, g in open_groups.items() if node_at(node, 0) in g.lasts and not g.ahead]:
                     closed.append(open_groups.pop(key).chains)
-            if not is_collective(node) or node.target not in wanted or node in done:
+            if not is_collective(node) or node.target not in targets or node in settled:
                 continue
             if node_at(node, 0).target in (join_rows, coalesce):
                 continue
             first_stage, stages = _first_stage(node), stages_from(node) if several else [node]
-            if first_stage.target not in wanted or (several and (len(stages) == 1 or first_stage is not node)):
+            if first_stage.target not in targets or (several and (len(stages) == 1 or first_stage is not node)):
                 continue
             if self.stored and (node in varying if node.target is GATHER else not adds_up(stages[-1])):
                 continue
             key = _key(stages, backward, after.get(node, frozenset()))
             if self.coalesces and _ahead(node):
                 key = *key, _is_kept(node)
-            whole_bytes = max(one_tensor(one).size_bytes for one in (*stages, node_at(node, 0)))
+            full_bytes = max(one_tensor(member).size_bytes for member in (*stages, node_at(node, 0)))
             copied = node.target is not REDUCE and not (self.coalesces and _coalesces(stages))
-            if copied and self.alone_bytes is not None and whole_bytes >= self.alone_bytes:
+            if copied and self.alone_bytes is not None and full_bytes >= self.alone_bytes:
                 kinds.add(key)
-                done.update(stages)
+                settled.update(stages)
                 continue
             group = open_groups.setdefault(key, _Group(ahead=_ahead(node)))
             group.chains.append(stages)
             group.lasts.add(stages[-1])
-            group.bytes += whole_bytes
+            group.bytes += full_bytes
             assert self.most_bytes is not None, "as given, or as decided"
             most = self.most_bytes if key in kinds else min(self.first_bytes, self.most_bytes)
             if group.bytes >= most and (group.ahead or node.target is not GATHER):
@@ -149,9 +149,9 @@ def union(sets: Sequence[frozenset[Node]]) -> frozenset[Node]:
     """The union; the largest set itself where that contains all others, so that many nodes share one object."""
     if len(sets) == 1:
         return sets[0]
-    distinct = list({id(one): one for one in sets}.values())
+    distinct = list({id(nodes): nodes for nodes in sets}.values())
     largest = max(distinct, key=len, default=frozenset[Node]())
-    return largest if len(distinct) < 2 or all(one <= largest for one in distinct) else largest.union(*distinct)
+    return largest if len(distinct) < 2 or all(nodes <= largest for nodes in distinct) else largest.union(*distinct)
 
 
 def _ahead(node: Node) -> bool:
@@ -203,10 +203,10 @@ def chain_of(node: Node) -> list[Node] | None:
     at = node
     while at.op == "call_function":
         chain.insert(0, at)
-        given = operands(at)
-        if len(given) != 1 or (at is not node and len(at.users) != 1):
+        sources = operands(at)
+        if len(sources) != 1 or (at is not node and len(at.users) != 1):
             return None
-        at = given[0]
+        at = sources[0]
     return chain if at.op == "placeholder" else None
 
 
@@ -269,43 +269,43 @@ def _merge(
     """Replace `group` by one collective for each stage, whose last result is cut at the former waits; returns these.
     `fixed`: shapes are the same on all ranks. `place`: positions of the waits. `apart`: pieces are not copied.
     """
-    firsts, stages = [one[0] for one in group], group[0]
+    firsts, stages = [chain[0] for chain in group], group[0]
     first, gathers, ahead = firsts[0], firsts[0].target is GATHER, _ahead(firsts[0])
     at = first if ahead else firsts[-1]
     for node in firsts if ahead else ():
         for part in (chain_of(node) or ())[:-1]:
             at.prepend(part)
     parts = prod(_parts(stage) for stage in stages if stage.target is first.target)
-    given = [node_at(node, 0) for node in firsts]
-    length, like = sum(one_tensor(n).numel for n in given), one_tensor(given[0])
-    join = (coalesce, (given,)) if apart else (join_rows, (given, 1 if gathers else parts))
+    pieces = [node_at(node, 0) for node in firsts]
+    length, template = sum(one_tensor(n).numel for n in pieces), one_tensor(pieces[0])
+    join = (coalesce, (pieces,)) if apart else (join_rows, (pieces, 1 if gathers else parts))
     with graph.inserting_before(at):
-        whole = add_call(graph, *join, contiguous([length], like), first)
+        bucket = add_call(graph, *join, contiguous([length], template), first)
         shapes: list[Any] = [
-            one_tensor(n).shape if fixed else add_call(graph, outline, (n,), one_tensor(n), first) for n in given
+            one_tensor(n).shape if fixed else add_call(graph, outline, (n,), one_tensor(n), first) for n in pieces
         ]
-    waits = [next(u for u in one[-1].users if is_wait(u)) for one in group]
-    made: list[Node] = []
+    waits = [next(u for u in chain[-1].users if is_wait(u)) for chain in group]
+    collectives: list[Node] = []
     for stage in stages:
         length = length * _parts(stage) if stage.target is GATHER else length // _parts(stage)
         if apart and stage is first:
             received = [one_tensor(node).numel for node in firsts]
-            length = starts_in_row(received, like.dtype.itemsize)[-1]
+            length = starts_in_row(received, template.dtype.itemsize)[-1]
         with graph.inserting_before(at):
-            whole = add_call(graph, stage.target, (whole, *stage.args[1:]), contiguous([length], like), stage)
-        made.append(whole)
+            bucket = add_call(graph, stage.target, (bucket, *stage.args[1:]), contiguous([length], template), stage)
+        collectives.append(bucket)
         at = min(waits, key=place.__getitem__)
         with graph.inserting_before(at):
-            whole = add_call(graph, funcol.wait_tensor.default, (whole,), one_tensor(whole), stage)
+            bucket = add_call(graph, funcol.wait_tensor.default, (bucket,), one_tensor(bucket), stage)
     cut = CUTS[apart, "gathered" if gathers else "shared" if stages[-1].target is GATHER else "scattered"]
-    for number, (one, wait) in enumerate(zip(group, waits, strict=True)):
+    for number, (chain, wait) in enumerate(zip(group, waits, strict=True)):
         with graph.inserting_before(wait):
-            new = add_call(graph, cut, (whole, shapes, number, parts), one_tensor(wait), wait)
+            new = add_call(graph, cut, (bucket, shapes, number, parts), one_tensor(wait), wait)
         wait.replace_all_uses_with(new)
-        for stage in reversed(one):
+        for stage in reversed(chain):
             graph.erase_node(next(iter(stage.users)))
             graph.erase_node(stage)
-    return made
+    return collectives
 
 
 def _parts(stage: Node) -> int:
@@ -352,27 +352,27 @@ def pieces_of_gather(
     outlines: Sequence[Tensor | tuple[int, ...]],
     numbers: Sequence[int],
     parts: int,
-    own: int | None = None,
+    skip: int | None = None,
 ) -> list[Tensor]:
-    """What each rank but `own` sent of the tensors with these `numbers`, as views of a gathered bucket."""
+    """What each rank but `skip` sent of the tensors with these `numbers`, as views of a gathered bucket."""
     sizes = [prod(shape) for shape in shapes_of(outlines)]
-    sent: list[tuple[Tensor, ...]] = [torch.split(row, sizes) for row in _without(own, joined.view(parts, sum(sizes)))]
+    sent: list[tuple[Tensor, ...]] = [torch.split(row, sizes) for row in _without(skip, joined.view(parts, sum(sizes)))]
     return [pieces[number] for number in numbers for pieces in sent]
 
 
 @priced_like(FREE)
 @shares("all")
-def in_pieces(tensors: Sequence[Tensor], parts: int, own: int | None = None) -> list[Tensor]:
-    """Contiguous tensors, each as `parts` views of equal size; that of rank `own` is left out."""
-    return [row for tensor in tensors for row in _without(own, in_rows(tensor, parts))]
+def in_pieces(tensors: Sequence[Tensor], parts: int, skip: int | None = None) -> list[Tensor]:
+    """Contiguous tensors, each as `parts` views of equal size; that of rank `skip` is left out."""
+    return [row for tensor in tensors for row in _without(skip, in_rows(tensor, parts))]
 
 
 OWN_APART = (pieces_of_gather, in_pieces)
 """Their last argument is the axis along which a rank's own part is left out, until a rank is put into the graph."""
 
 
-def _without(own: int | None, rows: Tensor) -> list[Tensor]:
-    return [row for rank, row in enumerate(rows.unbind()) if rank != own]
+def _without(skip: int | None, rows: Tensor) -> list[Tensor]:
+    return [row for rank, row in enumerate(rows.unbind()) if rank != skip]
 
 
 @priced_like(FREE)
@@ -388,8 +388,8 @@ def part_of_scatter(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]]
     """This rank's piece of tensor `number` of a reduced bucket."""
     shapes = shapes_of(outlines)
     start, shape = sum(prod(o) // parts for o in shapes[:number]), shapes[number]
-    found = joined.narrow(0, start, prod(shape) // parts)
-    return found.view(shape[0] // parts, *shape[1:]) if shape else found.view(())
+    piece = joined.narrow(0, start, prod(shape) // parts)
+    return piece.view(shape[0] // parts, *shape[1:]) if shape else piece.view(())
 
 
 @priced_like(BUCKET_COPIES)
@@ -418,8 +418,8 @@ READS_A_PLACE = (part_of_gather, part_of_scatter, part_of_shared_sum)
 
 def of_one(outlines: Sequence[Any], number: int) -> tuple[Sequence[Any], int]:
     """Outlines and a number for the same place: one outline for all tensors before it, if their shapes are known."""
-    known = all(isinstance(one, tuple) for one in outlines)
-    return ([(sum(map(prod, outlines[:number])),), outlines[number]], 1) if known else (outlines, number)
+    fixed = all(isinstance(shape, tuple) for shape in outlines)
+    return ([(sum(map(prod, outlines[:number])),), outlines[number]], 1) if fixed else (outlines, number)
 
 
 def _from_rows(rows: Tensor, parts: int, start: int, shape: tuple[int, ...]) -> Tensor:

@@ -58,17 +58,17 @@ class BucketOwned(InPlace):
         opened, closed, seen = dict[Any, list[_Exchange]](), list[list[_Exchange]](), set[Any]()
         for node in graph.nodes:
             if is_wait(node):
-                for key in [k for k, g in opened.items() if any(one.sent is node_at(node, 0) for one in g)]:
+                for key in [k for k, g in opened.items() if any(member.sent is node_at(node, 0) for member in g)]:
                     closed.append(opened.pop(key))
-            found = exchange_at(node)
-            if found is None or found.is_sum != (self.kind == "sums"):
+            exchange = exchange_at(node)
+            if exchange is None or exchange.is_sum != (self.kind == "sums"):
                 continue
-            group = opened.setdefault(found.key, [])
-            group.append(found)
-            limit = most if found.key in seen or not found.is_sum else first
-            if sum(one_tensor(n).size_bytes for one in group for n in one.pieces) >= limit:
-                closed.append(opened.pop(found.key))
-                seen.add(found.key)
+            group = opened.setdefault(exchange.key, [])
+            group.append(exchange)
+            limit = most if exchange.key in seen or not exchange.is_sum else first
+            if sum(one_tensor(n).size_bytes for member in group for n in member.pieces) >= limit:
+                closed.append(opened.pop(exchange.key))
+                seen.add(exchange.key)
         return [*closed, *opened.values()]
 
 
@@ -130,7 +130,7 @@ def _read_last(graph: Graph) -> None:
     late = set[Node]()
     for node in graph.nodes:
         sent = exchange_at(node_at(node, 0)) if is_wait(node) else None
-        if (sent is not None and not sent.is_sum) or any(given in late for given in node.all_input_nodes):
+        if (sent is not None and not sent.is_sum) or any(source in late for source in node.all_input_nodes):
             late.add(node)
     end = next(iter(reversed(graph.nodes)))
     for node in [node for node in graph.nodes if node in late and node is not end]:
@@ -139,27 +139,27 @@ def _read_last(graph: Graph) -> None:
 
 def _merge(graph: Graph, group: Sequence[_Exchange]) -> None:
     """One exchange in place of `group`: it starts where the last one did, and is waited for where the first one was."""
-    pieces = [n for one in group for n in one.pieces]
-    owners = [at for one in group for at in one.owners]
+    pieces = [n for exchange in group for n in exchange.pieces]
+    owners = [at for exchange in group for at in exchange.owners]
     first, last, ranks = group[0], group[-1], group[0].ranks
     before = {node: i for i, node in enumerate(graph.nodes)}
 
-    def call(target: Callable[..., Any], args: tuple[Any, ...], made: TensorMeta, like: Node) -> Node:
-        return add_call(graph, target, args, made, like)
+    def call(target: Callable[..., Any], args: tuple[Any, ...], tensor: TensorMeta, origin: Node) -> Node:
+        return add_call(graph, target, args, tensor, origin)
 
     with graph.inserting_before(last.sent):
         start = start_sums if first.is_sum else start_spread
         sent = start(call, pieces, owners, ranks, first.axis)
-    wait = min((one.wait for one in group), key=before.__getitem__)
+    wait = min((exchange.wait for exchange in group), key=before.__getitem__)
     with graph.inserting_before(wait):
         received = add_call(graph, funcol.wait_tensor.default, (sent,), one_tensor(sent), sent)
         row = add_sums(call, received, ranks, first.op) if first.is_sum else received
     sizes, starts = places(pieces, owners, ranks)
     at = iter(zip(owners, starts, strict=True))
-    for one in group:
-        for part in one.parts:
+    for exchange in group:
+        for part in exchange.parts:
             owner, start = next(at)
-            start = start if one.is_sum else start_in_spread(sizes, owner, start)
+            start = start if exchange.is_sum else start_in_spread(sizes, owner, start)
             part.args = (row, start, part.args[2])
-        for old in dict.fromkeys((one.end, one.wait, one.sent, one.row)):
+        for old in dict.fromkeys((exchange.end, exchange.wait, exchange.sent, exchange.row)):
             graph.erase_node(old)

@@ -27,7 +27,7 @@ _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 class SizeBuckets:
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    `whole`: what the collectives of the whole step carry, where the graph is a part. `puts_off`: gradients of weights
+    `traffic`: what the collectives of the whole step carry, where the graph is a part. `puts_off`: gradients of weights
     may wait to be computed beside collectives. A graph that has sizes keeps them.
     Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
@@ -36,7 +36,7 @@ class SizeBuckets:
     bucket_bytes: int | None = None
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
-    whole: CollectiveTraffic | None = None
+    traffic: CollectiveTraffic | None = None
     may_coalesce: bool = True
     puts_off: bool = True
 
@@ -61,7 +61,7 @@ class SizeBuckets:
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        carried = self.whole or collective_traffic(local)
+        carried = self.traffic or collective_traffic(local)
         routes = _routes(local.mesh, "all_reduce") if self._is_measured else routes_of(local)
         most = largest_bytes(self.hardware, local.mesh, routes)
         if carried.regathered_bytes:
@@ -81,26 +81,26 @@ class SizeBuckets:
 
 def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
     """`passes` with other fields of `SizeBuckets`."""
-    return tuple(replace(one, **fields) if isinstance(one, SizeBuckets) else one for one in passes)
+    return tuple(replace(pass_, **fields) if isinstance(pass_, SizeBuckets) else pass_ for pass_ in passes)
 
 
 def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     """`passes`, then variants with smaller buckets and fewer in flight, in the last of which no gradient of a weight
     waits; sizes that the user gave do not change.
     """
-    found = [tuple(passes)]
-    given = next((one for one in passes if isinstance(one, SizeBuckets)), None)
-    if given is None:
-        return found
-    most = given.bucket_bytes or given.hardware.bucket_bytes
+    variants = [tuple(passes)]
+    sizing = next((pass_ for pass_ in passes if isinstance(pass_, SizeBuckets)), None)
+    if sizing is None:
+        return variants
+    most = sizing.bucket_bytes or sizing.hardware.bucket_bytes
     for part in TUNING.bucket_parts:
-        size = max(most // part, min(most, TUNING.smallest_bucket_bytes)) if given.bucket_bytes is None else most
-        in_flight = size if given.in_flight_bytes is None else given.in_flight_bytes
+        size = max(most // part, min(most, TUNING.smallest_bucket_bytes)) if sizing.bucket_bytes is None else most
+        in_flight = size if sizing.in_flight_bytes is None else sizing.in_flight_bytes
         puts_off = part != TUNING.bucket_parts[-1]
         smaller = resized(passes, bucket_bytes=size, in_flight_bytes=in_flight, puts_off=puts_off)
-        if smaller not in found:
-            found.append(smaller)
-    return found
+        if smaller not in variants:
+            variants.append(smaller)
+    return variants
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def largest_bytes(hardware: Hardware, mesh: Mesh, routes: Sequence[Route]) -> in
 
 
 def _is_slow_start(route: Route, size_bytes: int, hardware: Hardware, mesh: Mesh) -> bool:
-    whole = replace(route, share=1.0)
-    start = whole.us(0, hardware, mesh)
-    return start > TUNING.slow_start_share * (whole.us(size_bytes, hardware, mesh) - start)
+    full = replace(route, share=1.0)
+    start = full.us(0, hardware, mesh)
+    return start > TUNING.slow_start_share * (full.us(size_bytes, hardware, mesh) - start)
 
 
 def expected_bytes(hardware: Hardware, mesh: Mesh, axes: Sequence[str], reduced_bytes: int) -> int:
@@ -184,7 +184,7 @@ def _coalesced_bytes(regathered_bytes: int) -> int:
 
 def on_gpus(local: LocalGraph, hardware: Hardware) -> bool:
     """True where GPUs run the program: its parameters are there, or a data sheet has more processors than a core."""
-    kinds = {given.meta.device.partition(":")[0] for given in local.inputs if given.role is Role.PARAM}
+    kinds = {param.meta.device.partition(":")[0] for param in local.inputs if param.role is Role.PARAM}
     return kinds == {"cuda"} or hardware.has_gpus
 
 

@@ -31,7 +31,7 @@ class ContiguousShards(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Replace `join_rows` by `side_by_side` where that is safe."""
         graph = local.graph
-        params = {node for given, node in local.placeholders() if given.role is Role.PARAM}
+        params = {node for param, node in local.placeholders() if param.role is Role.PARAM}
         claimed: dict[Node, tuple[Node, ...]] = {}
         place = {node: i for i, node in enumerate(graph.nodes)}
         writes: list[tuple[int, set[Node]]] | None = None
@@ -64,7 +64,7 @@ def _writes(graph: Graph, params: set[Node]) -> list[tuple[int, set[Node]]]:
         for node in storage.members if storage.node in params else ():
             params_of.setdefault(node, set()).add(storage.node)
     return [
-        (at, set[Node]().union(*(params_of.get(given, ()) for given in operands(node))))
+        (at, set[Node]().union(*(params_of.get(operand, ()) for operand in operands(node))))
         for at, node in enumerate(graph.nodes)
         if node.op == "call_function" and is_mutating(node)
     ]

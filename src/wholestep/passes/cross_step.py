@@ -58,8 +58,8 @@ class _Work:
 
     def __post_init__(self) -> None:
         self.calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
-        self.given = {node: given for given, node in self.local.placeholders()}
-        self.roles = {given.name: given.role for given in self.given.values()}
+        self.inputs = {node: program_input for program_input, node in self.local.placeholders()}
+        self.roles = {program_input.name: program_input.role for program_input in self.inputs.values()}
         self.results = self.local.results()
         self.batch_dependent, main = forward_backward(self.local)
         reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
@@ -79,10 +79,10 @@ class _Work:
         """Move operands of `late` that are functions of stored tensors along; the body computes its own copies."""
         lasting = _reached([n for node in self.late for n in operands(node)], where=self._lasts)
         moves = self.late | lasting
-        kept = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
-        self.body = _reached([*self.carried, *kept, *self._crossing(moves)])
+        staying = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
+        self.body = _reached([*self.carried, *staying, *self._crossing(moves)])
         self.updated = {out.target: node for out, node in self.results if out.kind == "update" and node in self.body}
-        stale = {node for node, given in self.given.items() if given.name in self.updated}
+        stale = {node for node, program_input in self.inputs.items() if program_input.name in self.updated}
         for node in self.calls:
             if any(n in stale for n in operands(node)):
                 stale.add(node)
@@ -98,10 +98,10 @@ class _Work:
 
     def _sources(self) -> tuple[list[Node], dict[Node, Node]]:
         """Operands of `late` to be carried; and operands that are inputs of the next call, with those inputs."""
-        inputs = {given.name: node for node, given in self.given.items()}
+        inputs = {program_input.name: node for node, program_input in self.inputs.items()}
         at_hand = {node: inputs[name] for name, node in self.updated.items() if name in inputs}
         at_hand |= {
-            n: n for n, given in self.given.items() if given.role in _LASTING and given.name not in self.updated
+            n: n for n, stored in self.inputs.items() if stored.role in _LASTING and stored.name not in self.updated
         }
         crossing = self._crossing(self.late)
         return [n for n in crossing if n not in at_hand], {n: at_hand[n] for n in crossing if n in at_hand}
@@ -111,28 +111,28 @@ class _Work:
         sources, at_hand = self._sources()
         carries = [self._carry(number, node) for number, node in enumerate(sources)]
         ends = [(out, n) for out, n in self.results if n in self.late and out.target not in self.updated]
-        others = [(out, n) for out, n in self.results if (out, n) not in ends]
-        others += [(Output("carry", given.name), n) for given, n in zip(carries, sources, strict=True)]
+        body_ends = [(out, n) for out, n in self.results if (out, n) not in ends]
+        body_ends += [(Output("carry", carry.name), n) for carry, n in zip(carries, sources, strict=True)]
         first, steady, flush = (_Writer(self.local) for _ in range(3))
 
-        made = first.run(self.calls, self.body, first.take(self.given))
-        programs = [first.end([(out, made.get(n, n)) for out, n in others])]
+        copies = first.run(self.calls, self.body, first.take(self.inputs))
+        programs = [first.end([(out, copies.get(n, n)) for out, n in body_ends])]
 
-        given = steady.take(self.given)
+        inputs = steady.take(self.inputs)
         carried = steady.take_carried(carries, sources)
-        late = steady.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **carried})
+        late = steady.run(self.calls, self.late, {**{n: inputs[at] for n, at in at_hand.items()}, **carried})
         new = [(out, late[n]) for out, n in ends]
         newest = {out.target: n for out, n in new}
-        ended = [n for at, n in given.items() if self.given[at].name in newest]
+        ended = [n for at, n in inputs.items() if self.inputs[at].name in newest]
         for node in (*late.values(), *ended):
             if node.op == "call_function" or node in ended or node in carried.values():
                 meta.set_late(node)
-        made = steady.run(self.calls, self.body, {n: newest.get(self.given[n].name, at) for n, at in given.items()})
-        programs.append(steady.end([*[(out, made.get(n, n)) for out, n in others], *new]))
+        copies = steady.run(self.calls, self.body, {n: newest.get(self.inputs[n].name, at) for n, at in inputs.items()})
+        programs.append(steady.end([*[(out, copies.get(n, n)) for out, n in body_ends], *new]))
 
-        given = flush.take({n: i for n, i in self.given.items() if i.role in _LASTING})
+        inputs = flush.take({n: i for n, i in self.inputs.items() if i.role in _LASTING})
         carried = flush.take_carried(carries, sources)
-        late = flush.run(self.calls, self.late, {**{n: given[at] for n, at in at_hand.items()}, **carried})
+        late = flush.run(self.calls, self.late, {**{n: inputs[at] for n, at in at_hand.items()}, **carried})
         programs.append(flush.end([(out, late[n]) for out, n in ends]))
         return replace(programs[1], across=(programs[0], programs[2]))
 
@@ -151,20 +151,20 @@ class _Writer:
         self.layouts = dict(zip((i.name for i in local.inputs), local.layouts, strict=True))
         self.inputs = list[Input]()
 
-    def take(self, given: dict[Node, Input]) -> dict[Node, Node]:
+    def take(self, inputs: dict[Node, Input]) -> dict[Node, Node]:
         """Placeholders for inputs of the program."""
-        self.inputs += given.values()
-        return {node: self.graph.node_copy(node) for node in given}
+        self.inputs += inputs.values()
+        return {node: self.graph.node_copy(node) for node in inputs}
 
     def take_carried(self, carries: Sequence[Input], sources: Sequence[Node]) -> dict[Node, Node]:
         """Placeholders for the tensors carried from the call before."""
-        made = dict[Node, Node]()
-        for given, node in zip(carries, sources, strict=True):
-            made[node] = self.graph.placeholder(given.name.replace("/", "_"))
-            meta.copy(node, made[node])
-            self.inputs.append(given)
-            self.layouts[given.name] = replicated(len(given.meta.shape))
-        return made
+        placeholders = dict[Node, Node]()
+        for carry, node in zip(carries, sources, strict=True):
+            placeholders[node] = self.graph.placeholder(carry.name.replace("/", "_"))
+            meta.copy(node, placeholders[node])
+            self.inputs.append(carry)
+            self.layouts[carry.name] = replicated(len(carry.meta.shape))
+        return placeholders
 
     def run(self, calls: Sequence[Node], part: set[Node], env: dict[Node, Node]) -> dict[Node, Node]:
         """Copies of the nodes of `calls` that are in `part`, in their order."""
@@ -184,7 +184,7 @@ class _Writer:
 
 def _has_sizes(node: Node) -> bool:
     """True for a call that computes with sizes of the batch."""
-    shapes = [found.shape for found in meta.tensors(node) if found is not None]
+    shapes = [tensor.shape for tensor in meta.tensors(node) if tensor is not None]
     return bool(sizes_among([node.args, node.kwargs, shapes]))
 
 
@@ -192,10 +192,10 @@ def _reached(
     nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]] = operands, where: Callable[[Node], bool] = bool
 ) -> set[Node]:
     """Calls that a traversal reaches from `nodes` by `step`; it stops at calls for which `where` is false."""
-    found, todo = set[Node](), list(nodes)
+    reached, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()
-        if node.op == "call_function" and node not in found and where(node):
-            found.add(node)
+        if node.op == "call_function" and node not in reached and where(node):
+            reached.add(node)
             todo += step(node)
-    return found
+    return reached

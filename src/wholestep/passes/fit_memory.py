@@ -66,18 +66,18 @@ class FitMemory:
         """`local` within the budget. A rank whose batch needs more memory than the first rank's rematerializes more."""
         if self.agree is None:
             return self.applied(local, self.choose(local))
-        found = self.agree(lambda: self.choose(local), local)
-        local = self._saved(local).applied(found.names, self.hardware)
-        more = SavedValues(local, gathers=False, stage=self.stage)
-        return self._sized(fitted(more, self.budget_bytes, self.hardware, self._peak(more, found.way)), found.way)
+        fitting = self.agree(lambda: self.choose(local), local)
+        local = self._saved(local).applied(fitting.names, self.hardware)
+        saved = SavedValues(local, gathers=False, stage=self.stage)
+        return self._sized(fitted(saved, self.budget_bytes, self.hardware, self._peak(saved, fitting.way)), fitting.way)
 
-    def applied(self, local: LocalGraph, found: Fitting) -> LocalGraph:
-        """`local` with the choice `found` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
-        return self._sized(self._saved(local).applied(found.names, self.hardware), found.way)
+    def applied(self, local: LocalGraph, fitting: Fitting) -> LocalGraph:
+        """`local` with `fitting` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
+        return self._sized(self._saved(local).applied(fitting.names, self.hardware), fitting.way)
 
-    def run(self, local: LocalGraph, found: Fitting) -> LocalGraph:
-        """`local` with what was found, after all passes that follow."""
-        return run_passes(self.applied(local, found), self.after)
+    def run(self, local: LocalGraph, fitting: Fitting) -> LocalGraph:
+        """`local` with the choice `fitting` applied, after all passes that follow."""
+        return run_passes(self.applied(local, fitting), self.after)
 
     def choose(self, local: LocalGraph) -> Fitting:
         """The shortest simulated step that fits; PlanError where nothing does. A stage counts as if it waited for no
@@ -88,26 +88,26 @@ class FitMemory:
         if peaks[0](()).size_bytes <= self.budget_bytes:
             return Fitting(0, ())
         path = saved.path(self.hardware)
-        found: list[tuple[float, int, tuple[str, ...]]] = []
+        attempts: list[tuple[float, int, tuple[str, ...]]] = []
 
         def attempt(number: int, path: Sequence[RematChoice]) -> None:
             names = choose(path, self.budget_bytes, peaks[number])
             if names is not None:
                 ran = run_passes(self._own(saved.applied(names, self.hardware)), ways[number])
-                found.append((self._us(ran), number, names))
+                attempts.append((self._us(ran), number, names))
 
         for number in range(len(ways)):
             attempt(number, path)
-            if found and not found[-1][2]:
+            if attempts and not attempts[-1][2]:
                 break
-        if not found:
+        if not attempts:
             least, peak_bytes = self.least(local)
             if peak_bytes <= self.budget_bytes:
                 return least
             raise budget_error(saved, path, self.budget_bytes, peaks[-1])
-        if min(found)[2] and saved.has_gathers:
-            attempt(min(found)[1], saved.path(self.hardware, TUNING.hidden_gather_share))
-        _, number, names = min(found)
+        if min(attempts)[2] and saved.has_gathers:
+            attempt(min(attempts)[1], saved.path(self.hardware, TUNING.hidden_gather_share))
+        _, number, names = min(attempts)
         return Fitting(number, names)
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
@@ -143,7 +143,7 @@ class FitMemory:
         if not 0 < way < len(ways):
             text = f"the compile cache names number {way} of the ways to fit a budget"
             raise PlanError(text, f"one from 0 to {len(ways) - 1}", "delete its entry")
-        return next(one for one in ways[way] if isinstance(one, SizeBuckets))(replace(local, sizes=None))
+        return next(pass_ for pass_ in ways[way] if isinstance(pass_, SizeBuckets))(replace(local, sizes=None))
 
     def _us(self, ran: LocalGraph) -> float:
         return simulate(ran, self.hardware).step_us if self.stage is None else _alone_us(ran, self.hardware)
@@ -169,8 +169,8 @@ def fitted_with(
     passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting]
 ) -> tuple[Pass, ...]:
     """`passes` whose `FitMemory` measure `peak` after the passes that follow them, and share choices by `agree`."""
-    found = list(passes)
-    for at, one in enumerate(passes):
-        if isinstance(one, FitMemory):
-            found[at] = replace(one, after=tuple(passes[at + 1 :]), peak=peak, agree=agree)
-    return tuple(found)
+    replaced = list(passes)
+    for at, pass_ in enumerate(passes):
+        if isinstance(pass_, FitMemory):
+            replaced[at] = replace(pass_, after=tuple(passes[at + 1 :]), peak=peak, agree=agree)
+    return tuple(replaced)

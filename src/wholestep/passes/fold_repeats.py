@@ -52,24 +52,24 @@ class FoldRepeats:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """`local` with a loop; as it is where nothing repeats, or `why_not` says why."""
-        found = _find(local)
-        return found.folded() if isinstance(found, _Repeats) else local
+        repeats = _find(local)
+        return repeats.folded() if isinstance(repeats, _Repeats) else local
 
 
 def why_not(local: LocalGraph) -> str:
     """Why the pieces of a program with several backwards are not folded; empty where they are, or there are none."""
-    found = _find(local)
-    return found if isinstance(found, str) else ""
+    reason = _find(local)
+    return reason if isinstance(reason, str) else ""
 
 
 def said(before: LocalGraph, after: LocalGraph) -> str:
     """What became of a loop of the user, of which passes have made `after`; empty where there is none."""
-    found = _find(before)
-    if isinstance(found, str):
-        return found and f"the loop of the step is not folded: {found}"
+    repeats = _find(before)
+    if isinstance(repeats, str):
+        return repeats and f"the loop of the step is not folded: {repeats}"
     if FoldRepeats.__name__ in after.passes:
-        nodes = len({*found.rows.values()})
-        return f"the first {found.count} pieces of the loop of the step are one body of {nodes} nodes"
+        nodes = len({*repeats.rows.values()})
+        return f"the first {repeats.count} pieces of the loop of the step are one body of {nodes} nodes"
     return "the loop of the step is not folded: a budget of memory, or a backend that runs no loops"
 
 
@@ -79,10 +79,10 @@ class _DifferError(Exception):
 
 def _find(local: LocalGraph) -> _Repeats | str:
     sums = _sums(local.graph)
-    of_gradients = [one for one in sums if meta.sums_gradients(one.adds[-1])]
+    of_gradients = [total for total in sums if meta.sums_gradients(total.adds[-1])]
     if not of_gradients or local.stage_axis or any(map(loop_of, local.graph.nodes)):
         return ""
-    counts = Counter(len(one.terms) for one in of_gradients)
+    counts = Counter(len(total.terms) for total in of_gradients)
     if len(counts) > 1:
         parts = " and ".join(map(str, sorted(counts)))
         return (
@@ -91,15 +91,15 @@ def _find(local: LocalGraph) -> _Repeats | str:
     (count,) = counts
     if count < 3:
         return f"{count} pieces are no more than a body and the last one"
-    found = _Repeats(local, count - 1, {one.terms[:-1]: one for one in sums if len(one.terms) == count})
+    repeats = _Repeats(local, count - 1, {total.terms[:-1]: total for total in sums if len(total.terms) == count})
     try:
-        for one in of_gradients:
-            found.compare(one.terms[:-1])
-        found.extend()
-        found.check()
+        for total in of_gradients:
+            repeats.compare(total.terms[:-1])
+        repeats.extend()
+        repeats.check()
     except _DifferError as error:
         return str(error)
-    return found
+    return repeats
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ def _sums(graph: Graph) -> list[_Sum]:
     """Sums whose intermediate values nothing else reads."""
     adds = [n for n in graph.nodes if n.target is _ADD and not n.kwargs and isinstance(n.args[0], Node)]
     adds = [n for n in adds if isinstance(n.args[1], Node) or n.args[1] == 0]
-    known = {n: meta.sums_gradients(n) for n in adds}  # a term may be a sum too: of the uses of a tied parameter
+    flags = {n: meta.sums_gradients(n) for n in adds}  # a term may be a sum too: of the uses of a tied parameter
     goes_on = {
-        n: known.get(node_at(n, 0)) is known[n] and len(node_at(n, 0).users) == 1 and isinstance(n.args[1], Node)
+        n: flags.get(node_at(n, 0)) is flags[n] and len(node_at(n, 0).users) == 1 and isinstance(n.args[1], Node)
         for n in adds
     }
     inner = {node_at(n, 0) for n in adds if goes_on[n]}
-    found = list[_Sum]()
+    sums = list[_Sum]()
     for node in adds:
         if node in inner:
             continue
@@ -130,21 +130,21 @@ def _sums(graph: Graph) -> list[_Sum]:
             chain.append(node_at(chain[-1], 0))
         chain.reverse()
         terms = [node_at(chain[0], 0), *(n.args[1] for n in chain if isinstance(n.args[1], Node))]
-        found.append(_Sum(tuple(terms), tuple(chain), not isinstance(chain[0].args[1], Node)))
-    return found
+        sums.append(_Sum(tuple(terms), tuple(chain), not isinstance(chain[0].args[1], Node)))
+    return sums
 
 
 @dataclass
 class _Repeats:
     """The first `count` pieces of a program, all but the last. `rows`: of equal nodes, by the node of each piece.
-    `given`: of values that differ. `sums`: by their terms but the last.
+    `differing`: of values that differ. `sums`: by their terms but the last.
     """
 
     local: LocalGraph
     count: int
     sums: Mapping[Row, _Sum]
     rows: dict[Node, Row] = field(default_factory=dict[Node, Row])
-    given: dict[Row, None] = field(default_factory=dict[Row, None])
+    differing: dict[Row, None] = field(default_factory=dict[Row, None])
     shared: dict[Node, None] = field(default_factory=dict[Node, None])
 
     def __post_init__(self) -> None:
@@ -170,13 +170,13 @@ class _Repeats:
                 self.shared[row[0]] = None
             elif any(self.rows.get(node, row) != row for node in row):
                 raise self._differ(row, "is used by pieces in different ways")
-            elif row in self.given or row[0] in self.rows:
+            elif row in self.differing or row[0] in self.rows:
                 continue
             elif len(set(row)) == len(row) and not self.slices.issuperset(row) and _alike(row):
                 self.rows |= dict.fromkeys(row, row)
                 todo += zip(*map(operands, row), strict=True)
             elif len({meta.tensor(node) for node in row}) == 1 and meta.tensor(row[0]) is not None:
-                self.given[row] = None
+                self.differing[row] = None
             else:
                 raise self._differ(row, "differs between pieces")
 
@@ -185,28 +185,28 @@ class _Repeats:
         while True:
             late, groups = self.late(), dict[Any, list[list[Node]]]()
             for node in self.nodes:
-                given = operands(node) if node.op == "call_function" and node not in self.rows else []
-                pieces = {self.piece(n) for n in given if n in self.rows}
-                if len(pieces) != 1 or any(n in late for n in given) or communicates(node):
+                reads = operands(node) if node.op == "call_function" and node not in self.rows else []
+                pieces = {self.piece(n) for n in reads if n in self.rows}
+                if len(pieces) != 1 or any(n in late for n in reads) or communicates(node):
                     continue
                 args = map_arg((node.args, node.kwargs), lambda n: self.rows[n][0] if n in self.rows else n)
                 key = node.target, repr(args), meta.tensors(node)
                 groups.setdefault(key, [[] for _ in range(self.count)])[pieces.pop()].append(node)
             equal = [parts for parts in groups.values() if len({len(part) for part in parts}) == 1]
-            more = [row for parts in equal for row in zip(*parts, strict=True)]
-            if not more:
+            new_rows = [row for parts in equal for row in zip(*parts, strict=True)]
+            if not new_rows:
                 return
-            for row in more:
+            for row in new_rows:
                 self.rows |= dict.fromkeys(row, row)
                 self.shared |= dict.fromkeys(n for n in operands(row[0]) if n not in self.rows)
 
     def late(self) -> set[Node]:
         """Nodes outside of pieces that depend on one."""
-        found = set[Node]()
+        dependents = set[Node]()
         for node in self.nodes:
-            if node not in self.rows and any(n in self.rows or n in found for n in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node not in self.rows and any(n in self.rows or n in dependents for n in node.all_input_nodes):
+                dependents.add(node)
+        return dependents
 
     def check(self) -> None:
         """Raise unless pieces are calls that depend on nothing of each other, send nothing, and draw one after the
@@ -215,7 +215,7 @@ class _Repeats:
         if not self.rows:  # the first terms of the sums are no calls: gradients of an earlier step
             raise _DifferError("gradients are added to what was there")
         late = self.late()
-        for row in (*self.given, *((node,) for node in self.shared)):
+        for row in (*self.differing, *((node,) for node in self.shared)):
             if any(node in late or node in self.rows for node in row):
                 raise self._differ(row, "differs between pieces, or one piece depends on it and another one makes it")
         for row in dict.fromkeys(self.rows.values()):
@@ -234,7 +234,7 @@ class _Repeats:
 
     def early(self) -> list[Node]:
         """Nodes that come before the first piece."""
-        needed, todo = set[Node](), [*self.shared, *(n for row in self.given for n in row)]
+        needed, todo = set[Node](), [*self.shared, *(n for row in self.differing for n in row)]
         while todo:
             node = todo.pop()
             if node not in needed:
@@ -245,8 +245,8 @@ class _Repeats:
 
     def left(self) -> list[Node]:
         """Nodes that come after the pieces."""
-        done = set(self.early())
-        return [n for n in self.nodes if n not in done and n not in self.rows]
+        early = set(self.early())
+        return [n for n in self.nodes if n not in early and n not in self.rows]
 
     def _differ(self, row: Row, how: str) -> _DifferError:
         where = meta.source_line(row[0])
@@ -259,22 +259,22 @@ class _Repeats:
         for node in self.early():
             at[node] = copy_node(node, new, at.__getitem__)
         inside = dict[Row, Node]()
-        for row in self.given:
-            made, values = meta.one_tensor(row[0]), [body.take(at[node]) for node in row]
+        for row in self.differing:
+            tensor, values = meta.one_tensor(row[0]), [body.take(at[node]) for node in row]
             name = f"{row[0].name}_piece"
-            inside[row] = add_call(body.graph, kept_piece, (values, TIME), made, row[0], name)
+            inside[row] = add_call(body.graph, kept_piece, (values, TIME), tensor, row[0], name)
         for node in (n for n in self.nodes if n in self.rows and self.piece(n) == 0):
-            row = self.rows[node]
-            reads = iter([inside.get(one) or body.take(at[one[0]]) for one in zip(*map(operands, row), strict=True)])
-            inside[row] = copy_node(node, body.graph, lambda _, reads=reads: next(reads))
+            nodes = self.rows[node]
+            reads = iter([inside.get(row) or body.take(at[row[0]]) for row in zip(*map(operands, nodes), strict=True)])
+            inside[nodes] = copy_node(node, body.graph, lambda _, reads=reads: next(reads))
         ends = self._ends(body, inside)
-        skipped = {add for one in self.sums.values() if one.adds[-2] in ends for add in one.adds[:-1]}
+        skipped = {add for total in self.sums.values() if total.adds[-2] in ends for add in total.adds[:-1]}
         for end, item in zip(ends, body.write_into(new, "loop", self.count), strict=True):
             if isinstance(end, Node):
                 at[end] = item
             else:
-                kept = enumerate(end)
-                at |= {n: add_call(new, of_piece, (item, i), meta.one_tensor(n), n, n.name) for i, n in kept}
+                numbered = enumerate(end)
+                at |= {n: add_call(new, of_piece, (item, i), meta.one_tensor(n), n, n.name) for i, n in numbered}
         for node in self.left():
             if node not in skipped:
                 at[node] = copy_node(node, new, at.__getitem__)
@@ -288,22 +288,22 @@ class _Repeats:
             outer = [[u for u in node.users if u not in self.rows] for node in row]
             if not any(outer):
                 continue
-            value, made = inside[row], meta.one_tensor(row[0])
-            found = self.sums.get(row)
-            if found is not None and outer == [[add] for add in _adds_of(found)[:-1]]:
+            value, tensor = inside[row], meta.one_tensor(row[0])
+            total = self.sums.get(row)
+            if total is not None and outer == [[add] for add in _adds_of(total)[:-1]]:
                 owned = is_fresh(row[0]) and len(row[0].users) == 1
-                body.accumulate(row[0].name, row[0], made, add_up, value, "sum", owned)
-                ends.append(found.adds[-2])
+                body.accumulate(row[0].name, row[0], tensor, add_up, value, "sum", owned)
+                ends.append(total.adds[-2])
             else:
-                kept = contiguous((self.count, *made.shape), made)
-                body.accumulate(row[0].name, row[0], kept, keep_piece, value, is_fresh(row[0]))
+                stacked = contiguous((self.count, *tensor.shape), tensor)
+                body.accumulate(row[0].name, row[0], stacked, keep_piece, value, is_fresh(row[0]))
                 ends.append(row)
         return ends
 
 
-def _adds_of(found: _Sum) -> Row:
+def _adds_of(total: _Sum) -> Row:
     """The add that reads each term."""
-    return found.adds if found.start else (found.adds[0], *found.adds)
+    return total.adds if total.start else (total.adds[0], *total.adds)
 
 
 def _alike(row: Row) -> bool:

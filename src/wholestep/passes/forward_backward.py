@@ -30,17 +30,17 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             continue
         if node.op != "call_function" or node not in varying:
             continue
-        given = [n for n in node.all_input_nodes if n in varying]
+        inputs = [n for n in node.all_input_nodes if n in varying]
         piece = _torch.is_getitem(node.target) or meta.value(node) is None
-        if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in given)):
+        if meta.is_batch_invariant(node) or (piece and all(n in gradients for n in inputs)):
             gradients.add(node)
         elif (
             meta.value(node) is not None
             or _sums_pieces(node, communicated)
-            or (is_collective(node) and (later_stages or not communicated.issuperset(given)))
+            or (is_collective(node) and (later_stages or not communicated.issuperset(inputs)))
         ):
             todo.append(node)
-        elif is_wait(node) or communicated.issuperset(given):
+        elif is_wait(node) or communicated.issuperset(inputs):
             communicated.add(node)
     main = set[Node]()
     while todo:
@@ -60,4 +60,4 @@ def carries_stages(local: LocalGraph, node: Node) -> bool:
 
 def _sums_pieces(node: Node, communicated: Collection[Node]) -> bool:
     """True for what adds up a value of a piece that ranks have not exchanged: it frees that value."""
-    return node.target in ACCUMULATORS and not any(given in communicated for given in node.all_input_nodes)
+    return node.target in ACCUMULATORS and not any(operand in communicated for operand in node.all_input_nodes)

@@ -25,10 +25,10 @@ def multiply_gathered(shard: Tensor, factors: Sequence[Tensor], parts: int, axis
     `axis` is a mesh axis, and the name of a process group in a bound graph.
     """
     if _torch.has_symmetric_memory(shard.device):
-        whole, products = _torch.gather_and_multiply(shard, factors, axis)
-        return [whole, *products]
-    whole = funcol.wait_tensor.default(funcol.all_gather_into_tensor.default(shard, parts, axis))
-    return [whole, *(whole @ factor for factor in factors)]
+        gathered, products = _torch.gather_and_multiply(shard, factors, axis)
+        return [gathered, *products]
+    gathered = funcol.wait_tensor.default(funcol.all_gather_into_tensor.default(shard, parts, axis))
+    return [gathered, *(gathered @ factor for factor in factors)]
 
 
 @collective("reduce_scatter")
@@ -55,13 +55,13 @@ def multiply_gathered_scaled(
     `dtype` is that of the products, `fast` adds up in fewer bits.
     """
     if _torch.has_symmetric_memory(shard.device):
-        whole, products = _torch.gather_and_multiply_scaled(shard, factors, scale, scales, dtype, fast, axis)
-        return [whole, *products]
+        gathered, products = _torch.gather_and_multiply_scaled(shard, factors, scale, scales, dtype, fast, axis)
+        return [gathered, *products]
     sent = funcol.all_gather_into_tensor.default(shard.view(torch.uint8), parts, axis)
-    whole = funcol.wait_tensor.default(sent).view(shard.dtype)
-    rows, pairs = whole.reshape(-1, whole.shape[-1]), zip(factors, scales, strict=True)
-    made = [_scaled_mm(rows, one, scale, other, None, None, dtype, fast) for one, other in pairs]
-    return [whole, *(one.unflatten(0, whole.shape[:-1]) for one in made)]
+    gathered = funcol.wait_tensor.default(sent).view(shard.dtype)
+    rows, pairs = gathered.reshape(-1, gathered.shape[-1]), zip(factors, scales, strict=True)
+    products = [_scaled_mm(rows, factor, scale, other, None, None, dtype, fast) for factor, other in pairs]
+    return [gathered, *(product.unflatten(0, gathered.shape[:-1]) for product in products)]
 
 
 @collective("reduce_scatter")
@@ -73,8 +73,8 @@ def scatter_scaled_product(
     """`scatter_product` of factors in float8, scaled as in `multiply_gathered_scaled`."""
     if _torch.has_symmetric_memory(left.device):
         rows = left.reshape(inner, -1, left.shape[1])
-        made = _torch.multiply_and_scatter_scaled(rows, right, scale, other, dtype, fast, 1, axis)
-        return made.transpose(0, 1).contiguous()
+        piece = _torch.multiply_and_scatter_scaled(rows, right, scale, other, dtype, fast, 1, axis)
+        return piece.transpose(0, 1).contiguous()
     product = _scaled_mm(left, right, scale, other, None, None, dtype, fast)
     partial = product.view(inner, -1, right.shape[1]).transpose(0, 1).contiguous()
     return funcol.wait_tensor.default(funcol.reduce_scatter_tensor.default(partial, "sum", parts, axis))

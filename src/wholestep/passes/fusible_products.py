@@ -84,10 +84,10 @@ class GatheredRows:
     def fused(self, writer: Writer) -> dict[Node, Node]:
         """Append one op; return what replaces the products, and what is gathered if it is read."""
         ranks, axis = self.collective.args[1:]
-        source, whole = writer.at(node_at(self.collective, 0)), one_tensor(self.collective)
+        source, full = writer.at(node_at(self.collective, 0)), one_tensor(self.collective)
         first, rows = self.products[0], one_tensor(node_at(self.collective, 0)).shape[0]
         factors = [writer.at(node_at(product, 1)) for product in self.products]
-        shapes = [(*whole.shape[:-1], one_tensor(factor).shape[1]) for factor in factors]
+        shapes = [(*full.shape[:-1], one_tensor(factor).shape[1]) for factor in factors]
         results = [contiguous(shape, one_tensor(product)) for shape, product in zip(shapes, self.products, strict=True)]
         target, args = multiply_gathered, (source, factors)
         if first.target is aten._scaled_mm.default:
@@ -97,17 +97,17 @@ class GatheredRows:
             scales = [writer.at(node_at(product, _RIGHT_SCALE)) for product in self.products]
             target = multiply_gathered_scaled
             args = (source, factors, writer.at(node_at(first, _LEFT_SCALE)), scales, *_options(first))
-        sent = replace(whole, dtype=self.dtype)
+        sent = replace(full, dtype=self.dtype)
         op = writer.call(target, (*args, ranks, axis), sent, self.collective)
         meta.set_tensors(op, [sent, *results])
         parts = [writer.call(_torch.GETITEM, (op, i), part, op) for i, part in enumerate([sent, *results])]
         replaced = dict[Node, Node]()
         if self.is_read:
             replaced[self.wait] = parts[0]
-            if sent.dtype != whole.dtype:
-                replaced[self.wait] = writer.call(aten.view.dtype, (parts[0], whole.dtype), whole, self.collective)
+            if sent.dtype != full.dtype:
+                replaced[self.wait] = writer.call(aten.view.dtype, (parts[0], full.dtype), full, self.collective)
         for product, part in zip(self.products, parts[1:], strict=True):
-            shaped = writer.view(part, (ranks, rows, prod(whole.shape[1:-1]), -1), product)
+            shaped = writer.view(part, (ranks, rows, prod(full.shape[1:-1]), -1), product)
             replaced[product] = self._in_order(writer, product, shaped)
         return replaced
 
@@ -177,20 +177,20 @@ def _gathered_rows(wait: Node) -> GatheredRows | None:
     gather = node_at(wait, 0)
     if gather.target is not GATHER or len(gather.users) > 1 or len(one_tensor(wait).shape) not in (2, 3):
         return None
-    dtypes, others = dict[Node, torch.dtype](), list[Node]()
-    _find_products(wait, False, dtypes, others)
+    dtypes, other_readers = dict[Node, torch.dtype](), list[Node]()
+    _find_products(wait, False, dtypes, other_readers)
     if not dtypes or len(set(dtypes.values())) > 1:
         return None
     order = {node: i for i, node in enumerate(wait.graph.nodes)} if len(dtypes) > 1 else {}
-    first, *more = products = tuple(sorted(dtypes, key=lambda node: order.get(node, 0)))
-    alike = all((product.target, product.args[4:]) == (first.target, first.args[4:]) for product in more)
+    first, *later = products = tuple(sorted(dtypes, key=lambda node: order.get(node, 0)))
+    alike = all((product.target, product.args[4:]) == (first.target, first.args[4:]) for product in later)
     scales = {node_at(product, _LEFT_SCALE) for product in products if product.target is aten._scaled_mm.default}
     if not alike or len(scales) > 1 or not all(map(_is_fusible, products)):
         return None
-    return GatheredRows(gather, wait, products, dtypes[first], bool(others))
+    return GatheredRows(gather, wait, products, dtypes[first], bool(other_readers))
 
 
-def _find_products(node: Node, moved: bool, dtypes: dict[Node, torch.dtype], others: list[Node]) -> None:
+def _find_products(node: Node, moved: bool, dtypes: dict[Node, torch.dtype], other_readers: list[Node]) -> None:
     """Find what reads `node`: products of all its rows, through views, and others. `moved`: the gathered dim is the
     second.
     """
@@ -201,17 +201,17 @@ def _find_products(node: Node, moved: bool, dtypes: dict[Node, torch.dtype], oth
         if result is not None and flat and user.target in _PRODUCTS and user.args[0] is node is not user.args[1]:
             dtypes[user] = have.dtype
         elif result is None:
-            others.append(user)
+            other_readers.append(user)
         elif user.target is aten.view.dtype and result.dtype.itemsize == have.dtype.itemsize:
-            _find_products(user, moved, dtypes, others)
+            _find_products(user, moved, dtypes, other_readers)
         elif user.target is aten.permute.default and not (moved or flat) and user.args[1] == _TURNED:
-            _find_products(user, True, dtypes, others)
+            _find_products(user, True, dtypes, other_readers)
         elif (
             user.target in _VIEWS and moved and not flat and result.shape == (prod(have.shape[:-1]), have.shape[-1])
         ) or (user.target is rank_ops.contiguous and (flat or moved)):
-            _find_products(user, moved, dtypes, others)
+            _find_products(user, moved, dtypes, other_readers)
         else:
-            others.append(user)
+            other_readers.append(user)
 
 
 def _scattered_product(wait: Node) -> ScatteredProduct | None:

@@ -54,32 +54,32 @@ class InBodies(InPlace):
                 body = copy_graph(loop.body)
                 node.target = loop.with_body(self._scheduled(of_piece(local, node, varying, body)))
             elif part := part_of(node):
-                made = [block.as_run.body for block in self.scheduled(local, node, varying)]
-                node.target = with_blocks(part, made, local.mesh, self.hardware)
+                bodies = [block.as_run.body for block in self.scheduled(local, node, varying)]
+                node.target = with_blocks(part, bodies, local.mesh, self.hardware)
         return local
 
     def scheduled(self, local: LocalGraph, at: Node, varying: Collection[Node] | None = None) -> tuple[StageBlock, ...]:
         """The blocks of the part `at` of a stage, which know what they will be scheduled as; `varying`: the nodes that
         depend on the batch. What blocks know already for the same sizes they keep.
         """
-        part, found = part_of(at), list[StageBlock]()
+        part, blocks = part_of(at), list[StageBlock]()
         assert part is not None, "a part of a stage"
         varying = batch_dependent(local) if varying is None else varying
         roles = {name: Role.GRAD for name, _ in part.totals}
-        given = zip(part.operands, operands(at), strict=False)
-        roles |= {name: Role.PARAM for name, one in given if one not in varying}
+        named_operands = zip(part.operands, operands(at), strict=False)
+        roles |= {name: Role.PARAM for name, operand in named_operands if operand not in varying}
         for block in part.blocks:
-            own = [roles.get(name, Role.BATCH) for name in block.takes]
-            known_by = self, local.sizes, own
+            block_roles = [roles.get(name, Role.BATCH) for name in block.takes]
+            known_by = self, local.sizes, block_roles
             if _communicates(block.body) and (block.scheduled is None or block.scheduled[0] != known_by):
-                body = self._scheduled(_program(local, copy_graph(block.body), own))
+                body = self._scheduled(_program(local, copy_graph(block.body), block_roles))
                 block = replace(block, scheduled=(known_by, body))
-            found.append(block)
-        return tuple(found)
+            blocks.append(block)
+        return tuple(blocks)
 
     def _scheduled(self, body: LocalGraph) -> Graph:
-        for one in self.inner:
-            body = one.change(body)
+        for pass_ in self.inner:
+            body = pass_.change(body)
         _let_go(body.graph)
         return body.graph
 
@@ -109,14 +109,14 @@ def of_piece(local: LocalGraph, at: Node, varying: Collection[Node], body: Graph
     """What the loop `at`, whose body is `body`, does with a piece, as a program: its inputs that depend on the batch,
     as nodes `varying` do, are its batch; what it accumulates is gradients of earlier calls.
     """
-    given = operands(at)
-    roles = [Role.BATCH if one in varying else Role.PARAM for one in given]
+    sources = operands(at)
+    roles = [Role.BATCH if source in varying else Role.PARAM for source in sources]
     count = sum(node.op == "placeholder" for node in body.nodes)
-    return _program(local, body, [*roles, *[Role.GRAD] * (count - len(given))])
+    return _program(local, body, [*roles, *[Role.GRAD] * (count - len(sources))])
 
 
 def _program(local: LocalGraph, body: Graph, roles: Sequence[Role]) -> LocalGraph:
-    given = (node for node in body.nodes if node.op == "placeholder")
-    inputs = tuple(Input(n.name, role, meta.one_tensor(n)) for n, role in zip(given, roles, strict=True))
+    placeholders = (node for node in body.nodes if node.op == "placeholder")
+    inputs = tuple(Input(n.name, role, meta.one_tensor(n)) for n, role in zip(placeholders, roles, strict=True))
     outputs = tuple(Output("result", end.name) for end in operands(next(iter(reversed(body.nodes)))))
     return replace(local, graph=body, inputs=inputs, outputs=outputs, layouts=(), stage_axis="", stage=None)

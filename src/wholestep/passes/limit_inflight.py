@@ -39,23 +39,23 @@ class LimitInflight(InPlace):
         assert local.sizes is not None, "SizeBuckets came before"
         sizes, graph = local.sizes, local.graph
         pending: dict[Any, dict[Node, int]] = defaultdict(dict)  # by axis, bytes that each reduce-scatter reads
-        held = 0
+        pending_bytes = 0
         place = {node: i for i, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if is_wait(node):
                 for along_axis in pending.values():
-                    held -= along_axis.pop(node_at(node, 0), 0)
+                    pending_bytes -= along_axis.pop(node_at(node, 0), 0)
             elif node.target is SCATTER or (node.target is REDUCE and adds_up(node)):
-                given = node_at(node, 0)
-                size_bytes = meta.size_bytes(given)
+                operand = node_at(node, 0)
+                size_bytes = meta.size_bytes(operand)
                 same_axis = pending[node.args[-1]]
-                while len(same_axis) >= sizes.in_flight and size_bytes + held > sizes.in_flight_bytes:
+                while len(same_axis) >= sizes.in_flight and size_bytes + pending_bytes > sizes.in_flight_bytes:
                     oldest = next(iter(same_axis))
-                    held -= same_axis.pop(oldest)
-                    unmoved = not is_wait(given)  # `place` is out of date for waits
-                    start = given if unmoved and place[given] > place[oldest] else node
+                    pending_bytes -= same_axis.pop(oldest)
+                    unmoved = not is_wait(operand)  # `place` is out of date for waits
+                    start = operand if unmoved and place[operand] > place[oldest] else node
                     for wait in list(oldest.users):
                         start.prepend(wait)
                 same_axis[node] = size_bytes
-                held += size_bytes
+                pending_bytes += size_bytes
         return local

@@ -43,7 +43,7 @@ class _Work:
     moved: dict[Node, Node] = field(default_factory=dict[Node, Node])
 
     def run(self) -> None:
-        roles = {node: given.role for given, node in self.local.placeholders()}
+        roles = {node: program_input.role for program_input, node in self.local.placeholders()}
         varying = batch_dependent(self.local)
         for node in list(self.local.graph.nodes):
             if node.op == "placeholder":
@@ -83,46 +83,46 @@ class _Work:
 
     def _is_number(self, node: Node) -> bool:
         """Scheduled numbers and counts stay on the CPU; kernels of any device read them there."""
-        found = meta.tensor(node)
-        return found is not None and not found.shape and found.device == "cpu"
+        tensor = meta.tensor(node)
+        return tensor is not None and not tensor.shape and tensor.device == "cpu"
 
     def _move_operands(self, node: Node, host: bool) -> None:
-        for given in node.all_input_nodes:
-            if self.host[given] != host and not self._is_number(given):
-                node.replace_input_with(given, self._copied(given, node, host))
+        for operand in node.all_input_nodes:
+            if self.host[operand] != host and not self._is_number(operand):
+                node.replace_input_with(operand, self._copied(operand, node, host))
 
-    def _copied(self, given: Node, reader: Node, host: bool) -> Node:
-        """`given` on the host or on the device, copied once."""
-        if self.host.get(given, host) == host or meta.tensor(given) is None:
-            return given
-        if given in self.moved:
-            return self.moved[given]
-        viewed = None if host else _viewed(given)
+    def _copied(self, node: Node, reader: Node, host: bool) -> Node:
+        """`node` on the host or on the device, copied once."""
+        if self.host.get(node, host) == host or meta.tensor(node) is None:
+            return node
+        if node in self.moved:
+            return self.moved[node]
+        viewed = None if host else _viewed(node)
         if viewed is not None:
             base = self._copied(viewed, reader, host)
             with self.local.graph.inserting_before(reader):
-                new = self.local.graph.node_copy(given, {viewed: base}.__getitem__)
-            self.moved[given], self.host[new] = new, host
+                new = self.local.graph.node_copy(node, {viewed: base}.__getitem__)
+            self.moved[node], self.host[new] = new, host
         else:
             with self.local.graph.inserting_before(reader):
-                args = (given,) if host else (given, self.local.offload)
-                start = add_call(self.local.graph, to_host if host else to_device, args, meta.one_tensor(given), given)
-                new = add_call(self.local.graph, arrived, (start,), meta.one_tensor(given), given)
-            self.moved[given], self.host[start], self.host[new] = new, host, host
-        return self.moved[given]
+                args = (node,) if host else (node, self.local.offload)
+                start = add_call(self.local.graph, to_host if host else to_device, args, meta.one_tensor(node), node)
+                new = add_call(self.local.graph, arrived, (start,), meta.one_tensor(node), node)
+            self.moved[node], self.host[start], self.host[new] = new, host, host
+        return self.moved[node]
 
     def _start_early(self) -> None:
         """Move starts of copies before their reads, where the host cannot overwrite what is still being copied."""
         before: Node | None = None
         for node in [node for node in self.local.graph.nodes if node.target is arrived]:
             start = node.all_input_nodes[0]
-            given = start.all_input_nodes[0]
+            source = start.all_input_nodes[0]
             if start.target is to_device:
-                if before is not None and given.op == "placeholder":
+                if before is not None and source.op == "placeholder":
                     before.append(start)
                 before = node
-            elif given.op != "placeholder":
-                given.append(start)
+            elif source.op != "placeholder":
+                source.append(start)
         order = {node: at for at, node in enumerate(self.local.graph.nodes)}
         ends = [
             (order[start], order[node])
@@ -141,5 +141,5 @@ def _viewed(node: Node) -> Node | None:
     """The node all of whose elements `node` is a view of."""
     is_view = node.op == "call_function" and (_torch.is_op(node.target) or always_shares(node.target))
     base = shared_operand(node) if is_view else None
-    whole = base is not None and meta.one_tensor(base).numel == meta.one_tensor(node).numel
-    return base if whole and node.all_input_nodes == [base] else None
+    is_full = base is not None and meta.one_tensor(base).numel == meta.one_tensor(node).numel
+    return base if is_full and node.all_input_nodes == [base] else None

@@ -50,28 +50,28 @@ class CallOrder:
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The program with its calls in that order; as it is if it has others."""
-        programs = [one.graph for one in (local, *(local.across or ()))]
-        calls = [[node for node in graph.nodes if node.op == "call_function"] for graph in programs]
+        graphs = [program.graph for program in (local, *(local.across or ()))]
+        calls = [[node for node in graph.nodes if node.op == "call_function"] for graph in graphs]
         if not self.names:
             self.names = [{node.name: place for place, node in enumerate(each)} for each in calls]
         if [{node.name for node in each} for each in calls] != [each.keys() for each in self.names]:
             return local
-        pairs = zip(programs, calls, self.names, strict=True)
-        made = [_in_order(graph, sorted(each, key=lambda n: places[n.name])) for graph, each, places in pairs]
+        pairs = zip(graphs, calls, self.names, strict=True)
+        reordered = [_in_order(graph, sorted(each, key=lambda n: places[n.name])) for graph, each, places in pairs]
         if local.across is None:
-            return replace(local, graph=made[0])
-        first, flush = (replace(one, graph=graph) for one, graph in zip(local.across, made[1:], strict=True))
-        return replace(local, graph=made[0], across=(first, flush))
+            return replace(local, graph=reordered[0])
+        first, flush = (replace(end, graph=graph) for end, graph in zip(local.across, reordered[1:], strict=True))
+        return replace(local, graph=reordered[0], across=(first, flush))
 
 
 def with_calls_in(passes: Sequence[Pass], calls: CallOrder) -> tuple[Pass, ...]:
     """`passes` with `calls` behind `SameOrder`."""
-    return tuple(each for one in passes for each in ((one, calls) if isinstance(one, SameOrder) else (one,)))
+    return tuple(each for pass_ in passes for each in ((pass_, calls) if isinstance(pass_, SameOrder) else (pass_,)))
 
 
 def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
     """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
-    return tuple(SameOrder(ask) if isinstance(one, SameOrder) else one for one in passes)
+    return tuple(SameOrder(ask) if isinstance(pass_, SameOrder) else pass_ for pass_ in passes)
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
@@ -79,16 +79,16 @@ def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:
     nodes keep their order as far as possible. Raises RankMismatchError if the graph has other collectives, or they
     cannot run in that order.
     """
-    found = collectives_of(local)
-    if found == list(names):
+    collectives = collectives_of(local)
+    if collectives == list(names):
         return local
-    if sorted(found) != sorted(names):
-        raise _other_order(len(found), len(names))
+    if sorted(collectives) != sorted(names):
+        raise _other_order(len(collectives), len(names))
     place = {name: number for number, name in enumerate(names)}
-    made = replace(local, graph=_with_collectives_in(local.graph, place, ""))
-    bodies = named_bodies(made.graph).items()
-    put_bodies(made.graph, {body: _with_collectives_in(body, place, f"{name}/") for name, body in bodies})
-    return made
+    reordered = replace(local, graph=_with_collectives_in(local.graph, place, ""))
+    bodies = named_bodies(reordered.graph).items()
+    put_bodies(reordered.graph, {body: _with_collectives_in(body, place, f"{name}/") for name, body in bodies})
+    return reordered
 
 
 def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> Graph:
@@ -100,9 +100,9 @@ def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> 
     return _in_order(graph, order)
 
 
-def _other_order(found: int, wanted: int) -> RankMismatchError:
+def _other_order(count: int, first_count: int) -> RankMismatchError:
     return RankMismatchError(
-        f"this rank cannot run its {found} collectives in the order of the first rank's {wanted}",
+        f"this rank cannot run its {count} collectives in the order of the first rank's {first_count}",
         "ranks whose programs differ only in sizes of the batch",
         "pass schedule=None, or batches for which the step is the same",
     )
@@ -125,33 +125,33 @@ def in_one_order(steady: LocalGraph) -> LocalGraph:
 
 def collectives_of(local: LocalGraph) -> list[str]:
     """Names of the collectives of `local`, in order, then those of the bodies that it runs for pieces."""
-    found = [n.name for n in local.graph.nodes if is_collective(n)]
+    names = [n.name for n in local.graph.nodes if is_collective(n)]
     bodies = named_bodies(local.graph).items()
-    return found + [f"{name}/{n.name}" for name, body in bodies for n in body.nodes if is_collective(n)]
+    return names + [f"{name}/{n.name}" for name, body in bodies for n in body.nodes if is_collective(n)]
 
 
 def sorted_with(calls: Sequence[Node], chain: Sequence[Node]) -> list[Node]:
     """`calls` in a topological order that has `chain` in its order, and keeps positions as far as possible; a cycle is
     left out.
     """
-    before = {node: [given for given in operands(node) if given.op == "call_function"] for node in calls}
+    before = {node: [source for source in operands(node) if source.op == "call_function"] for node in calls}
     for first, second in pairwise(chain):
         before[second].append(first)
     place = {node: i for i, node in enumerate(calls)}
-    left = {node: len(before[node]) for node in calls}
+    pending = {node: len(before[node]) for node in calls}
     after: dict[Node, list[Node]] = {node: [] for node in calls}
     for node in calls:
-        for given in before[node]:
-            after[given].append(node)
-    ready = [place[node] for node in calls if not left[node]]
+        for source in before[node]:
+            after[source].append(node)
+    ready = [place[node] for node in calls if not pending[node]]
     heapify(ready)
     order: list[Node] = []
     while ready:
         node = calls[heappop(ready)]
         order.append(node)
         for reader in after[node]:
-            left[reader] -= 1
-            if not left[reader]:
+            pending[reader] -= 1
+            if not pending[reader]:
                 heappush(ready, place[reader])
     return order
 

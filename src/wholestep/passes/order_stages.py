@@ -47,19 +47,19 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
 
 
 @collector_paused()
-def lowered(graph: TrainGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
-    """`partition` by a plan that was made for this graph just now. Stages have the order of `like`, where they fit."""
-    return ordered(written(plan.decompose(graph), plan), plan, like)
+def lowered(graph: TrainGraph, plan: Plan, chosen: Sequence[StageParts] = ()) -> LocalGraph:
+    """`partition` by a plan that was made for this graph just now. Stages have an order of `chosen` where they fit."""
+    return ordered(written(plan.decompose(graph), plan), plan, chosen)
 
 
-def ordered(local: LocalGraph, plan: Plan, like: Sequence[StageParts] = ()) -> LocalGraph:
+def ordered(local: LocalGraph, plan: Plan, chosen: Sequence[StageParts] = ()) -> LocalGraph:
     """`local`, which `written` returned, with the order of blocks that the plan says."""
-    return with_orders(local, plan.options.order, plan.hardware, like) if plan.owners else local
+    return with_orders(local, plan.options.order, plan.hardware, chosen) if plan.owners else local
 
 
-def with_orders(local: LocalGraph, order: str, hardware: Hardware, like: Sequence[StageParts] = ()) -> LocalGraph:
+def with_orders(local: LocalGraph, order: str, hardware: Hardware, chosen: Sequence[StageParts] = ()) -> LocalGraph:
     """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
-    `like` which has the same blocks, else the one of this name for blocks that a `Schedule` for `hardware` has
+    `chosen` which has the same blocks, else the one of this name for blocks that a `Schedule` for `hardware` has
     scheduled. Loops that have that order keep it, or without a name their own.
     """
     todo = dict[Node, Loop]()
@@ -67,8 +67,8 @@ def with_orders(local: LocalGraph, order: str, hardware: Hardware, like: Sequenc
         loop = loop_of(node)
         if loop is None or not is_staged(loop):
             continue
-        if (made := in_order_of(loop, like)) is not None:
-            node.target = replace(loop, stages=made)
+        if (stage_parts := in_order_of(loop, chosen)) is not None:
+            node.target = replace(loop, stages=stage_parts)
         elif loop.stages is None or order not in ("", loop.stages.order):
             todo[node] = loop
     mesh, axis = local.mesh, local.stage_axis
@@ -92,53 +92,53 @@ def _schedule(
     """Schedule the blocks of `cuts`, of the loops of `local`, as `InBodies` will when they run. Returns the bytes that
     each stage holds meanwhile besides those of pieces, where an order is chosen by these.
     """
-    blocks = [block for cut in cuts.values() for own in cut.blocks for block in own]
-    if order in NAMED and all(one.scheduled or not any(map(is_collective, one.body.nodes)) for one in blocks):
+    blocks = [block for cut in cuts.values() for stage_blocks in cut.blocks for block in stage_blocks]
+    if order in NAMED and all(block.scheduled or not any(map(is_collective, block.body.nodes)) for block in blocks):
         return {}
     for node, cut in cuts.items():
         node.target = replace(cut.loop, stages=StageParts(cut.parts(local.stage_axis, _device(local)), ""))
     passes = Schedule(hardware).passes
-    sizes = next(one for one in passes if isinstance(one, SizeBuckets))
-    inside = next(one for one in passes if isinstance(one, InBodies))
-    found = {node: [0] * len(cut.blocks) for node, cut in cuts.items()}
+    sizes = next(pass_ for pass_ in passes if isinstance(pass_, SizeBuckets))
+    inside = next(pass_ for pass_ in passes if isinstance(pass_, InBodies))
+    held_bytes = {node: [0] * len(cut.blocks) for node, cut in cuts.items()}
     for stage in range(local.mesh.axis_size(local.stage_axis)):
         program = sizes(stage_program(local, stage))
         parts = {node.name: node for node in program.graph.nodes if part_of(node) is not None}
         for node, cut in cuts.items():
             if node.name in parts:
-                found[node][stage] = memory_at(program, parts[node.name]).size_bytes
+                held_bytes[node][stage] = memory_at(program, parts[node.name]).size_bytes
                 cut.blocks[stage] = inside.scheduled(program, parts[node.name])
-    return found
+    return held_bytes
 
 
-def in_order(local: LocalGraph, order: str, hardware: Hardware, known: list[StageParts]) -> LocalGraph:
-    """A copy of the program of all stages, in the order of this name. Its loops are in the order of one of `known` that
-    has the same blocks, to which they are added where there is none.
+def in_order(local: LocalGraph, order: str, hardware: Hardware, chosen: list[StageParts]) -> LocalGraph:
+    """A copy of the program of all stages, in the order of this name. Its loops have an order of `chosen`, of the same
+    blocks; where there is none they are added to it.
     """
-    made = with_orders(local.copy(), order, hardware, known)
-    note_orders(made, known)
-    return made
+    program = with_orders(local.copy(), order, hardware, chosen)
+    note_orders(program, chosen)
+    return program
 
 
-def note_orders(local: LocalGraph, known: list[StageParts]) -> None:
-    """Add how stages share the loops of a program to `known`, where nothing there has the same actions."""
-    actions = [[part.actions for part in one.parts] for one in known]
-    known += [one for one in orders_in(local) if [part.actions for part in one.parts] not in actions]
+def note_orders(local: LocalGraph, chosen: list[StageParts]) -> None:
+    """Add how stages share the loops of a program to `chosen`, where nothing there has the same actions."""
+    actions = [[part.actions for part in stages.parts] for stages in chosen]
+    chosen += [stages for stages in orders_in(local) if [part.actions for part in stages.parts] not in actions]
 
 
 def said_of(local: LocalGraph) -> tuple[Said, ...]:
     """The orders of the loops of a program, for ranks whose batch may have another size."""
-    return tuple((one.order, one.tasks) for one in orders_in(local))
+    return tuple((stages.order, stages.tasks) for stages in orders_in(local))
 
 
-def as_said(local: LocalGraph, said: tuple[Said, ...], hardware: Hardware) -> LocalGraph:
+def as_said(local: LocalGraph, loop_orders: tuple[Said, ...], hardware: Hardware) -> LocalGraph:
     """The program of all stages in the orders of another rank; a copy where these differ."""
-    if said_of(local) == said:
+    if said_of(local) == loop_orders:
         return local
-    made, left, mesh, axis = local.copy(), iter(said), local.mesh, local.stage_axis
-    for node in made.graph.nodes:
+    program, remaining, mesh, axis = local.copy(), iter(loop_orders), local.mesh, local.stage_axis
+    for node in program.graph.nodes:
         if (loop := loop_of(node)) is not None and loop.stages is not None:
-            name, orders = next(left)
+            name, orders = next(remaining)
             parts = parts_in(orders, *cuts_for(loop, mesh, axis, name), mesh, axis, hardware, _device(local))
             node.target = replace(loop, stages=replace(loop.stages, parts=parts, order=name))
-    return made
+    return program

@@ -60,18 +60,18 @@ def orders_to_try(
     the same bits in about as much memory. Left out is what adds more than two ranks in other sums. `priced_on`: what
     the plan ordered blocks for.
     """
-    found, count = list[TriedSchedule](), local.mesh.axis_size(local.stage_axis)
+    tried, count = list[TriedSchedule](), local.mesh.axis_size(local.stage_axis)
     first: list[frozenset[tuple[str, ...]]] = []
     for name in blocks_to_try(local):
-        if len(found) == TUNING.tried_schedules:
+        if len(tried) == TUNING.tried_schedules:
             break
-        made, each = in_order(local, name, priced_on, []), [_Seen() for _ in range(count)]
+        program, each = in_order(local, name, priced_on, []), [_Seen() for _ in range(count)]
         for stage, seen in enumerate(each):
-            run_passes(stage_program(made, stage), with_order_from(passes, seen))
+            run_passes(stage_program(program, stage), with_order_from(passes, seen))
         first = first or [seen.sums for seen in each]
         if [seen.sums for seen in each] == first:
-            found.append(TriedSchedule(None, tuple(seen.order for seen in each), step_us(made), name))
-    return found
+            tried.append(TriedSchedule(None, tuple(seen.order for seen in each), step_us(program), name))
+    return tried
 
 
 def blocks_to_try(local: LocalGraph) -> list[str]:
@@ -79,9 +79,9 @@ def blocks_to_try(local: LocalGraph) -> list[str]:
     none where they are not alike.
     """
     loops = orders_in(local)
-    if len({one.order for one in loops}) != 1:
+    if len({loop.order for loop in loops}) != 1:
         return []
-    return [loops[0].order, *(name for name in loops[0].others if all(name in one.others for one in loops))]
+    return [loops[0].order, *(name for name in loops[0].others if all(name in loop.others for loop in loops))]
 
 
 def schedules_to_try(
@@ -102,21 +102,21 @@ def schedules_to_try(
     base = _made(local, passes, hardware)
     if base is None:
         return []
-    first, sums, made = base
+    first, sums, program = base
     assert first.sizes is not None, "there are buckets"
-    most, known = peak_bytes(made) * (1 + TUNING.tried_memory_share), {first.order}
-    fewer, more = list[TriedSchedule](), list[TriedSchedule]()
+    most, orders = peak_bytes(program) * (1 + TUNING.tried_memory_share), {first.order}
+    fewer_calls, more_calls = list[TriedSchedule](), list[TriedSchedule]()
     for factor in TUNING.tried_factors:
-        found = _made(replace(local, sizes=scaled(first.sizes, factor)), passes, hardware)
-        assert found is not None, "as the first"
-        tried, others, made = found
-        if tried.order not in known and others == sums and peak_bytes(made) <= most:
-            (fewer if len(tried.order) < len(first.order) else more).append(tried)
-        known.add(tried.order)
-    best = [sorted(side, key=lambda one: one.predicted_us) for side in (fewer, more)]
-    each = [one for side in best for one in side[:1]]
-    rest = sorted((one for side in best for one in side[1:]), key=lambda one: one.predicted_us)
-    return [first, *sorted([*each, *rest][: TUNING.tried_schedules - 1], key=lambda one: one.predicted_us)]
+        attempt = _made(replace(local, sizes=scaled(first.sizes, factor)), passes, hardware)
+        assert attempt is not None, "as the first"
+        tried, tried_sums, program = attempt
+        if tried.order not in orders and tried_sums == sums and peak_bytes(program) <= most:
+            (fewer_calls if len(tried.order) < len(first.order) else more_calls).append(tried)
+        orders.add(tried.order)
+    best = [sorted(side, key=lambda schedule: schedule.predicted_us) for side in (fewer_calls, more_calls)]
+    each = [schedule for side in best for schedule in side[:1]]
+    rest = sorted((schedule for side in best for schedule in side[1:]), key=lambda schedule: schedule.predicted_us)
+    return [first, *sorted([*each, *rest][: TUNING.tried_schedules - 1], key=lambda schedule: schedule.predicted_us)]
 
 
 def _made(
@@ -124,10 +124,10 @@ def _made(
 ) -> tuple[TriedSchedule, frozenset[tuple[str, ...]], LocalGraph] | None:
     """A schedule, its sums and its program; None without buckets."""
     seen = _Seen()
-    made = run_passes(local, with_order_from(passes, seen))
-    if made.sizes is None or not seen.order:
+    program = run_passes(local, with_order_from(passes, seen))
+    if program.sizes is None or not seen.order:
         return None
-    return TriedSchedule(made.sizes, (seen.order,), simulate(made, hardware).step_us), seen.sums, made
+    return TriedSchedule(program.sizes, (seen.order,), simulate(program, hardware).step_us), seen.sums, program
 
 
 def scaled(sizes: BucketSizes, factor: float) -> BucketSizes:
@@ -150,7 +150,7 @@ def sums_of(local: LocalGraph) -> frozenset[tuple[str, ...]]:
     sums = list[tuple[str, ...]]()
     for node, _ in with_bodies(local.graph):
         if is_collective(node) and node.target is REDUCE and local.mesh.axis_size(str(node.args[-1])) > 2:
-            given = node_at(node, 0)
-            joined = given.target is join_rows
-            sums.append(tuple(one.name for one in given.all_input_nodes) if joined else (given.name,))
+            operand = node_at(node, 0)
+            joined = operand.target is join_rows
+            sums.append(tuple(piece.name for piece in operand.all_input_nodes) if joined else (operand.name,))
     return frozenset(sums)

@@ -52,7 +52,7 @@ class Overlap(InPlace):
         fills = self.fills if local.sizes.puts_off else "none"
         work = self._worked(local, fills)
         if work.exchanges and fills == "all":
-            work = min(self._worked(local, "none"), work, key=lambda one: one.clock.now)
+            work = min(self._worked(local, "none"), work, key=lambda candidate: candidate.clock.now)
         put_in_order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
 
@@ -81,8 +81,8 @@ class _Work:
     are carried to the next call, by urgency. `first_use`: position of the first reader of a node in the forward and
     backward. `carried`: updates with carried gradients, and when they can run. `exchanges`: waits for activations.
     `waiting`: products for gradients of weights, and what ends these gradients, to run beside an exchange; those in
-    `left` have waited for one already. `beside`: of such a product, the exchange of its own linear; `alike`: of the
-    product that gives to that exchange, those for weights, whose gathers start in front of it.
+    `postponed` have waited for one already. `beside`: of such a product, the exchange of its own linear; `alike`: of
+    the product that gives to that exchange, those for weights, whose gathers start in front of it.
     """
 
     local: LocalGraph
@@ -97,7 +97,7 @@ class _Work:
     carried: dict[Node, float] = field(default_factory=dict[Node, float])
     exchanges: set[Node] = field(default_factory=set[Node])
     waiting: list[Node] = field(default_factory=list[Node])
-    left: set[Node] = field(default_factory=set[Node])
+    postponed: set[Node] = field(default_factory=set[Node])
     beside: dict[Node, Node] = field(default_factory=dict[Node, Node])
     alike: dict[Node, list[Node]] = field(default_factory=dict[Node, list[Node]])
 
@@ -141,7 +141,7 @@ class _Work:
         if node in self.urgency:
             heappush(self.queue, (self.urgency[node], len(self.queue), node))
             return
-        again = [one for product in self.alike.get(node, ()) for one in _cone(product, self.placed)]
+        again = [ancestor for product in self.alike.get(node, ()) for ancestor in _cone(product, self.placed)]
         for gather in filter(is_collective, again):
             self._place_all(_cone(gather, self.placed))
         for needed in _cone(node, self.assigned):
@@ -164,8 +164,8 @@ class _Work:
             return self.waiting[0] not in self.beside
         sizes, products = self.local.sizes, [node for node in self.waiting if node.target in PRODUCTS]
         assert sizes is not None, "SizeBuckets came before"
-        held = sum(map(meta.size_bytes, {_source(given) for node in products for given in operands(node)}))
-        return len(products) > sizes.in_flight and held > sizes.in_flight_bytes
+        read_bytes = sum(map(meta.size_bytes, {_source(operand) for node in products for operand in operands(node)}))
+        return len(products) > sizes.in_flight and read_bytes > sizes.in_flight_bytes
 
     def _compute_first(self) -> None:
         """Compute the product that has waited longest, and end its gradient."""
@@ -181,10 +181,10 @@ class _Work:
         while self.waiting:
             first = self.waiting[0]
             idle = self.beside.get(first, wait) is wait if self.fills == "own" else self.clock.now < until
-            if not idle and first not in self.left:
+            if not idle and first not in self.postponed:
                 break
             self._compute_first()
-        self.left = set(self.waiting)
+        self.postponed = set(self.waiting)
 
     def _urgency(self, main: list[Node]) -> dict[Node, int]:
         """Reductions to be carried to the next call, with the position at which that call first needs their results."""
@@ -205,9 +205,9 @@ class _Work:
         """Find when nodes that depend on carried inputs can run, without those behind a collective, in order of use."""
         ready = {n: self.arrivals.get(i.name, 0.0) for i, n in self.local.placeholders() if i.role is Role.CARRY}
         for node in calls:
-            known = [ready[n] for n in node.all_input_nodes if n in ready]
-            if known and node in self.first_use:
-                ready[node] = _NEVER if is_collective(node) else max(known)
+            ready_times = [ready[n] for n in node.all_input_nodes if n in ready]
+            if ready_times and node in self.first_use:
+                ready[node] = _NEVER if is_collective(node) else max(ready_times)
         able = [n for n, when in ready.items() if n.op == "call_function" and when < _NEVER]
         self.carried = {n: ready[n] for n in sorted(able, key=self.first_use.__getitem__)}
 
@@ -243,8 +243,8 @@ class _Work:
         """
         if node.target is not torch.ops.aten.add.Tensor or node not in self.tail.place:
             return False
-        given = operands(node)
-        return len(given) == 2 and self.placed.issuperset(given)
+        terms = operands(node)
+        return len(terms) == 2 and self.placed.issuperset(terms)
 
     def _gather_ahead(self, node: Node) -> None:
         """Start gathers while the bounds allow, and at least the gathers that `node` reads."""
@@ -267,8 +267,8 @@ class _Work:
         """True if `gather` would exceed the bounds, or its operand has not arrived."""
         sizes = self.local.sizes
         assert sizes is not None, "SizeBuckets came before"
-        held = sum(self.in_flight.values()) + meta.size_bytes(gather)
-        if len(self.in_flight) >= sizes.in_flight and held > sizes.in_flight_bytes:
+        total_bytes = sum(self.in_flight.values()) + meta.size_bytes(gather)
+        if len(self.in_flight) >= sizes.in_flight and total_bytes > sizes.in_flight_bytes:
             return True
         arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
         return max(arrives, default=0.0) > self.clock.now
@@ -285,16 +285,16 @@ class _Tail:
         self.readers: dict[Node, list[Node]] = {}
         self.starts: list[tuple[float, int]] = []
         for node in nodes:
-            for given in node.all_input_nodes:
-                self.readers.setdefault(given, []).append(node)
+            for source in node.all_input_nodes:
+                self.readers.setdefault(source, []).append(node)
 
     def learn(self, node: Node, clock: Clock) -> None:
         """`node` ran or, for a collective, started: collectives whose operands are all known may start."""
         todo = [node]
         while todo:
-            known = todo.pop()
-            for reader in self.readers.get(known, ()):
-                arrives = clock.done[known] if is_wait(reader) else self.ready.get(known, 0.0)
+            source = todo.pop()
+            for reader in self.readers.get(source, ()):
+                arrives = clock.done[source] if is_wait(reader) else self.ready.get(source, 0.0)
                 self.ready[reader] = max(self.ready[reader], arrives)
                 self.unknown[reader] -= 1
                 if self.unknown[reader]:
@@ -319,14 +319,14 @@ def _spare(calls: Sequence[Node], main: Collection[Node], carried: Collection[No
     """What only sums over pieces, complete gradients or reductions that are carried need of the backward. Gathers of
     activations start at their place all the same, and are waited for with what reads them.
     """
-    found = set[Node]()
+    spare = set[Node]()
     for node in reversed(calls):
-        read = [user for user in node.users if user in main or user.op == "output"]
-        alone = meta.is_backward(node) and bool(node.users) and found.issuperset(read)
+        readers = [user for user in node.users if user in main or user.op == "output"]
+        alone = meta.is_backward(node) and bool(node.users) and spare.issuperset(readers)
         ends = node.target in ACCUMULATORS or node in carried
-        if node in main and (ends or (alone and not (read and is_collective(node)))):
-            found.add(node)
-    return found
+        if node in main and (ends or (alone and not (readers and is_collective(node)))):
+            spare.add(node)
+    return spare
 
 
 def _beside(
@@ -335,20 +335,20 @@ def _beside(
     """Of products for gradients of weights, the exchange of what the same linear gives to its input; of the products
     that give to that exchange, which read the same gradient, those for weights.
     """
-    seen, found, alike = dict[Node, list[Node]](), dict[Node, Node](), dict[Node, list[Node]]()
+    seen, exchange_of, alike = dict[Node, list[Node]](), dict[Node, Node](), dict[Node, list[Node]]()
     for node in calls:
         if node in spare and node.target in PRODUCTS:
-            for given in operands(node):
-                seen.setdefault(_source(given), []).append(node)
+            for operand in operands(node):
+                seen.setdefault(_source(operand), []).append(node)
         todo = [node_at(node_at(node, 0), 0)] if node in exchanges else []
         while todo:
-            given = todo.pop()
-            if given.target in PRODUCTS:
-                alike[given] = [one for read in operands(given) for one in seen.get(_source(read), ())]
-                found |= dict.fromkeys(alike[given], node)
-            elif meta.is_backward(given) and not is_wait(given):
-                todo += operands(given)
-    return found, alike
+            operand = todo.pop()
+            if operand.target in PRODUCTS:
+                alike[operand] = [product for factor in operands(operand) for product in seen.get(_source(factor), ())]
+                exchange_of |= dict.fromkeys(alike[operand], node)
+            elif meta.is_backward(operand) and not is_wait(operand):
+                todo += operands(operand)
+    return exchange_of, alike
 
 
 def _source(node: Node) -> Node:
@@ -360,13 +360,13 @@ def _source(node: Node) -> Node:
 
 def _cone(node: Node, outside: set[Node]) -> list[Node]:
     """`node` and all nodes that it depends on, without `outside`, in dependency order."""
-    found: dict[Node, None] = {}
+    cone: dict[Node, None] = {}
     todo = [(node, False)]
     while todo:
         at, complete = todo.pop()
         if complete:
-            found[at] = None
-        elif at not in found and at not in outside:
+            cone[at] = None
+        elif at not in cone and at not in outside:
             todo.append((at, True))
             todo += [(n, False) for n in operands(at)]
-    return list(found)
+    return list(cone)

@@ -53,10 +53,10 @@ def _start_early(local: LocalGraph) -> None:
     place = {node: number for number, node in enumerate(local.graph.nodes)}
 
     def raised(node: Node) -> None:
-        given = node.all_input_nodes
-        if len(given) == 1 and len(given[0].users) == 1 and len(given[0].all_input_nodes) == 1 and _moves(given[0]):
-            raised(given[0])
-        last = max(given, key=place.__getitem__)
+        reads = node.all_input_nodes
+        if len(reads) == 1 and len(reads[0].users) == 1 and len(reads[0].all_input_nodes) == 1 and _moves(reads[0]):
+            raised(reads[0])
+        last = max(reads, key=place.__getitem__)
         if last.op == "call_function":
             place[node] = place[last]
             last.append(node)
@@ -106,21 +106,21 @@ def _is_shared(local: LocalGraph, node: Node) -> bool:
 def _first_runs(local: LocalGraph, node: Node, part: StagePart) -> list[int]:
     """The actions that are the first to read what ranks of the stage gather."""
     varying, gathered = batch_dependent(local), set[str]()
-    for name, given in zip(part.operands, operands(node), strict=True):
-        todo, seen = [given], set[Node]()
-        while todo and given not in varying:
-            one = todo.pop()
-            if is_collective(one) and _is_shared(local, one):
+    for name, operand in zip(part.operands, operands(node), strict=True):
+        todo, seen = [operand], set[Node]()
+        while todo and operand not in varying:
+            source = todo.pop()
+            if is_collective(source) and _is_shared(local, source):
                 gathered.add(name)
                 break
-            todo += [other for other in one.all_input_nodes if other not in seen]
-            seen.update(one.all_input_nodes)
-    blocks, found = {block.name: block for block in part.blocks}, list[int]()
+            todo += [other for other in source.all_input_nodes if other not in seen]
+            seen.update(source.all_input_nodes)
+    blocks, runs = {block.name: block for block in part.blocks}, list[int]()
     for at, action in enumerate(part.actions):
         if action.kind == "run" and not gathered.isdisjoint(blocks[action.name].takes):
-            found.append(at)
+            runs.append(at)
             gathered -= set(blocks[action.name].takes)
-    return found
+    return runs
 
 
 def _ends(block: StageBlock) -> list[Node]:
@@ -153,11 +153,11 @@ class _Peel:
         self.fixed = dict(zip(self.part.operands, operands(self.node), strict=True))
         self.ends, self.befores = dict(self.part.totals), {end: before for before, end in self.part.totals}
         self.readers = self.part.readers
-        self.given = {block.name: dict(zip(_ends(block), block.gives, strict=True)) for block in self.part.blocks}
+        self.gives = {block.name: dict(zip(_ends(block), block.gives, strict=True)) for block in self.part.blocks}
         inner = [(node.name, node) for block in self.part.blocks for node in block.body.nodes]
-        inner += [(name, node) for ends in self.given.values() for node, name in ends.items()]
-        self.metas = {name: made for name, node in inner if (made := meta.tensor(node)) is not None}
-        runs = [at for at, one in enumerate(actions) if one.kind == "run"]
+        inner += [(name, node) for ends in self.gives.values() for node, name in ends.items()]
+        self.metas = {name: tensor for name, node in inner if (tensor := meta.tensor(node)) is not None}
+        runs = [at for at, action in enumerate(actions) if action.kind == "run"]
         self.last = {actions[at].name: at for at in runs}
         self.first = {actions[at].name: at for at in reversed(runs)}
         complete = {end for name, at in self.last.items() if at in self.peeled for end in self.blocks[name].gives}
@@ -187,29 +187,29 @@ class _Peel:
         return name in self.ends and self.first[self.part.actions[at].name] == at
 
     def _write_part(
-        self, actions: Sequence[Action], given: Sequence[Key], taken: Sequence[Key], ends: bool = False
+        self, actions: Sequence[Action], entering: Sequence[Key], leaving: Sequence[Key], ends: bool = False
     ) -> Node:
-        names = {name for one in actions if one.kind == "run" for name in self.blocks[one.name].takes}
+        names = {name for action in actions if action.kind == "run" for name in self.blocks[action.name].takes}
         fixed = tuple(name for name in self.part.operands if name in names)
         returned = self.returned if ends else ()
-        most = self._advance(actions, given)
-        self._hand_out(taken, returned)
-        handed = [self.metas[name] for name, _ in taken]
-        made = [self.metas[self.ends[name]] for name in returned] + handed
-        more = most - self._state_bytes - sum(one.size_bytes for one in made)
+        most = self._advance(actions, entering)
+        self._hand_out(leaving, returned)
+        handed = [self.metas[name] for name, _ in leaving]
+        tensors = [self.metas[self.ends[name]] for name in returned] + handed
+        extra_bytes = most - self._state_bytes - sum(tensor.size_bytes for tensor in tensors)
         target = replace(
-            self.part, actions=tuple(actions), operands=fixed, given=tuple(given), taken=tuple(taken),
-            begins=self.state is None, ends=ends, returned=returned, peak_bytes=max(0, more),
+            self.part, actions=tuple(actions), operands=fixed, given=tuple(entering), taken=tuple(leaving),
+            begins=self.state is None, ends=ends, returned=returned, peak_bytes=max(0, extra_bytes),
         )  # fmt: skip
         state = [] if self.state is None else [self.state]
-        args = (*state, *(self.fixed[name] for name in fixed), *(self.new.pop(key) for key in given))
-        made += [] if ends else [self._state_meta()]
+        args = (*state, *(self.fixed[name] for name in fixed), *(self.new.pop(key) for key in entering))
+        tensors += [] if ends else [self._state_meta()]
         node = add_call(self.graph, target, args, self._state_meta(), self.node, self.node.name)
-        meta.set_tensors(node, made)
+        meta.set_tensors(node, tensors)
         meta.set_kept(node)
-        for number, key in enumerate(taken):
+        for number, key in enumerate(leaving):
             self.at[key] = self._item(node, number, key[0])
-        self.state = None if ends else self._item(node, len(taken), f"{self.node.name}_state")
+        self.state = None if ends else self._item(node, len(leaving), f"{self.node.name}_state")
         return node
 
     def _item(self, node: Node, number: int, name: str) -> Node:
@@ -221,16 +221,16 @@ class _Peel:
 
     def _state_meta(self) -> TensorMeta:
         """A state counts as memory of as many bytes as it holds of pieces in flight."""
-        like = next(iter(self.metas.values()))
-        return replace(contiguous((self._state_bytes,), like), dtype=torch.uint8)
+        template = next(iter(self.metas.values()))
+        return replace(contiguous((self._state_bytes,), template), dtype=torch.uint8)
 
     @property
     def _state_bytes(self) -> int:
         return self.held.now + sum(self.totals.values())
 
-    def _advance(self, actions: Sequence[Action], given: Sequence[Key]) -> int:
+    def _advance(self, actions: Sequence[Action], entering: Sequence[Key]) -> int:
         """Do `actions` of a part that is given values, for the most bytes that its state has meanwhile."""
-        self.totals |= {name: self.metas[self.ends[name]].size_bytes for name, _ in given if name in self.ends}
+        self.totals |= {name: self.metas[self.ends[name]].size_bytes for name, _ in entering if name in self.ends}
         most = self._state_bytes
         for action in actions:
             ends = self.blocks[action.name].gives if action.kind == "run" else ()
@@ -238,20 +238,20 @@ class _Peel:
             most = max(most, self.held.after(action) + sum(self.totals.values()))
         return most
 
-    def _hand_out(self, taken: Sequence[Key], returned: Sequence[str]) -> None:
+    def _hand_out(self, leaving: Sequence[Key], returned: Sequence[str]) -> None:
         """Take out of the state what the next run of a block is handed, and accumulators that are returned."""
-        for name, piece in taken:
-            left = self.held.pieces.get(piece, 0)
-            out = min(left, self.metas[name].size_bytes) if name not in self.ends else 0
-            self.held.pieces[piece], self.out = left - out, self.out + out
-        for name in (*returned, *(name for name, _ in taken)):
+        for name, piece in leaving:
+            piece_bytes = self.held.pieces.get(piece, 0)
+            out = min(piece_bytes, self.metas[name].size_bytes) if name not in self.ends else 0
+            self.held.pieces[piece], self.out = piece_bytes - out, self.out + out
+        for name in (*returned, *(name for name, _ in leaving)):
             self.totals.pop(name, None)
 
     def _write_block(self, at: int, following: Sequence[Action]) -> None:
         """Write out the run of a block. What it sends leaves as soon as it is there, with the actions `following`."""
         action = self.part.actions[at]
         block, inside = self.blocks[action.name], dict[Node, Node | None]()
-        unsent = {self.part.messages[one.name].value for one in following if one.kind == "send"}
+        unsent = {self.part.messages[later.name].value for later in following if later.kind == "send"}
         sent = [(name, action.piece) for name in sorted(unsent)]
         for node in block.body.nodes:
             if node.op == "placeholder":
@@ -259,10 +259,10 @@ class _Peel:
                 fixed = self.fixed.get(node.name)
                 inside[node] = fixed or (None if nothing else self.at[node.name, action.piece])
             elif node.op == "call_function":
-                made = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
-                meta.set_piece(made, action.piece, action.name)
-                if name := self.given[block.name].get(node):
-                    self._note(name, made, at)
+                copied = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
+                meta.set_piece(copied, action.piece, action.name)
+                if name := self.gives[block.name].get(node):
+                    self._note(name, copied, at)
                     unsent.discard(name)
                 if following and not unsent:
                     self._write_part(following, sent, ())
@@ -270,15 +270,15 @@ class _Peel:
         self.held.leave(action, self.out)
         self.out = 0
 
-    def _note(self, name: str, made: Node, at: int) -> None:
+    def _note(self, name: str, node: Node, at: int) -> None:
         """Note a value that the run of a block gives."""
         action = self.part.actions[at]
         if name in self.befores and self.last[action.name] == at:
-            self.at[name, -1] = made
+            self.at[name, -1] = node
         elif name in self.befores:
-            self.new[self.befores[name], action.piece] = made
+            self.new[self.befores[name], action.piece] = node
         if self.readers.get(name):
-            self.new[name, action.piece] = made
+            self.new[name, action.piece] = node
 
     def _redirect(self, last: Node) -> None:
         """Let readers of the accumulators read what the blocks and the last part return."""

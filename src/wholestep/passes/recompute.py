@@ -83,17 +83,17 @@ def choose(path: Sequence[RematChoice], budget_bytes: int, peak: PeakWith) -> tu
         return ()
     path = _worth_trying(path)
     differs = now - path[0].peak_bytes
-    found = _cheapest(path, budget_bytes, differs, lambda choice: peak(choice.names).size_bytes)
-    return None if found is None else path[found].names
+    index = _cheapest(path, budget_bytes, differs, lambda choice: peak(choice.names).size_bytes)
+    return None if index is None else path[index].names
 
 
 def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
     """`path` without the choices that save less than 0.2 % over the one before."""
-    found = list(path[:1])
+    worthwhile = list(path[:1])
     for choice in path[1:]:
-        if choice.peak_bytes < found[-1].peak_bytes * TUNING.remat_worth:
-            found.append(choice)
-    return found if found[-1] is path[-1] else [*found, path[-1]]
+        if choice.peak_bytes < worthwhile[-1].peak_bytes * TUNING.remat_worth:
+            worthwhile.append(choice)
+    return worthwhile if worthwhile[-1] is path[-1] else [*worthwhile, path[-1]]
 
 
 def _cheapest(
@@ -111,9 +111,9 @@ def _cheapest(
             break
         likely = (i for i in range(low + 1, high) if path[i].peak_bytes + differs <= budget_bytes)
         at = next(likely, high - 1) if high == len(path) else (low + high) // 2
-        found = peak_of(path[at])
-        differs = found - path[at].peak_bytes
-        low, high = (low, at) if found <= budget_bytes else (at, high)
+        peak_bytes = peak_of(path[at])
+        differs = peak_bytes - path[at].peak_bytes
+        low, high = (low, at) if peak_bytes <= budget_bytes else (at, high)
     return high if high < len(path) else None
 
 

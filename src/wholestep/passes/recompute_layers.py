@@ -51,26 +51,26 @@ class RecomputeLayers:
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A copy in which layers recompute."""
         saved = SavedValues(local, gathers=False, activations=self.kind == "full")
-        layers = {place: _layers(one.local) for place, one in saved.places.items()}
+        layers = {place: _layers(tensors.local) for place, tensors in saved.places.items()}
         if any(map(part_of, local.graph.nodes)):
-            found, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
-            raise PlanError(found, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
+            problem, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
+            raise PlanError(problem, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
         if not any(any(of.values()) for of in layers.values()):
             raise PlanError(
                 f"recompute {self.kind}: found no list of layers (no module is named by a number)",
                 "layers in a ModuleList or Sequential",
                 "let a budget of memory decide (recompute auto)",
             )
-        names = [saved.full_name(place, name) for place, one in saved.places.items()
-                 for name in self._dropped(one, layers[place])]  # fmt: skip
+        names = [saved.full_name(place, name) for place, tensors in saved.places.items()
+                 for name in self._dropped(tensors, layers[place])]  # fmt: skip
         return saved.applied(names, Hardware.default())
 
     def _dropped(self, saved: SavedTensors, layers: dict[Node, str]) -> list[str]:
         dropped: dict[int, str] = {}
-        saved.kept |= {
-            id(one) for one in saved.storages
-            if one.node in saved.batch_dependent and not meta.is_backward(one.node)
-            and not _stays_inside(one, saved, layers)
+        saved.kept_ids |= {
+            id(storage) for storage in saved.storages
+            if storage.node in saved.batch_dependent and not meta.is_backward(storage.node)
+            and not _stays_inside(storage, saved, layers)
         }  # fmt: skip
         for value in saved.candidates:
             if _stays_inside(value.storage, saved, layers):
@@ -82,35 +82,35 @@ class RecomputeLayers:
 
 def _stays_inside(storage: Storage, saved: SavedTensors, layers: dict[Node, str]) -> bool:
     """True for what a layer computes from the batch, and no other layer reads in the forward."""
-    made = storage.node
-    if not layers[made] or made not in saved.batch_dependent:
+    node = storage.node
+    if not layers[node] or node not in saved.batch_dependent:
         return False
     readers = {user for member in storage.members for user in member.users}
     return all(
-        layers.get(user) == layers[made] for user in readers if saved.segment.get(user) == saved.segment.get(made)
+        layers.get(user) == layers[node] for user in readers if saved.segment.get(user) == saved.segment.get(node)
     )
 
 
-def _repeats_products(made: Node, segment: int, saved: SavedTensors, dropped: Collection[int]) -> bool:
-    """True if a product runs again when `made` is recomputed in `segment` from what is alive there."""
-    todo, seen = [made], {made}
+def _repeats_products(target: Node, segment: int, saved: SavedTensors, dropped: Collection[int]) -> bool:
+    """True if a product runs again when `target` is recomputed in `segment` from what is alive there."""
+    todo, seen = [target], {target}
     while todo:
         node = todo.pop()
         if arithmetic(node.target):
             return True
-        for given in operands(node):
-            if given.op == "call_function" and given not in seen and not saved.is_alive(given, segment, dropped):
-                seen.add(given)
-                todo.append(given)
+        for operand in operands(node):
+            if operand.op == "call_function" and operand not in seen and not saved.is_alive(operand, segment, dropped):
+                seen.add(operand)
+                todo.append(operand)
     return False
 
 
 def _layers(local: LocalGraph) -> dict[Node, str]:
     """The path of the layer that each node belongs to; a node that partitioning made, by its operands; else ""."""
-    found: dict[Node, str] = {}
+    layers: dict[Node, str] = {}
     for node in local.graph.nodes:
         path = meta.module_path(node)
         match = _LAYER.match(path)
-        above = () if path or node.op != "call_function" else (found[given] for given in operands(node))
-        found[node] = match[0] if match else next((one for one in above if one), "")
-    return found
+        above = () if path or node.op != "call_function" else (layers[operand] for operand in operands(node))
+        layers[node] = match[0] if match else next((layer for layer in above if layer), "")
+    return layers

@@ -58,27 +58,27 @@ class _Arriving:
     """
 
     def __init__(
-        self, graph: Graph, part: Node, stored: Node, made: meta.TensorMeta, at: int, axis: str | None
+        self, graph: Graph, part: Node, stored: Node, tensor: meta.TensorMeta, at: int, axis: str | None
     ) -> None:
         self.at, self.axis = at, axis
         joined, outlines, number, parts = part.args
         with graph.inserting_before(part):
-            self.homes = add_call(graph, in_pieces, ([stored], parts, axis), made, part)
-            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts, axis), made, part)
-            self.copy = add_call(graph, aten._foreach_copy_.default, (self.homes, self.pieces), made, part)
+            self.homes = add_call(graph, in_pieces, ([stored], parts, axis), tensor, part)
+            self.pieces = add_call(graph, pieces_of_gather, (joined, outlines, [number], parts, axis), tensor, part)
+            self.copy = add_call(graph, aten._foreach_copy_.default, (self.homes, self.pieces), tensor, part)
         self.length = 0
-        self._lengthen(made, cast(int, parts))
+        self._lengthen(tensor, cast(int, parts))
 
-    def add(self, stored: Node, number: int, made: meta.TensorMeta, parts: int) -> None:
+    def add(self, stored: Node, number: int, tensor: meta.TensorMeta, parts: int) -> None:
         """Copy one more."""
         self.homes.update_arg(0, [*cast("list[Node]", self.homes.args[0]), stored])
         self.pieces.update_arg(2, [*cast("list[int]", self.pieces.args[2]), number])
-        self._lengthen(made, parts)
+        self._lengthen(tensor, parts)
 
-    def _lengthen(self, made: meta.TensorMeta, parts: int) -> None:
-        self.length += made.numel if self.axis is None else made.numel // parts * (parts - 1)
+    def _lengthen(self, tensor: meta.TensorMeta, parts: int) -> None:
+        self.length += tensor.numel if self.axis is None else tensor.numel // parts * (parts - 1)
         for node in (self.homes, self.pieces, self.copy):
-            meta.set_tensors(node, (meta.contiguous([self.length], made),))
+            meta.set_tensors(node, (meta.contiguous([self.length], tensor),))
 
 
 @dataclass
@@ -104,8 +104,8 @@ class _Work:
         self.owned = {n for i, n in self.local.placeholders() if i.role in _OWNED and i.name in self.updates}
         for node in self.graph.nodes:
             self._join(node)
-            for given in operands(node):
-                self._use(given, _END if node.op == "output" else self._until(node))
+            for operand in operands(node):
+                self._use(operand, _END if node.op == "output" else self._until(node))
         for node, last in held_in_states(self.graph):
             self._use(node, self.index[last])
 
@@ -133,9 +133,9 @@ class _Work:
         writable = root in self.owned or (self.temporaries and root.op == "call_function")
         return writable and self.last_use.get(root, -1) <= self.index[user]
 
-    def _merge(self, made: Node, into: Node) -> None:
-        """`made` now shares the storage of `into`."""
-        old, new = self.root[made], self.root[into]
+    def _merge(self, alias: Node, into: Node) -> None:
+        """`alias` now shares the storage of `into`."""
+        old, new = self.root[alias], self.root[into]
         if old is new:
             return
         for node in self.members.pop(old, []):
@@ -164,8 +164,8 @@ class _Work:
 
     def _copy_out(self, node: Node) -> None:
         """Copy a gathered parameter from its bucket straight into the storage of the parameter."""
-        stored, made = self.updated_inputs.get(node), meta.tensor(node)
-        if stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
+        stored, tensor = self.updated_inputs.get(node), meta.tensor(node)
+        if stored is None or tensor is None or tensor != meta.tensor(stored) or not tensor.is_contiguous:
             return
         joined, _, number, parts = cast("tuple[Node, Any, int, int]", node.args)
         key = joined, self._updated_along(stored, joined, number, parts)
@@ -173,11 +173,11 @@ class _Work:
         if self.last_use.get(self.root[stored], -1) >= (self.index[node] if begun is None else begun.at):
             return
         if begun is not None:
-            begun.add(stored, number, made, parts)
+            begun.add(stored, number, tensor, parts)
         elif parts <= TUNING.most_pieces_together:
-            self.arriving[key] = _Arriving(self.graph, node, stored, made, self.index[node], key[1])
+            self.arriving[key] = _Arriving(self.graph, node, stored, tensor, self.index[node], key[1])
         else:
-            rows = meta.contiguous([parts, made.numel // parts], made)
+            rows = meta.contiguous([parts, tensor.numel // parts], tensor)
             with self.graph.inserting_before(node):
                 target = add_call(self.graph, in_rows, (stored, parts), rows, node)
                 source = add_call(self.graph, rows_of_gather, node.args, rows, node)
@@ -200,13 +200,13 @@ class _Work:
 
     def _gather_into(self, node: Node) -> None:
         """Receive a parameter that is gathered outside a bucket, and stored gathered, in its storage."""
-        wait, *others = node.users
-        stored, made = self.updated_inputs.get(wait), meta.tensor(node)
-        if others or stored is None or made is None or made != meta.tensor(stored) or not made.is_contiguous:
+        wait, *readers = node.users
+        stored, tensor = self.updated_inputs.get(wait), meta.tensor(node)
+        if readers or stored is None or tensor is None or tensor != meta.tensor(stored) or not tensor.is_contiguous:
             return
         views = self.members[self.root[stored]]
         read_meanwhile = any(self.index[user] > self.index[node] for view in views for user in view.users)
-        if not read_meanwhile and not made.dtype.is_complex:  # gloo gathers these as pairs of real numbers
+        if not read_meanwhile and not tensor.dtype.is_complex:  # gloo gathers these as pairs of real numbers
             node.target, node.kwargs = GATHER_INTO, {"out": stored}
             self._merge(node, stored)
 
@@ -217,42 +217,42 @@ class _Work:
             node.target, node.kwargs = WHERE_INTO, {"out": stored}
             self._merge(node, stored)
 
-    def _can_hold(self, given: Node, node: Node, made: meta.TensorMeta | None) -> bool:
-        operand = meta.tensor(given)
-        if operand is None or made is None:
+    def _can_hold(self, operand: Node, node: Node, new: meta.TensorMeta | None) -> bool:
+        old = meta.tensor(operand)
+        if old is None or new is None:
             return False
-        strides = zip(operand.stride, made.stride, operand.shape, strict=True)
-        alike = (operand.dtype, operand.device) == (made.dtype, made.device) and equal(operand.shape, made.shape)
+        strides = zip(old.stride, new.stride, old.shape, strict=True)
+        alike = (old.dtype, old.device) == (new.dtype, new.device) and equal(old.shape, new.shape)
         fits = alike and all(a == b != 0 for a, b, size in strides if size > 1)
-        alone = self._reads(node)[self.root[given]] == 1
-        return fits and alone and not self._may_broadcast(given, node, made) and self._dies_at(given, node)
+        alone = self._reads(node)[self.root[operand]] == 1
+        return fits and alone and not self._may_broadcast(operand, node, new) and self._dies_at(operand, node)
 
     def _reads(self, node: Node) -> Counter[Node]:
         """How often `node` reads a storage; it is asked for each of many operands of one node."""
         if self.counted is None or self.counted[0] is not node:
-            self.counted = node, Counter(self.root[given] for given in operands(node))
+            self.counted = node, Counter(self.root[operand] for operand in operands(node))
         return self.counted[1]
 
-    def _may_broadcast(self, given: Node, node: Node, made: meta.TensorMeta) -> bool:
-        """True if `given` has the shape of the result on the first rank, but may be broadcast to it on another."""
-        if 1 not in made.shape:
+    def _may_broadcast(self, operand: Node, node: Node, tensor: meta.TensorMeta) -> bool:
+        """True if `operand` has the shape of the result on the first rank, but may be broadcast to it on another."""
+        if 1 not in tensor.shape:
             return False
-        whole = meta.global_shapes(given)
-        return len(whole) != 1 or whole[0] is None or whole[0] not in meta.global_shapes(node)
+        shapes = meta.global_shapes(operand)
+        return len(shapes) != 1 or shapes[0] is None or shapes[0] not in meta.global_shapes(node)
 
     def _lists(self, node: Node, inplace: Any) -> None:
         """Foreach and fused ops: in place for all their lists, or not at all."""
         arguments = _torch.schema_of(inplace).arguments
         written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [a.name for a in arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        lists = [list(cast(Sequence[Node], given[name])) for name in written]
+        bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        lists = [list(cast(Sequence[Node], bound[name])) for name in written]
         nested = len(_torch.schema_of(node.target).returns) > 1
         takers = _takers(node, nested)
         for position, (name, entries) in enumerate(zip(written, lists, strict=True)):
-            unread = name == "grads" and given.get("grad_scale") is None and not any(p == position for p, _ in takers)
-            made = [meta.tensor(n) for n in entries] if nested else meta.tensors(node)
-            if not unread and not all(self._can_hold(n, node, m) for n, m in zip(entries, made, strict=True)):
+            unread = name == "grads" and bound.get("grad_scale") is None and not any(p == position for p, _ in takers)
+            tensors = [meta.tensor(n) for n in entries] if nested else meta.tensors(node)
+            if not unread and not all(self._can_hold(n, node, m) for n, m in zip(entries, tensors, strict=True)):
                 return
         node.target = inplace
         redirect({taker: lists[position][i] for (position, i), taker in takers.items()})
@@ -267,7 +267,7 @@ class _Work:
         """Copy updates that are not in their storage; keep results and created state as outputs."""
         placeholders = {i.name: n for i, n in self.local.placeholders()}
         output = next(iter(reversed(self.graph.nodes)))
-        kept: list[tuple[Output, Node]] = []
+        returned: list[tuple[Output, Node]] = []
         copies: list[tuple[Node, Node]] = []
         with self.graph.inserting_before(output):
             for out, node in self.local.results():
@@ -276,11 +276,11 @@ class _Work:
                     if not (self.root[node] is target and self._is_whole(node, target)):
                         copies.append((target, self._safe(node, target)))
                 else:
-                    kept.append((out, self._safe(node, None)))
+                    returned.append((out, self._safe(node, None)))
             for target, value in copies:
                 meta.copy(target, self.graph.call_function(aten.copy_.default, (target, value)))
-        output.args = (tuple(node for _, node in kept),)
-        return tuple(out for out, _ in kept)
+        output.args = (tuple(node for _, node in returned),)
+        return tuple(out for out, _ in returned)
 
     def _is_whole(self, node: Node, target: Node) -> bool:
         """True if `node` is `target` updated in place, and no view of it."""
@@ -302,14 +302,14 @@ class _Work:
 
 def _takers(node: Node, nested: bool) -> dict[tuple[int, int], Node]:
     """The getitem nodes that pick entry i of list p out of a multi-list op: (p, i) -> node."""
-    found: dict[tuple[int, int], Node] = {}
+    takers: dict[tuple[int, int], Node] = {}
     for user in node.users:
         if not nested:
-            found[0, _index(user)] = user
+            takers[0, _index(user)] = user
             continue
         for inner in user.users:
-            found[_index(user), _index(inner)] = inner
-    return found
+            takers[_index(user), _index(inner)] = inner
+    return takers
 
 
 def _index(getitem: Node) -> int:
@@ -323,14 +323,14 @@ def aliased(node: Node) -> Node | None:
     if _torch.is_getitem(node.target):
         source = node_at(node, 0)
         return source if aliased(source) is not None else None
-    known = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
-    if not known and _torch.is_op(node.target) and not _returns_alias(node.target):
+    may_alias = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
+    if not may_alias and _torch.is_op(node.target) and not _returns_alias(node.target):
         return None
     return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
 
 
 def _returns_alias(target: Any) -> bool:
-    return any(made.alias_info is not None for made in _torch.schema_of(target).returns)
+    return any(returned.alias_info is not None for returned in _torch.schema_of(target).returns)
 
 
 def inplace_form(target: Any) -> Any:

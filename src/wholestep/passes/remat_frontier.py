@@ -39,26 +39,26 @@ class RematChoice:
 
 
 def choices(
-    saved: SavedTensors, held: Sequence[int], hardware: Hardware, wire_price: float = 1.0,
+    saved: SavedTensors, curve: Sequence[int], hardware: Hardware, wire_price: float = 1.0,
     times: Mapping[Node, int] | None = None, among: Sequence[SavedTensor] | None = None,
     load: Callable[[Array], Array] | None = None,
 ) -> list[RematChoice]:  # fmt: skip
-    """The frontier, cheapest choice first; `held` is the live bytes at each call of the unchanged step.
+    """The frontier, cheapest choice first; `curve` is the live bytes at each call of the unchanged step.
 
     A gather costs `wire_price` of the time for which it occupies the link. `times`: how many equal calls a call of a
     layer-folded step represents. `among`: the values to choose from, by default all candidates. `load`: what a rank
     holds at each call, from what the calls of one piece hold.
     """
     among = saved.candidates if among is None else among
-    search = _Search(saved, hardware, wire_price, np.array(held, dtype=np.int64), times or {}, among, load or _alone)
-    found = [search.choice()]
-    first, rest = found[0].peak_bytes, sum(s.size_bytes for s in saved.storages if s.first < 0)
+    search = _Search(saved, hardware, wire_price, np.array(curve, dtype=np.int64), times or {}, among, load or _alone)
+    frontier = [search.choice()]
+    first, rest = frontier[0].peak_bytes, sum(s.size_bytes for s in saved.storages if s.first < 0)
     for stage in range(1, TUNING.remat_stages + 1):
         target = first - (first - rest) * stage // TUNING.remat_stages
-        found += search.reach(target)
-        if search.excess(search.held, target):
+        frontier += search.reach(target)
+        if search.excess(search.curve, target):
             break
-    return found
+    return frontier
 
 
 def held_by(local: LocalGraph) -> list[int]:
@@ -66,16 +66,16 @@ def held_by(local: LocalGraph) -> list[int]:
     after = Reinplace()(local)
     calls = [n.name for n in after.graph.nodes if n.op == "call_function"]
     at = dict(zip(calls, bytes_held(after), strict=True))
-    found, last = list[int](), 0
+    curve, last = list[int](), 0
     for node in local.graph.nodes:
         if node.op == "call_function":
             last = at.get(node.name, last)
-            found.append(last)
-    return found
+            curve.append(last)
+    return curve
 
 
-def _alone(held: Array) -> Array:
-    return held
+def _alone(curve: Array) -> Array:
+    return curve
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Search:
     saved: SavedTensors
     hardware: Hardware
     wire_price: float
-    held: Array
+    curve: Array
     times: Mapping[Node, int]
     among: Sequence[SavedTensor]
     load: Callable[[Array], Array]
@@ -94,31 +94,31 @@ class _Search:
     leaning: dict[int, list[tuple[Node, int, int]]] = field(default_factory=dict[int, list[tuple[Node, int, int]]])
 
     def choice(self) -> RematChoice:
-        return RematChoice(tuple(self.names), int(self.load(self.held).max(initial=0)))
+        return RematChoice(tuple(self.names), int(self.load(self.curve).max(initial=0)))
 
-    def excess(self, held: Array, target: int) -> int:
+    def excess(self, curve: Array, target: int) -> int:
         """Bytes above `target`, summed over all calls."""
-        return int(np.maximum(self.load(held) - target, 0).sum())
+        return int(np.maximum(self.load(curve) - target, 0).sum())
 
     def reach(self, target: int) -> Iterator[RematChoice]:
         """Drop values until nothing is above `target` or no value helps; yields the choice after each."""
-        left = [v for v in self.among if id(v.storage) not in self.dropped]
-        before = self.excess(self.held, target)
+        remaining = [v for v in self.among if id(v.storage) not in self.dropped]
+        before = self.excess(self.curve, target)
         if not before:
             return
-        heap = [(self._score(v, target, before)[0], i) for i, v in enumerate(left)]
+        heap = [(self._score(v, target, before)[0], i) for i, v in enumerate(remaining)]
         heapify(heap)
         while heap and before:
             _, number = heappop(heap)
-            score, trial = self._score(left[number], target, before)
+            score, trial = self._score(remaining[number], target, before)
             if trial is None:
                 continue
             if heap and score > heap[0][0]:
                 heappush(heap, (score, number))
                 continue
             trial.commit()
-            self.names.append(left[number].name)
-            before = self.excess(self.held, target)
+            self.names.append(remaining[number].name)
+            before = self.excess(self.curve, target)
             yield self.choice()
 
     def _score(self, value: SavedTensor, target: int, before: int) -> tuple[float, _Trial | None]:
@@ -190,7 +190,7 @@ class _Trial:
         if first is None:
             self.us += self.base.cost_us(node)
         self.copies[key] = at
-        return [(given, at) for given in operands(node)]
+        return [(operand, at) for operand in operands(node)]
 
     def _extend(self, storage: Storage, segment: int, at: int) -> None:
         """Let the lifetime of `storage` in `segment` include call `at`."""
@@ -205,7 +205,7 @@ class _Trial:
 
     def after(self) -> Array:
         """Live bytes at each call."""
-        steps = np.zeros(len(self.base.held) + 1, dtype=np.int64)
+        steps = np.zeros(len(self.base.curve) + 1, dtype=np.int64)
         for key, (first, last) in self.spans.items():
             size = self.sizes[key]
             old = self.base.spans.get(key)
@@ -216,10 +216,10 @@ class _Trial:
                 steps[old[1] + 1] += size
             steps[first] += size
             steps[last + 1] -= size
-        return self.base.held + np.cumsum(steps[:-1])
+        return self.base.curve + np.cumsum(steps[:-1])
 
     def commit(self) -> None:
-        self.base.held = self.after()
+        self.base.curve = self.after()
         self.base.dropped = self.dropped
         self.base.spans |= self.spans
         self.base.copies |= self.copies

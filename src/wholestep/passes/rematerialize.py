@@ -24,17 +24,17 @@ def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
     """
     if not names:
         return saved.local
-    known = {value.name: value for value in saved.candidates}
-    unknown = [name for name in names if name not in known]
+    by_name = {value.name: value for value in saved.candidates}
+    unknown = [name for name in names if name not in by_name]
     if unknown:
         raise GraphError(
             f"{unknown[0]!r} is not kept for the backward, or cannot be rematerialized",
             "values that the forward computes and the backward reads: no random numbers, no results of collectives",
-            f"one of {', '.join(list(known)[:5])}, ..." if known else "",
+            f"one of {', '.join(list(by_name)[:5])}, ..." if by_name else "",
         )
     graph, twins = copy_with(saved.local.graph)
-    work = _Work(saved, {id(known[name].storage) for name in names}, twins)
-    readers = {(at, segment) for name in names for segment, reads in known[name].reads.items() for at, _ in reads}
+    work = _Work(saved, {id(by_name[name].storage) for name in names}, twins)
+    readers = {(at, segment) for name in names for segment, reads in by_name[name].reads.items() for at, _ in reads}
     calls = [n for n in graph.nodes if n.op == "call_function"]
     for at, segment in sorted(readers):
         work.rewrite(calls[at], segment)
@@ -61,13 +61,13 @@ class _Work:
 
     def rewrite(self, reader: Node, segment: int) -> None:
         """Let `reader` read recomputed tensors, computed just before it if no earlier reader needed them."""
-        for given in dict.fromkeys(operands(reader)):
-            earlier = given.op == "call_function" and self.saved.segment[self._origin(given)] < segment
-            if earlier and not self._is_alive(given, segment):
-                reader.replace_input_with(given, self._recomputed(given, segment, reader))
+        for operand in dict.fromkeys(operands(reader)):
+            earlier = operand.op == "call_function" and self.saved.segment[self._origin(operand)] < segment
+            if earlier and not self._is_alive(operand, segment):
+                reader.replace_input_with(operand, self._recomputed(operand, segment, reader))
 
-    def _recomputed(self, wanted: Node, segment: int, reader: Node) -> Node:
-        todo = [(wanted, False)]
+    def _recomputed(self, target: Node, segment: int, reader: Node) -> Node:
+        todo = [(target, False)]
         while todo:
             node, ready = todo.pop()
             if self._available(node, segment, reader) is not None:
@@ -76,10 +76,10 @@ class _Work:
                 self._copy(node, segment, reader)
             else:
                 todo.append((node, True))
-                todo += [(given, False) for given in operands(node)]
-        found = self._available(wanted, segment, reader)
-        assert found is not None, "recomputed by now"
-        return found
+                todo += [(operand, False) for operand in operands(node)]
+        recomputed = self._available(target, segment, reader)
+        assert recomputed is not None, "recomputed by now"
+        return recomputed
 
     def _available(self, node: Node, segment: int, reader: Node) -> Node | None:
         """The node that holds the value of `node` in `segment`; None where it must be recomputed."""
@@ -96,8 +96,8 @@ class _Work:
         """Move `node` and its operands, all functions of stored tensors alone, in front of `reader`."""
         if node.op != "call_function" or node in self.early or self._place(node) < self._place(reader):
             return
-        for given in operands(node):
-            self._move_before(given, reader)
+        for operand in operands(node):
+            self._move_before(operand, reader)
         reader.prepend(node)
         self.early.add(node)
 
@@ -105,10 +105,10 @@ class _Work:
         return self.saved.position[self._origin(node)]
 
     def _copy(self, node: Node, segment: int, reader: Node) -> None:
-        def operand(given: Node) -> Node:
-            found = self._available(given, segment, reader)
-            assert found is not None, "operands come first"
-            return found
+        def operand(source: Node) -> Node:
+            recomputed = self._available(source, segment, reader)
+            assert recomputed is not None, "operands come first"
+            return recomputed
 
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         with reader.graph.inserting_before(reader):
@@ -120,5 +120,5 @@ class _Work:
         self.copies[node, segment] = new
 
     def _is_alive(self, node: Node, segment: int) -> bool:
-        known = self._origins.get(node)  # None for a node that is recomputed itself
-        return known is not None and self.saved.is_alive(known, segment, self.dropped)
+        origin = self._origins.get(node)  # None for a node that is recomputed itself
+        return origin is not None and self.saved.is_alive(origin, segment, self.dropped)

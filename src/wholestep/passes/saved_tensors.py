@@ -48,7 +48,7 @@ class SavedTensors:
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
     parameters to be re-gathered, `activations` what is gathered of values that depend on the batch: all ranks have to
-    choose the same of these. `kept`: ids of storages that may be read in later segments, whoever reads them now.
+    choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever reads them now.
     """
 
     local: LocalGraph
@@ -60,7 +60,7 @@ class SavedTensors:
     of: dict[Node, list[Storage]] = field(default_factory=dict[Node, list[Storage]])
     batch_dependent: set[Node] = field(default_factory=set[Node])
     gradients: set[Node] = field(default_factory=set[Node])
-    kept: set[int] = field(default_factory=set[int])
+    kept_ids: set[int] = field(default_factory=set[int])
     _repeatable: dict[Node, bool] = field(default_factory=dict[Node, bool])
     _twins: dict[tuple[int, int], Node] = field(default_factory=dict[tuple[int, int], Node])
     _number: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -83,9 +83,9 @@ class SavedTensors:
                 continue
             self.position[node] = len(self.position)
             if node in self.batch_dependent:
-                given = [n for n in operands(node) if n in self.batch_dependent]
+                inputs = [n for n in operands(node) if n in self.batch_dependent]
                 piece = _torch.is_getitem(node.target) or meta.value(node) is None
-                if meta.is_batch_invariant(node) or (piece and given and all(n in self.gradients for n in given)):
+                if meta.is_batch_invariant(node) or (piece and inputs and all(n in self.gradients for n in inputs)):
                     self.gradients.add(node)
                 elif meta.value(node) is not None and meta.is_backward(node) != backward:
                     backward, current = not backward, current + 1
@@ -99,8 +99,8 @@ class SavedTensors:
                 self._number[node] = seen.setdefault(node, len(seen))
             elif node.op == "call_function" and node not in self.batch_dependent and not is_random(node):
 
-                def plain(given: Any) -> Any:
-                    return ("node", self._number.get(given, -1)) if isinstance(given, Node) else repr(given)
+                def plain(argument: Any) -> Any:
+                    return ("node", self._number.get(argument, -1)) if isinstance(argument, Node) else repr(argument)
 
                 key = (node.target, _mapped(node.args, plain), _mapped(tuple(sorted(node.kwargs.items())), plain))
                 self._number[node] = number = seen.setdefault(key, len(seen))
@@ -129,17 +129,17 @@ class SavedTensors:
     @cached_property
     def candidates(self) -> list[SavedTensor]:
         """The saved values that can be rematerialized, in the order of the program."""
-        found: list[SavedTensor] = []
+        tensors: list[SavedTensor] = []
         for storage in self.storages:
             node = storage.node
             if node.op == "call_function" and storage.size_bytes and self.repeatable(node):
                 value = self._value(storage)
                 if value is not None:
-                    found.append(value)
-        return found
+                    tensors.append(value)
+        return tensors
 
     def _value(self, storage: Storage) -> SavedTensor | None:
-        own, last_read = self.segment[storage.node], storage.first
+        own_segment, last_read = self.segment[storage.node], storage.first
         if meta.is_backward(storage.node) and storage.node in self.batch_dependent:
             return None
         reads: dict[int, list[tuple[int, Node]]] = {}
@@ -147,7 +147,7 @@ class SavedTensors:
             if user.op == "output" or user in self.gradients:
                 return None
             at, segment = self.position[user], self.segment[user]
-            if segment > own:
+            if segment > own_segment:
                 reads.setdefault(segment, []).append((at, member))
             else:
                 last_read = max(last_read, at)
@@ -163,10 +163,10 @@ class SavedTensors:
         """True if `node` can be read in `segment` while the storages with the ids `dropped` are not kept for it."""
         if not self.repeatable(node):
             return True
-        held = self.of.get(node, ())
-        if len(held) != 1 or id(held[0]) in dropped:
+        node_storages = self.of.get(node, ())
+        if len(node_storages) != 1 or id(node_storages[0]) in dropped:
             return False
-        return id(held[0]) in self.kept or self.last_segment[id(held[0])] >= segment
+        return id(node_storages[0]) in self.kept_ids or self.last_segment[id(node_storages[0])] >= segment
 
     def _can_repeat(self, node: Node) -> bool:
         if _torch.is_getitem(node.target) or is_wait(node):
@@ -181,7 +181,7 @@ class SavedTensors:
         return not (draws(node) or is_mutating(node) or is_uninitialized(node.target))
 
 
-def _mapped(value: Any, one: Callable[[Any], Any]) -> Any:
+def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_mapped(v, one) for v in value)  # pyright: ignore[reportUnknownVariableType]
-    return one(value)
+        return tuple(_mapped(v, convert) for v in value)  # pyright: ignore[reportUnknownVariableType]
+    return convert(value)

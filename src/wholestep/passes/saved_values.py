@@ -59,7 +59,7 @@ class SavedValues:
     @property
     def has_gathers(self) -> bool:
         """True if a gather may be repeated."""
-        return any(is_collective(n) for one in self.places.values() for n in filter(one.repeatable, one.position))
+        return any(is_collective(n) for saved in self.places.values() for n in filter(saved.repeatable, saved.position))
 
     def path(self, hardware: Hardware, wire_price: float = 1.0) -> list[RematChoice]:
         """The frontier, cheapest choice first. Gathers cost `wire_price` of their time on the link."""
@@ -73,13 +73,13 @@ class SavedValues:
             return self.local
         if not self.loops:
             return rematerialized(self.places[""], names)
-        made = self.local.copy()
-        for node in made.graph.nodes:
-            own = [name.removeprefix(f"{node.name}/") for name in names if name.startswith(f"{node.name}/")]
-            if own and (loop := self.loops.get(node.name)):
-                loop = loop.with_body(rematerialized(self.places[node.name], own).graph)
+        program = self.local.copy()
+        for node in program.graph.nodes:
+            inner = [name.removeprefix(f"{node.name}/") for name in names if name.startswith(f"{node.name}/")]
+            if inner and (loop := self.loops.get(node.name)):
+                loop = loop.with_body(rematerialized(self.places[node.name], inner).graph)
                 node.target = recut(loop, self.local.mesh, self.local.stage_axis, hardware, self.stage)
-        return made
+        return program
 
     def full_name(self, place: str, value: str) -> str:
         """The name of a value in one of the `places`."""
@@ -89,25 +89,25 @@ class SavedValues:
         saved, loop = self.places[name], self.loops.get(name)
         if loop is None and self.stage is None:
             return choices(saved, held_by(saved.local), hardware, wire_price)
-        own = [s for s in saved.storages if s.first < 0 or meta.stage(s.node) in (None, self.stage)]
+        storages = [s for s in saved.storages if s.first < 0 or meta.stage(s.node) in (None, self.stage)]
         among = [value for value in saved.candidates if meta.stage(value.storage.node) == self.stage]
-        others = None
+        load = None
         if loop is not None and loop.stages is not None and self.stage is not None:
-            others = OtherPieces.of(saved, loop.stages.parts[self.stage])
-        found = choices(saved, curve(own, len(saved.position)), hardware, wire_price, among=among, load=others)
-        return [replace(one, names=tuple(self.full_name(name, value) for value in one.names)) for one in found]
+            load = OtherPieces.of(saved, loop.stages.parts[self.stage])
+        path = choices(saved, curve(storages, len(saved.position)), hardware, wire_price, among=among, load=load)
+        return [replace(choice, names=tuple(self.full_name(name, value) for value in choice.names)) for choice in path]
 
 
 def _merged(paths: Sequence[Sequence[RematChoice]]) -> list[RematChoice]:
     """One path for values of several bodies: each goes as far down its own as the largest of their peaks."""
     if len(paths) == 1:
         return list(paths[0])
-    found: list[RematChoice] = []
+    merged: list[RematChoice] = []
     for target in sorted({choice.peak_bytes for path in paths for choice in path}, reverse=True):
-        picked = [next((one for one in path if one.peak_bytes <= target), path[-1]) for path in paths]
-        names = tuple(name for one in picked for name in one.names)
-        found.append(RematChoice(names, max(one.peak_bytes for one in picked)))
-    return found
+        picked = [next((choice for choice in path if choice.peak_bytes <= target), path[-1]) for path in paths]
+        names = tuple(name for choice in picked for name in choice.names)
+        merged.append(RematChoice(names, max(choice.peak_bytes for choice in picked)))
+    return merged
 
 
 @dataclass(frozen=True)
@@ -127,36 +127,36 @@ class OtherPieces:
     @staticmethod
     def of(saved: SavedTensors, part: StagePart) -> OtherPieces:
         """Those of a stage by the order of its actions."""
-        levels, level = sorted({block.level for block in part.blocks}), levels_of(saved.local.graph)
-        own = [node for node in saved.position if meta.stage(node) == part.stage]
+        levels, level_of = sorted({block.level for block in part.blocks}), levels_of(saved.local.graph)
+        own_nodes = [node for node in saved.position if meta.stage(node) == part.stage]
         begins = [
-            min((saved.position[node] for node in own if level[node] == one), default=len(saved.position))
-            for one in levels
+            min((saved.position[node] for node in own_nodes if level_of[node] == level), default=len(saved.position))
+            for level in levels
         ]  # fmt: skip
-        turn = min((saved.position[node] for node in own if meta.is_backward(node)), default=0)
+        turn = min((saved.position[node] for node in own_nodes if meta.is_backward(node)), default=0)
         last = begins[-1] if len(levels) > 1 else turn
         waits = [max(at - 1, 0) for at in (*begins[1:], last)]
         counts = [np.array(sorted(rows), dtype=np.int64) for rows in _others(part, levels)]
-        rest = sum(one.size_bytes for one in saved.storages if one.first < 0)
+        rest = sum(storage.size_bytes for storage in saved.storages if storage.first < 0)
         return OtherPieces(tuple(begins), tuple(waits), tuple(counts), rest)
 
-    def __call__(self, held: Array) -> Array:
-        """Add the activations of the other micro-batches in flight to the memory curve of one, `held`."""
-        made, waiting = held.copy(), held[list(self.waits)] - self.rest_bytes
-        for begin, end, rows in zip(self.begins, (*self.begins[1:], len(held)), self.counts, strict=True):
-            made[begin:end] += int((rows @ waiting).max())
-        return made
+    def __call__(self, piece_bytes: Array) -> Array:
+        """Add the activations of the other micro-batches in flight to the memory curve of one, `piece_bytes`."""
+        stage_bytes, waiting = piece_bytes.copy(), piece_bytes[list(self.waits)] - self.rest_bytes
+        for begin, end, rows in zip(self.begins, (*self.begins[1:], len(piece_bytes)), self.counts, strict=True):
+            stage_bytes[begin:end] += int((rows @ waiting).max())
+        return stage_bytes
 
 
 def _others(part: StagePart, levels: Sequence[int]) -> list[set[tuple[int, ...]]]:
     """For each level of the blocks of a stage, how many other pieces wait behind each level while it runs."""
     at = {block.name: levels.index(block.level) for block in part.blocks}
     runs = [(action.name, action.piece) for action in part.actions if action.kind == "run"]
-    left, done = Counter(piece for _, piece in runs), dict[int, int]()
-    found: list[set[Any]] = [set() for _ in levels]
+    runs_left, last_level = Counter(piece for _, piece in runs), dict[int, int]()
+    counts: list[set[Any]] = [set() for _ in levels]
     for name, piece in runs:
-        waiting = [last for other, last in done.items() if other != piece and left[other]]
-        found[at[name]].add(tuple(map(waiting.count, range(len(levels)))))
-        done[piece] = max(done.get(piece, 0), at[name])
-        left[piece] -= 1
-    return found
+        waiting = [last for other, last in last_level.items() if other != piece and runs_left[other]]
+        counts[at[name]].add(tuple(map(waiting.count, range(len(levels)))))
+        last_level[piece] = max(last_level.get(piece, 0), at[name])
+        runs_left[piece] -= 1
+    return counts

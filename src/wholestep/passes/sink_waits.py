@@ -23,7 +23,7 @@ class SinkWaits(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Move the waits of `local` down."""
         deferred = set[Node]()
-        accumulated = {node for given, node in local.placeholders() if given.role is Role.GRAD}
+        accumulated = {node for gradient, node in local.placeholders() if gradient.role is Role.GRAD}
 
         def place_before(reader: Node, node: Node) -> None:
             if node in deferred:
@@ -33,11 +33,11 @@ class SinkWaits(InPlace):
                 reader.prepend(node)
 
         for node in list(local.graph.nodes):
-            given = set(node.all_input_nodes)
-            accumulates = bool(given & accumulated) and given <= deferred | accumulated
+            reads = set(node.all_input_nodes)
+            accumulates = bool(reads & accumulated) and reads <= deferred | accumulated
             if accumulates:
                 accumulated.add(node)
-            if is_wait(node) or (node.target in FREE and given <= deferred) or (accumulates and given & deferred):
+            if is_wait(node) or (node.target in FREE and reads <= deferred) or (accumulates and reads & deferred):
                 deferred.add(node)
                 continue
             for operand in node.all_input_nodes:

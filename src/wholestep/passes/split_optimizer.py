@@ -61,7 +61,7 @@ class _Work:
             self.passed[node] = self._bits(union(before))
         lists = lists_of(node)
         if lists:
-            entries = {one for given in lists for one in given}
+            entries = {tensor for tensors in lists for tensor in tensors}
             shared = union([self.after.get(n, frozenset()) for n in node.all_input_nodes if n not in entries])
             waits = [union([shared, *(self.after.get(n, frozenset()) for n in at)]) for at in zip(*lists, strict=True)]
             groups: dict[Waits, list[int]] = {}
@@ -72,17 +72,17 @@ class _Work:
                 self._split(node, list(groups.values()))
                 return
         if _torch.is_getitem(node.target) and operands(node)[0] in self.items:
-            whole, index = cast(tuple[Node, int], node.args)
-            if isinstance(meta.value(whole), (list, tuple)) and whole in self.items:
-                after = self._picked(node, whole, index)
+            source, index = cast(tuple[Node, int], node.args)
+            if isinstance(meta.value(source), (list, tuple)) and source in self.items:
+                after = self._picked(node, source, index)
         self.after[node] = after
 
     def _bits(self, waits: Waits) -> int:
         """These waits and all before them."""
-        found = 0
+        bits = 0
         for wait in waits:
-            found |= self.passed[wait] | 1 << self.number[wait]
-        return found
+            bits |= self.passed[wait] | 1 << self.number[wait]
+        return bits
 
     def _latest(self, waits: Waits) -> Waits:
         """Those of `waits` that no other one of them follows."""
@@ -91,17 +91,17 @@ class _Work:
             passed |= self.passed[wait]
         return frozenset(wait for wait in waits if not passed >> self.number[wait] & 1)
 
-    def _picked(self, node: Node, whole: Node, index: int) -> Waits:
+    def _picked(self, node: Node, source: Node, index: int) -> Waits:
         """Waits of one output of a list op; an output that is a list itself keeps the waits of its items."""
         if isinstance(meta.value(node), (list, tuple)):
-            self.items[node] = self.items[whole]
+            self.items[node] = self.items[source]
             return frozenset()
-        return self.items[whole][index] if index < len(self.items[whole]) else frozenset()
+        return self.items[source][index] if index < len(self.items[source]) else frozenset()
 
     def _split(self, node: Node, groups: list[list[int]]) -> None:
         """Replace `node` by one op for each group of positions, and let each getitem read from the op of its item."""
-        made, picked = split_lists(node, groups)
-        for new, group in zip(made, groups, strict=True):
+        split_ops, picked = split_lists(node, groups)
+        for new, group in zip(split_ops, groups, strict=True):
             self.items[new] = [self.items[node][i] for i in group]
         for pick, (new, at) in picked.items():
             self.after[pick] = self.items[new][at]
@@ -109,8 +109,8 @@ class _Work:
 
 def _sent(graph: Graph) -> set[Node]:
     """The nodes whose results a later collective sends."""
-    found = set[Node]()
+    sent = set[Node]()
     for node in reversed(graph.nodes):
-        if any(is_collective(user) or user in found for user in node.users):
-            found.add(node)
-    return found
+        if any(is_collective(user) or user in sent for user in node.users):
+            sent.add(node)
+    return sent

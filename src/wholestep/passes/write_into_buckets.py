@@ -58,10 +58,10 @@ def _scale_of(by: Node, mesh: Mesh) -> float | None:
     The decision must not depend on which op made the tensor: all ranks must decide the same, and a product on one rank
     is a sum of products on another that has more micro-batches.
     """
-    given = node_at(by, 0)
-    if by.args[1] != "avg" or one_tensor(given).dtype == torch.float16:
+    operand = node_at(by, 0)
+    if by.args[1] != "avg" or one_tensor(operand).dtype == torch.float16:
         return None
-    if given.target is coalesce or (given.target is join_rows and given.args[1] != 1):
+    if operand.target is coalesce or (operand.target is join_rows and operand.args[1] != 1):
         return None
     ranks = mesh.axis_size(cast(str, by.args[-1]))
     return 1 / ranks if ranks & (ranks - 1) == 0 else None
@@ -69,12 +69,12 @@ def _scale_of(by: Node, mesh: Mesh) -> float | None:
 
 def _scale(graph: Graph, by: Node, scale: float) -> bool:
     """Multiply the operand of the collective `by` by `scale`."""
-    given = node_at(by, 0)
-    if given.target is aten.mm.default and len(given.users) == 1:
-        given.target, given.args = part_of_average, (*given.args, scale)
+    operand = node_at(by, 0)
+    if operand.target is aten.mm.default and len(operand.users) == 1:
+        operand.target, operand.args = part_of_average, (*operand.args, scale)
     else:
         with graph.inserting_before(by):
-            by.update_arg(0, add_call(graph, aten.mul.Tensor, (given, scale), one_tensor(given), given))
+            by.update_arg(0, add_call(graph, aten.mul.Tensor, (operand, scale), one_tensor(operand), operand))
     return True
 
 
@@ -84,22 +84,22 @@ def _fill(graph: Graph, join: Node, place: dict[Node, int], scale: float) -> boo
     """
     if join.target is not join_rows or join.args[1] != 1 or len(join.users) != 1:
         return False
-    pieces, whole = cast(list[Node], join.args[0]), one_tensor(join)
+    pieces, joined = cast(list[Node], join.args[0]), one_tensor(join)
     sizes = [one_tensor(piece).numel for piece in pieces]
     products = [i for i, piece in enumerate(pieces) if piece.target is aten.mm.default and len(piece.users) == 1]
     products.sort(key=lambda i: place[pieces[i]])
     if not products:
         return False
     with graph.inserting_before(pieces[products[0]]):
-        bucket = add_call(graph, new_bucket, (whole.numel, whole.dtype, torch.device(whole.device)), whole, join)
+        bucket = add_call(graph, new_bucket, (joined.numel, joined.dtype, torch.device(joined.device)), joined, join)
     for i in products:
         with graph.inserting_before(pieces[i]):
-            bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args, scale), whole, pieces[i])
-    others = [i for i in range(len(pieces)) if i not in products]
-    if others:
+            bucket = add_call(graph, multiply_into, (bucket, sum(sizes[:i]), *pieces[i].args, scale), joined, pieces[i])
+    numbers = [i for i in range(len(pieces)) if i not in products]
+    if numbers:
         with graph.inserting_before(join):
-            given = [pieces[i] for i in others]
-            bucket = add_call(graph, put_pieces, (bucket, sizes, others, given, scale), whole, join)
+            copied = [pieces[i] for i in numbers]
+            bucket = add_call(graph, put_pieces, (bucket, sizes, numbers, copied, scale), joined, join)
     join.replace_all_uses_with(bucket)
     graph.erase_node(join)
     for i in products:
@@ -119,16 +119,16 @@ def new_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def multiply_into(bucket: Tensor, start: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Write `scale * a @ b` into `bucket`, from element `start` on."""
     rows, columns = a.shape[0], b.shape[1]
-    made = bucket.narrow(0, start, rows * columns).view(rows, columns)
-    torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
+    target = bucket.narrow(0, start, rows * columns).view(rows, columns)
+    torch.addmm(target, a, b, beta=0, alpha=scale, out=target)
     return bucket
 
 
 @priced_like(PRODUCTS)
 def part_of_average(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """`scale * a @ b`."""
-    made = a.new_empty((a.shape[0], b.shape[1]))
-    return torch.addmm(made, a, b, beta=0, alpha=scale, out=made)
+    product = a.new_empty((a.shape[0], b.shape[1]))
+    return torch.addmm(product, a, b, beta=0, alpha=scale, out=product)
 
 
 @priced_like(BUCKET_COPIES)
@@ -140,8 +140,8 @@ def put_pieces(
     """Split `bucket` into `sizes`, and write each piece times `scale` into the part with its number: on a GPU by two
     kernels for all pieces.
     """
-    whole: tuple[Tensor, ...] = torch.split(bucket, list(sizes))
-    parts, rows = [whole[number] for number in numbers], [piece.reshape(-1) for piece in pieces]
+    slots: tuple[Tensor, ...] = torch.split(bucket, list(sizes))
+    parts, rows = [slots[number] for number in numbers], [piece.reshape(-1) for piece in pieces]
     if bucket.is_cuda:
         put_together(parts, rows, scale)
         return bucket

@@ -177,7 +177,7 @@ class FoldedFit:
         """Microseconds and peak bytes of the whole step with `classes` rematerialized."""
         if (way, classes) not in self.known:
             made = [rematerialized(one.saved, one.names(classes)) for one in (self.few, self.more)]
-            passes = resized(smaller_buckets(self.fit.after)[way], whole=self.folded.carried(self.pair, made))
+            passes = resized(smaller_buckets(self.fit.after)[way], traffic=self.folded.carried(self.pair, made))
             a, b = (run_passes(local, passes) for local in made)
             hardware, software = self.folded.hardware, self.folded.software
             took = software.simulate(a, hardware).step_us, software.simulate(b, hardware).step_us

@@ -116,7 +116,7 @@ class FoldedStep:
         owned: bool = False,
     ) -> list[LocalGraph]:  # fmt: skip
         """The programs of a pair after `passes`, which size buckets for the whole step; edited if they are `owned`."""
-        passes = resized(passes, whole=self.carried(pair, [local for _, local in made]))
+        passes = resized(passes, traffic=self.carried(pair, [local for _, local in made]))
         return [run_passes(local, passes, owned=owned) for _, local in made]
 
     def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:

@@ -176,7 +176,7 @@ class ShortStages:
         """The program of each stage after passes, with sizes for what the `whole` carries."""
         found = list[LocalGraph]()
         for stage, program in enumerate(self.programs(apart)):
-            sizes = passes if whole is None else resized(passes, whole=whole[stage])
+            sizes = passes if whole is None else resized(passes, traffic=whole[stage])
             key = apart, stage, repr(sizes)
             if key not in self.passed:
                 self.passed[key] = run_passes(program, sizes)
@@ -450,7 +450,7 @@ def _filling(
         return found.layers
     at = len(whole) // 2
     few, more = (short.traffic()[at].reduced_bytes for short in found.steps)
-    sized = replace(sizing, whole=whole[at])(found.steps[0].programs(False)[at])
+    sized = replace(sizing, traffic=whole[at])(found.steps[0].programs(False)[at])
     assert sized.sizes is not None, "it has been sized"
     several = ceil(TUNING.folded_buckets * sized.sizes.bucket_bytes / max(more - few, 1)) if more > few else 1
     several = max(min(several, _MOST, most - 1), 1)
