@@ -30,7 +30,7 @@ class ExtendedCalls:
     added: dict[Node, Added] = field(default_factory=dict[Node, Added])
 
     def operands(self, node: Node, decision: Decision, arguments: list[Node]) -> Added:
-        """Extend those of `given`, the operands of a call, where that is needed. Returns what is to be cut off."""
+        """Extend those of `arguments`, the operands of a call, where that is needed. Returns what is to be cut off."""
         added: Added = {}
         cut = any(layout.is_sharded for layout in decision.operands)
         rule = find_rule(node) if cut and not draws(node) else None

@@ -51,7 +51,7 @@ def arrived(x: Tensor) -> Tensor:
 
 
 def _started(target: Tensor, x: Tensor, side: torch.cuda.Stream) -> Tensor:
-    """`made`, into which `side` copies `x`."""
+    """`target`, into which `side` copies `x`."""
     side.wait_stream(torch.cuda.current_stream(side.device))
     with torch.cuda.stream(side):
         target.copy_(x, non_blocking=True)

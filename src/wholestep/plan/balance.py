@@ -32,8 +32,8 @@ def balanced(graph: TrainGraph, stages: int, hardware: Hardware) -> dict[str, in
     if len(fits) < stages - 1:
         fits = starts
     if len(fits) < stages - 1:
-        found = f"a forward that can be cut in {len(fits)} places, between modules with parameters"
-        raise PlanError(found, f"{stages - 1} places for {stages} stages", "give fewer stages, or stages=")
+        problem = f"a forward that can be cut in {len(fits)} places, between modules with parameters"
+        raise PlanError(problem, f"{stages - 1} places for {stages} stages", "give fewer stages, or stages=")
     cuts = _cuts(fits, until, stages)
     return {i.name: bisect_right(cuts, first.get(i.name, 0)) for i in graph.inputs if i.role is Role.PARAM}
 
@@ -44,23 +44,23 @@ def _sent(graph: TrainGraph, calls: tuple[Node, ...]) -> list[int]:
     change = [0] * (len(calls) + 1)
     for node in calls:
         last = max((at[user] for user in node.users if user in at), default=at[node])
-        made = meta.tensor(node)
-        if node in moves and made is not None and made.dtype.is_floating_point:
-            change[at[node] + 1] += made.size_bytes
-            change[last + 1 if last < len(calls) else last] -= made.size_bytes
+        tensor = meta.tensor(node)
+        if node in moves and tensor is not None and tensor.dtype.is_floating_point:
+            change[at[node] + 1] += tensor.size_bytes
+            change[last + 1 if last < len(calls) else last] -= tensor.size_bytes
     return list(accumulate(change))
 
 
 def _narrow(starts: list[int], until: list[float], sent: list[int], window_us: float) -> list[int]:
     """The places where about as little is sent as anywhere within the window."""
-    found: list[int] = []
+    places: list[int] = []
     for position in starts:
         low = bisect_left(until, until[position] - window_us)
         high = bisect_right(until, until[position] + window_us)
         near = [sent[p] for p in starts if low <= p < high]
         if sent[position] <= _NARROW * min(near):
-            found.append(position)
-    return found
+            places.append(position)
+    return places
 
 
 def _cuts(places: list[int], until: list[float], stages: int) -> list[int]:
@@ -70,10 +70,10 @@ def _cuts(places: list[int], until: list[float], stages: int) -> list[int]:
     for _ in range(stages - 1):
         after: list[tuple[float, tuple[int, ...]]] = []
         for number, end in enumerate(ends):
-            made = [
+            candidates = [
                 (max(best[before][0], until[end] - until[ends[before]]), (*best[before][1], ends[before]))
                 for before in range(number)
             ]
-            after.append(min(made, default=(float("inf"), ())))
+            after.append(min(candidates, default=(float("inf"), ())))
         best = after
     return list(best[-1][1])

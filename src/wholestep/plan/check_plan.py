@@ -47,15 +47,15 @@ def check_plan(plan: Plan, graph: TrainGraph) -> TrainGraph:
 class _Check:
     plan: Plan
     mesh: Mesh
-    given: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
+    layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     fits: set[tuple[Layout, int]] = field(default_factory=set[tuple[Layout, int]])
 
     def run(self, graph: TrainGraph) -> None:
-        for given, node in graph.placeholders():
-            stored = self.plan.storage[given.name]
-            if given.role in _UPDATED and (stored.partial or stored.varies):
-                raise PlanError(f"the plan stores {given.name!r} as {stored}", "replicated or sharded", _AGAIN)
-            self.given[node] = (stored,)
+        for spec, node in graph.placeholders():
+            stored = self.plan.storage[spec.name]
+            if spec.role in _UPDATED and (stored.partial or stored.varies):
+                raise PlanError(f"the plan stores {spec.name!r} as {stored}", "replicated or sharded", _AGAIN)
+            self.layouts[node] = (stored,)
         self.axes = [axis.name for axis in self.mesh.axes if axis.size > 1]
         reductions: set[str] = set()
         for node in graph.graph.nodes:
@@ -72,22 +72,22 @@ class _Check:
                 self._check_over_ranks(node, decision)
             else:
                 self._check_call(node, decision)
-            self.given[node] = decision.given
+            self.layouts[node] = decision.given
         if len(reductions) > 1:
             raise PlanError("the plan sums some gradients and averages others", "one of them for all", _AGAIN)
         self._check_results(graph)
 
     def _check_fits(self, node: Node, decision: Decision) -> None:
         """One layout for each tensor that the node reads and makes, each fitting it."""
-        read = [] if _torch.is_getitem(node.target) else operands(node)
+        inputs = [] if _torch.is_getitem(node.target) else operands(node)
         if node.target is GRAD_READY:
-            read = read[:1]
-        tensors = [*(meta.tensor(n) for n in read), *meta.tensors(node)]
+            inputs = inputs[:1]
+        tensors = [*(meta.tensor(n) for n in inputs), *meta.tensors(node)]
         layouts = (*decision.operands, *decision.outputs)
-        if len(decision.operands) != len(read) or len(layouts) != len(tensors):
-            found = f"the plan has {len(decision.operands)} and {len(decision.outputs)} layouts for %{node.name}"
-            needed = f"{len(read)} of operands and {len(tensors) - len(read)} of results"
-            raise PlanError(found, needed, _AGAIN, meta.source_line(node))
+        if len(decision.operands) != len(inputs) or len(layouts) != len(tensors):
+            problem = f"the plan has {len(decision.operands)} and {len(decision.outputs)} layouts for %{node.name}"
+            needed = f"{len(inputs)} of operands and {len(tensors) - len(inputs)} of results"
+            raise PlanError(problem, needed, _AGAIN, meta.source_line(node))
         for tensor, layout in zip(tensors, layouts, strict=True):
             self._check_layout(node, tensor, layout)
         if decision.reshards_to is not None:
@@ -98,53 +98,53 @@ class _Check:
     def _check_layout(self, node: Node, tensor: TensorMeta | None, layout: Layout) -> None:
         ndim = len(tensor.shape) if tensor else 0
         try:
-            known = (layout, ndim) in self.fits
+            fits = (layout, ndim) in self.fits
         except TypeError:  # with a list in it, which cannot be hashed
-            known = False
-        if not known:
+            fits = False
+        if not fits:
             layout.check(tensor.shape if tensor else (), self.mesh, f"%{node.name}")
             self.fits.add((layout, ndim))
 
     def _check_item(self, node: Node, decision: Decision) -> None:
-        have = self.given[node_at(node, 0)][meta.picked(node)]
+        have = self.layouts[node_at(node, 0)][meta.picked(node)]
         if decision.outputs != have:
             raise self._refused(node, "has another layout than the list that it is taken from", _several(have))
 
     def _check_gradient(self, node: Node, decision: Decision) -> set[str]:
         """How the gradient is reduced."""
-        (read,), (made,) = decision.operands, decision.outputs
+        (operand,), (output,) = decision.operands, decision.outputs
         ops = set[str]()
         for axis in self.axes:
-            before, after = read.state(axis), made.state(axis)
+            before, after = operand.state(axis), output.state(axis)
             if before == VARIES and after.kind == "P" and after.op in _REDUCTIONS:
                 ops.add(after.op)
             elif before != after or before == VARIES:
                 needed = "a gradient that varies to be summed or averaged, and no other change"
                 raise self._refused(node, f"turns {before} into {after} along {axis}", needed)
-        if read.dims != made.dims:
-            raise self._refused(node, f"turns {read} into {made}", "the same dims")
+        if operand.dims != output.dims:
+            raise self._refused(node, f"turns {operand} into {output}", "the same dims")
         return ops
 
     def _check_over_ranks(self, node: Node, decision: Decision) -> None:
         """Every rank that has a value is heard."""
-        (read,), (made,) = decision.operands, decision.outputs
+        (operand,), (output,) = decision.operands, decision.outputs
         part, other = AxisState("P", op="norm1"), AxisState("P", op="norm2")
         takes = (REPLICATED, VARIES, part, other)
-        alike = TIME if read.state(TIME) == made.state(TIME) == REPLICATED else ""
-        states = [(read.state(axis), made.state(axis)) for axis in self.axes if axis != alike]
+        alike = TIME if operand.state(TIME) == output.state(TIME) == REPLICATED else ""
+        states = [(operand.state(axis), output.state(axis)) for axis in self.axes if axis != alike]
         heard = all((new == part and old in takes) or (new == old and old.kind == "O") for old, new in states)
-        if not heard or read.dims != made.dims:
-            raise self._refused(node, f"turns {read} into {made}", "a 1-norm of all ranks, from whole values")
+        if not heard or operand.dims != output.dims:
+            raise self._refused(node, f"turns {operand} into {output}", "a 1-norm of all ranks, from whole values")
 
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)
         if not any(layout.axes for layout in layouts):
             return
-        made = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
+        positions = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
         cuts = False
         for axis in self.axes:
             takes = [layout.state(axis) for layout in decision.operands]
-            gives = {i: decision.outputs[i].state(axis) for i in made}
+            gives = {i: decision.outputs[i].state(axis) for i in positions}
             if any(state.kind == "O" for state in (*takes, *gives.values())):
                 self._check_owner(node, axis, takes, set(gives.values()))
                 continue
@@ -170,8 +170,8 @@ class _Check:
         """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""
         rule = find_rule(node)
         by_shape = rule.by_shape if rule else frozenset[int]()
-        read = {state for i, state in enumerate(takes) if i not in by_shape} - {REPLICATED}
-        if not (read <= gives and len(gives) == 1) and not (not read and gives <= {REPLICATED}):
+        states = {state for i, state in enumerate(takes) if i not in by_shape} - {REPLICATED}
+        if not (states <= gives and len(gives) == 1) and not (not states and gives <= {REPLICATED}):
             needed = "operands and results of one owner"
             raise self._refused(node, f"has {_several(takes)} -> {_several(tuple(gives))} along {axis}", needed)
 
@@ -189,8 +189,8 @@ class _Check:
         for (side, at, _), by in zip(placed, cuts, strict=True):
             for factor, axes in split.items():
                 if by.get(factor, ()) != axes and group.state_by(factor, side, at) is not None:
-                    found = f"cuts one factor by {axes} and by {by.get(factor, ())}"
-                    raise self._refused(node, found, "one order of axes")
+                    problem = f"cuts one factor by {axes} and by {by.get(factor, ())}"
+                    raise self._refused(node, problem, "one order of axes")
         parts = {factor: [self.mesh.axis_size(axis) for axis in axes] for factor, axes in split.items()}
         for factor, axes in split.items():
             if not group.splits(factor, parts[factor], TIME in axes, rule.extends and not draws(node)):
@@ -200,7 +200,7 @@ class _Check:
 
     def _check_results(self, graph: TrainGraph) -> None:
         """What the step updates is the same on all ranks, and has a place."""
-        roles = {given.name: given.role for given in graph.inputs}
+        roles = {spec.name: spec.role for spec in graph.inputs}
         for output, node in graph.results():
             if output.kind != "update" or not isinstance(node, Node):
                 continue
@@ -209,9 +209,9 @@ class _Check:
                 raise PlanError(f"the plan has no layout for {output.target!r}", "one for all state", _AGAIN)
             self._check_layout(node, meta.tensor(node), stored)
             role = roles.get(output.target, Role.STATE)
-            if role in (*_UPDATED, Role.GRAD) and self.given[node][0].varies:
-                found = f"{output.target!r} would be updated with a value that differs between ranks"
-                raise PlanError(found, "the same value on all ranks", _AGAIN, meta.source_line(node))
+            if role in (*_UPDATED, Role.GRAD) and self.layouts[node][0].varies:
+                problem = f"{output.target!r} would be updated with a value that differs between ranks"
+                raise PlanError(problem, "the same value on all ranks", _AGAIN, meta.source_line(node))
 
     def _refused(self, node: Node, what: str, needed: str) -> PlanError:
         return PlanError(f"the plan's layouts are wrong: %{node.name} {what}", needed, _AGAIN, meta.source_line(node))
@@ -219,19 +219,19 @@ class _Check:
 
 def _varies(node: Node, takes: Sequence[AxisState], gives: Sequence[AxisState]) -> bool:
     """True where each rank has its own values, of all results, made from its own or from random numbers."""
-    own = VARIES in takes or is_random(node)
-    return own and all(state == VARIES for state in gives) and all(s in (REPLICATED, VARIES) for s in takes)
+    varies = VARIES in takes or is_random(node)
+    return varies and all(state == VARIES for state in gives) and all(s in (REPLICATED, VARIES) for s in takes)
 
 
 def _follows(rule: BoundRule, takes: Sequence[AxisState], gives: Mapping[int, AxisState]) -> bool:
     """True if these are states along one axis of op strategies of the rule, one for each of its groups."""
-    read = {i: state for i, state in enumerate(takes) if i not in rule.by_shape}
+    states = {i: state for i, state in enumerate(takes) if i not in rule.by_shape}
     grouped = {i for group in rule.groups for i in group.operands}, {o for group in rule.groups for o in group.outputs}
-    if any(state != REPLICATED for i, state in read.items() if i not in grouped[0]):
+    if any(state != REPLICATED for i, state in states.items() if i not in grouped[0]):
         return False
     if any(state != REPLICATED for o, state in gives.items() if o not in grouped[1]):
         return False
-    return all(any(_matches(option, read, gives) for option in _options(rule, group, takes)) for group in rule.groups)
+    return all(any(_matches(option, states, gives) for option in _options(rule, group, takes)) for group in rule.groups)
 
 
 def _options(
@@ -239,20 +239,20 @@ def _options(
 ) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
     inner = [group.factor_at(0, i, takes[i]) for i in group.operands]
     factors = dict.fromkeys(f for f in (*group.factors, *rule.made_factors(group), *inner) if f)
-    for made in (whole(group), *(cut(group, factor) for factor in factors)):
-        yield made.takes, made.gives
+    for strategy in (whole(group), *(cut(group, factor) for factor in factors)):
+        yield strategy.takes, strategy.gives
     for number, passing in enumerate(group.partial):
         for op in {state.op for state in takes if state.kind == "P"} & passing.ops:
-            made = through(group, number, op)
-            yield made.takes, made.gives
+            strategy = through(group, number, op)
+            yield strategy.takes, strategy.gives
 
 
 def _matches(
-    option: tuple[Mapping[int, AxisState], ...], read: Mapping[int, AxisState], gives: Mapping[int, AxisState]
+    option: tuple[Mapping[int, AxisState], ...], states: Mapping[int, AxisState], gives: Mapping[int, AxisState]
 ) -> bool:
-    asked, made = option
-    return all(read[i] == s for i, s in asked.items() if i in read) and all(
-        gives[o] == s for o, s in made.items() if o in gives
+    option_takes, option_gives = option
+    return all(states[i] == s for i, s in option_takes.items() if i in states) and all(
+        gives[o] == s for o, s in option_gives.items() if o in gives
     )
 
 

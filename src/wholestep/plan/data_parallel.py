@@ -126,21 +126,21 @@ class DataParallel:
         Raises:
             PlanError: the style is a function, and its layouts cannot be those of a parameter and its state.
         """
-        axes, found = self.axes(mesh), dict[str, Resting]()
+        axes, resting = self.axes(mesh), dict[str, Resting]()
         axis, owners = self.owner_axis(mesh), self.named_owners
-        for given in graph.inputs:
-            if given.role is Role.PARAM:
-                have = before[given.name].param
-                found[given.name] = stored(self.kind, given, have, mesh, axes)
-                if axis and given.name in owners:
+        for spec in graph.inputs:
+            if spec.role is Role.PARAM:
+                have = before[spec.name].param
+                resting[spec.name] = stored(self.kind, spec, have, mesh, axes)
+                if axis and spec.name in owners:
                     if have.is_sharded:
-                        text = f"owners= names {given.name!r}, which is {have.show(given.meta.shape)}"
+                        text = f"owners= names {spec.name!r}, which is {have.show(spec.meta.shape)}"
                         raise PlanError(text, "a parameter that no other axis shards", "leave it out")
-                    found[given.name] = Resting(have, have.put(axis, owned_by(owners[given.name])))
-        if axis and (unknown := [name for name in owners if name not in found]):
-            names = ", ".join(map(repr, list(found)[:3]))
+                    resting[spec.name] = Resting(have, have.put(axis, owned_by(owners[spec.name])))
+        if axis and (unknown := [name for name in owners if name not in resting]):
+            names = ", ".join(map(repr, list(resting)[:3]))
             raise PlanError(f"owners= names {unknown[0]!r}", f"a parameter, as {names}", "correct it")
-        return found
+        return resting
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Who runs the update of what has an owner. Activations stay where the batch puts them."""
@@ -159,11 +159,11 @@ class DataParallel:
         if not several:
             return ""
         if len(several) > 1:
-            found = f"DataParallel(owners={self.owners!r}) over {' and '.join(several)}"
-            raise PlanError(found, "one axis of data parallelism", "leave out owners, or give one axis")
+            text = f"DataParallel(owners={self.owners!r}) over {' and '.join(several)}"
+            raise PlanError(text, "one axis of data parallelism", "leave out owners, or give one axis")
         if mesh.pieces > 1 and self.kind.shards_gradients:
-            found, needed = f"owners= with style {self.kind.name!r} and MicroBatches", "gradients that are reduced once"
-            raise PlanError(found, needed, 'give "zero1"')
+            text, needed = f"owners= with style {self.kind.name!r} and MicroBatches", "gradients that are reduced once"
+            raise PlanError(text, needed, 'give "zero1"')
         return several[0]
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
@@ -171,8 +171,8 @@ class DataParallel:
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        few = f", {len(owned)} parameters with owners" if (owned := self.named_owners) else ""
-        return f"{self.kind.name} on {', '.join(self.axes(mesh))}, {self.how}{few}"
+        suffix = f", {len(owned)} parameters with owners" if (owned := self.named_owners) else ""
+        return f"{self.kind.name} on {', '.join(self.axes(mesh))}, {self.how}{suffix}"
 
     @property
     def how(self) -> str:
@@ -185,12 +185,12 @@ class DataParallel:
         return ()
 
 
-def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
+def batch_dim(input_dim: BatchDim, name: str, ndim: int) -> int | None:
     """The dim of batch tensor `name` that counts samples; None if ranks share it. PlanError for a missing named dim."""
-    if isinstance(wanted, int):
-        return wanted % ndim if -ndim <= wanted < ndim else None
-    key = next((k for k in wanted if fnmatchcase(name, k)), None)
-    dim = None if key is None else wanted[key]
+    if isinstance(input_dim, int):
+        return input_dim % ndim if -ndim <= input_dim < ndim else None
+    key = next((k for k in input_dim if fnmatchcase(name, k)), None)
+    dim = None if key is None else input_dim[key]
     if dim is not None and not -ndim <= dim < ndim and key == name:
         raise PlanError(
             f"input_batch_dim={dim} is out of range for {name!r} with {ndim} dims",
@@ -200,13 +200,13 @@ def batch_dim(wanted: BatchDim, name: str, ndim: int) -> int | None:
     return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
-def stored(style: StorageStyle, given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+def stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
     """The layouts of a parameter and of its state; `have` is the layout that other strategies give it. Raises PlanError
     if the style gives something else, or layouts that cannot be those of a parameter and its state.
     """
-    made = cast(object, style.store(given, have, mesh, axes))
-    pair = tuple(cast(Sequence[object], made)) if isinstance(made, (tuple, list)) else ()
-    wrong = "" if len(pair) == 2 and all(isinstance(one, Layout) for one in pair) else "no pair of layouts"
+    returned = cast(object, style.store(param, have, mesh, axes))
+    pair = tuple(cast(Sequence[object], returned)) if isinstance(returned, (tuple, list)) else ()
+    wrong = "" if len(pair) == 2 and all(isinstance(entry, Layout) for entry in pair) else "no pair of layouts"
     layouts = cast(tuple[Layout, ...], () if wrong else pair)
     for name, layout in zip(("parameter", "state"), layouts, strict=False):
         wrong = wrong or _unfit(name, layout, have, axes)
@@ -214,7 +214,7 @@ def stored(style: StorageStyle, given: Input, have: Layout, mesh: Mesh, axes: tu
         wrong = "the parameter is sharded over an axis that does not shard its state"
     if wrong:
         raise PlanError(
-            f"style {style.name!r} gives {made} for {given.name!r} of shape {list(given.meta.shape)}: {wrong}",
+            f"style {style.name!r} gives {returned} for {param.name!r} of shape {list(param.meta.shape)}: {wrong}",
             f"(layout of the parameter, layout of its state), each {have} with axes of {', '.join(axes)} added",
             "correct the function",
         )
@@ -227,9 +227,9 @@ def _unfit(name: str, layout: Layout, have: Layout, axes: tuple[str, ...]) -> st
         return f"the layout of the {name} has {len(layout.dims)} dims"
     if layout.partial != have.partial or layout.varies != have.varies:
         return f"the layout of the {name} has partial or varying axes"
-    kept = all(new[: len(old)] == old for new, old in zip(layout.dims, have.dims, strict=True))
+    extends = all(new[: len(old)] == old for new, old in zip(layout.dims, have.dims, strict=True))
     added = [axis for new, old in zip(layout.dims, have.dims, strict=True) for axis in new[len(old) :]]
-    if not kept:
+    if not extends:
         return f"the layout of the {name} drops axes of another strategy"
     if set(added) - set(axes) or len(set(added)) != len(added):
         return f"the layout of the {name} adds {', '.join(added)}"
@@ -271,8 +271,8 @@ def storage_of(data: DataParallel) -> StorageOption:
     def flags(kind: StorageStyle) -> tuple[bool, bool, bool]:
         return kind.gathers_parameters, kind.shards_state, kind.grouped
 
-    found = [option for option in STORAGE_OPTIONS if flags(option.kind) == flags(data.kind)]
-    return found[-1 if data.reshard_after_forward else 0]
+    options = [option for option in STORAGE_OPTIONS if flags(option.kind) == flags(data.kind)]
+    return options[-1 if data.reshard_after_forward else 0]
 
 
 @dataclass(frozen=True)
@@ -288,10 +288,10 @@ class PerParameterStorage(DataParallel):
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Storage layouts of each parameter and its optimizer state."""
         out, axes = super().resting(graph, mesh, before), self.axes(mesh)
-        for given in graph.inputs:
-            if given.role is Role.PARAM and given.name in self.storage:
-                style = STYLES[self.storage[given.name].style]
-                out[given.name] = stored(style, given, before[given.name].param, mesh, axes)
+        for spec in graph.inputs:
+            if spec.role is Role.PARAM and spec.name in self.storage:
+                style = STYLES[self.storage[spec.name].style]
+                out[spec.name] = stored(style, spec, before[spec.name].param, mesh, axes)
         return out
 
     @property

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "taken as each rank's own"}
 
 
-def reason(option: OpStrategy, group: Group, given: Sequence[Node], states: Sequence[AxisState]) -> str:
+def reason(option: OpStrategy, group: Group, nodes: Sequence[Node], states: Sequence[AxisState]) -> str:
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
     if option.factor:
         by = [
             n.name
-            for i, n in enumerate(given)
+            for i, n in enumerate(nodes)
             if i in group.operands and group.factor_at(0, i, states[i]) == option.factor
         ]
         return f"cut along {_factor(option.factor)} of '{_shown(group)}'" + (f", as %{by[0]} is" if by else "")
     if option.whole:
         return f"whole: no operand is cut where '{_shown(group)}' may be"
-    names = [f"%{given[i].name}" for i, state in option.takes.items() if state.kind == "P"]
+    names = [f"%{nodes[i].name}" for i, state in option.takes.items() if state.kind == "P"]
     return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
 
 
@@ -53,24 +53,24 @@ def _factor(name: str | None) -> str:
 
 
 def moves(
-    given: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
+    nodes: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
 ) -> Iterator[tuple[str, str]]:
     """Operands that are resharded, by name: the layouts, the collectives, and their time on `hardware`."""
-    for node, before, after in zip(given, have, want, strict=True):
-        made = meta.tensor(node)
-        if before != after and made is not None:
-            yield node.name, _move(made, before, after, mesh, hardware)
+    for node, before, after in zip(nodes, have, want, strict=True):
+        tensor = meta.tensor(node)
+        if before != after and tensor is not None:
+            yield node.name, _move(tensor, before, after, mesh, hardware)
 
 
-def settled(made: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
+def settled(tensor: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
     """Sentence about a result that is resharded at once."""
-    return f"the result {_move(made, before, after, mesh, hardware)}, once for all readers" if made else ""
+    return f"the result {_move(tensor, before, after, mesh, hardware)}, once for all readers" if tensor else ""
 
 
-def _move(made: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
-    layouts = f"{before.show(made.shape)} becomes {after.show(made.shape)}"
+def _move(tensor: TensorMeta, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:
+    layouts = f"{before.show(tensor.shape)} becomes {after.show(tensor.shape)}"
     try:
-        path = reshard(before, after, made.shape, made.dtype.itemsize, mesh, hardware)
+        path = reshard(before, after, tensor.shape, tensor.dtype.itemsize, mesh, hardware)
     except LayoutError:
         return layouts
     steps = [f"{_KINDS.get(s.kind, s.kind)} over {s.axis}" for s in path.steps]
@@ -89,8 +89,8 @@ def _explain_op(plan: Plan, name: str, decision: Decision) -> str:
 
 def _reasons(decision: Decision) -> list[str]:
     """Why the layouts are as they are, and what is resharded."""
-    found = [*decision.because, *(f"%{name} {text}" for name, text in decision.moves)]
-    return found or [f"gradient of {decision.gradient_of}" if decision.gradient_of else decision.why]
+    reasons = [*decision.because, *(f"%{name} {text}" for name, text in decision.moves)]
+    return reasons or [f"gradient of {decision.gradient_of}" if decision.gradient_of else decision.why]
 
 
 def _moves_of(decision: Decision, operand: str) -> list[str]:
@@ -107,15 +107,15 @@ def explain(plan: Plan, name: str) -> str:
     """The storage layout of an input and the reason for it; its readers with layouts and costs. Raises PlanError, which
     names near ones, if the plan knows neither an input nor an operation of this name.
     """
-    given = next((i for i in plan.inputs if i.name == name), None)
-    if given is None:
+    spec = next((i for i in plan.inputs if i.name == name), None)
+    if spec is None:
         decision = plan.decisions.get(name.removeprefix("%"))
         if decision is not None:
             return _explain_op(plan, name.removeprefix("%"), decision)
-        known = [*(i.name for i in plan.inputs), *plan.decisions]
-        raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, known), "correct the name")
+        names = [*(i.name for i in plan.inputs), *plan.decisions]
+        raise PlanError(f"the plan has no input and no operation {name!r}", _near(name, names), "correct the name")
     layout = plan.storage[name]
-    lines = [f"{name}  {given.role.value} {layout.show(given.meta.shape)}"]
+    lines = [f"{name}  {spec.role.value} {layout.show(spec.meta.shape)}"]
     for axis in [*layout.shard_axes(), *layout.varies]:
         lines.append(f"  {axis}: {plan.axis_strategies.get(axis, plan.strategy)}")
     if not layout.axes:
@@ -126,12 +126,12 @@ def explain(plan: Plan, name: str) -> str:
     for reader, decision in plan.decisions.items():
         if node and node in decision.reads:
             lines.append(
-                f"  read by %{reader} as {decision.operands[decision.reads.index(node)].show(given.meta.shape)}"
+                f"  read by %{reader} as {decision.operands[decision.reads.index(node)].show(spec.meta.shape)}"
             )
             lines += [f"    {line}" for line in _moves_of(decision, node)]
     gradients = [n for n, d in plan.decisions.items() if d.gradient_of == name]
-    for gradient in gradients if given.role is Role.PARAM else ():
-        lines.append(f"  gradient %{gradient}: {plan.decisions[gradient].outputs[0].show(given.meta.shape)}")
+    for gradient in gradients if spec.role is Role.PARAM else ():
+        lines.append(f"  gradient %{gradient}: {plan.decisions[gradient].outputs[0].show(spec.meta.shape)}")
         lines += [f"    {line}" for line in plan.decisions[gradient].because]
         for reader, decision in plan.decisions.items():
             if gradient in decision.reads:
@@ -139,6 +139,6 @@ def explain(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _near(name: str, known: Sequence[str]) -> str:
-    found = get_close_matches(name, known, 3, 0.4)
-    return f"one of its names, as {', '.join(found)}" if found else "one of its names"
+def _near(name: str, names: Sequence[str]) -> str:
+    matches = get_close_matches(name, names, 3, 0.4)
+    return f"one of its names, as {', '.join(matches)}" if matches else "one of its names"

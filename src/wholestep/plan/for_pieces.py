@@ -56,12 +56,12 @@ def is_drawn_into(node: Node) -> bool:
     return node.target in DRAWN_INTO and bool(node.users) and all(map(is_random, node.users))
 
 
-def _call(before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+def _call(before: Node, template: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call in front of `before`, with the origin of `like`."""
-    name = f"{like.name}__{target.__name__.split('.')[0]}"
+    name = f"{template.name}__{target.__name__.split('.')[0]}"
     with before.graph.inserting_before(before):
         new = before.graph.create_node("call_function", target, args, kwargs, name=name)
-    meta.copy(like, new)
+    meta.copy(template, new)
     meta.recompute_value(new)
     return new
 
@@ -76,11 +76,11 @@ def _as_booleans(node: Node) -> None:
 
 def _split_dropout(node: Node) -> None:
     """Draw the mask from a tensor of ones, and multiply by it, as the kernel of `native_dropout` does."""
-    given, share = node_at(node, 0), float(str(node.args[1]))
-    node.args = (_call(node, node, aten.ones_like.default, given), *node.args[1:])
+    source, share = node_at(node, 0), float(str(node.args[1]))
+    node.args = (_call(node, node, aten.ones_like.default, source), *node.args[1:])
     for item in [user for user in node.users if user.args[1] == 0]:
-        kept = _call(item, item, aten.mul.Tensor, given, _call(item, item, operator.getitem, node, 1))
-        out = _call(item, item, aten.mul.Scalar, kept, 1 / (1 - share) if share < 1 else 0.0)
+        masked = _call(item, item, aten.mul.Tensor, source, _call(item, item, operator.getitem, node, 1))
+        out = _call(item, item, aten.mul.Scalar, masked, 1 / (1 - share) if share < 1 else 0.0)
         item.replace_all_uses_with(out)
 
 
@@ -89,20 +89,20 @@ def _count_targets(node: Node) -> None:
     item = next((user for user in node.users if _torch.is_getitem(user.target) and user.args[1] == 1), None)
     if item is None:
         return
-    made = meta.one_tensor(item)
+    tensor = meta.one_tensor(item)
     readers = [user for user in item.users if user.op != "output"]
     if len(readers) == len(item.users) and not any(_MEAN in user.args[-3:-2] for user in readers):
-        new = _call(item, item, aten.zeros.default, [], dtype=made.dtype, device=torch.device(made.device))
+        new = _call(item, item, aten.zeros.default, [], dtype=tensor.dtype, device=torch.device(tensor.device))
     else:
-        new = _weight_of_targets(item, node, made)
+        new = _weight_of_targets(item, node, tensor)
     item.replace_all_uses_with(new)
 
 
-def _weight_of_targets(item: Node, loss: Node, made: TensorMeta) -> Node:
+def _weight_of_targets(item: Node, loss: Node, tensor: TensorMeta) -> Node:
     target, weight, _, ignored = loss.args[1:5]
     counts = _call(item, item, aten.ne.Scalar, target, ignored)
     if weight is None:
-        return _call(item, item, aten.sum.default, counts, dtype=made.dtype)
-    known = _call(item, item, aten.mul.Tensor, target, counts)  # ignore_index is often outside [0, classes)
-    weights = _call(item, item, aten.index.Tensor, weight, [known])
+        return _call(item, item, aten.sum.default, counts, dtype=tensor.dtype)
+    classes = _call(item, item, aten.mul.Tensor, target, counts)  # ignore_index is often outside [0, classes)
+    weights = _call(item, item, aten.index.Tensor, weight, [classes])
     return _call(item, item, aten.sum.default, _call(item, item, aten.mul.Tensor, weights, counts))

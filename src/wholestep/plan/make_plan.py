@@ -81,8 +81,8 @@ def make_plan(
     decisions, expanded, planned = _propagate(start, strategies)
     if owner_axis and options.owners is True:
         names = whole_updates(planned, decisions, rest, owner_axis)
-        made = assigned(planned, names, mesh.axis_size(owner_axis), hardware, owners)
-        return make_plan(graph, mesh.of_ranks, strategies.owned(made), placed, hardware)
+        update_owners = assigned(planned, names, mesh.axis_size(owner_axis), hardware, owners)
+        return make_plan(graph, mesh.of_ranks, strategies.owned(update_owners), placed, hardware)
     precision = graph.mixed_precision
     keep = {True: 0, False: None, None: options.keep_gathered_bytes}[options.reshard_after_forward]
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
@@ -94,16 +94,16 @@ def make_plan(
     created = _created(graph, rest, grad_targets, owner_axis)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
-    made = Plan(
+    plan = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
         precision=precision_of(graph),
         async_axes=strategies.async_axes(mesh), owners=owners,
         owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip
-    made.check_inputs(graph)
-    made.check_decisions(planned)
-    return PlannedStep(made, planned)
+    plan.check_inputs(graph)
+    plan.check_decisions(planned)
+    return PlannedStep(plan, planned)
 
 
 def stored_bytes(
@@ -142,11 +142,11 @@ def _propagate(
     for _ in range(ROUNDS):
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
         decisions = propagate(start, scout=True)
-        more = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.op_strategies]
-        if not more:
+        gathering = [n for n in expandable(would_gather(start, decisions)) if n.name not in start.pins.op_strategies]
+        if not gathering:
             break
-        expanded += [n.name for n in more]
-        start = replace(start, graph=expand(start.graph, {n.name for n in more}))
+        expanded += [n.name for n in gathering]
+        start = replace(start, graph=expand(start.graph, {n.name for n in gathering}))
         mark_units(start.graph, start.rest)
     else:
         start = replace(start, pins=strategies.pins(start.graph, start.mesh))
@@ -164,22 +164,22 @@ def _rest(
     varying_buffers = per_rank_buffers(graph) if per_rank else frozenset[str]()
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     rest: dict[str, Layout] = {}
-    for given in graph.inputs:
-        ndim = len(given.meta.shape)
+    for spec in graph.inputs:
+        ndim = len(spec.meta.shape)
         layout = replicated(ndim)
-        if given.role is Role.PARAM:
-            layout = resting[given.name].param
-        elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
-            layout = resting[given.owner].state
-        elif given.role is Role.STATE and given.meta.shape and owner_axis:
-            layout = layout.put(owner_axis, resting[given.owner].state.owner_on(owner_axis) or REPLICATED)
-        elif given.role is Role.BATCH:
-            parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, given.name, ndim)}
-            layout = varying(given, cut if per_rank else (), mesh)
+        if spec.role is Role.PARAM:
+            layout = resting[spec.name].param
+        elif spec.role in (Role.STATE, Role.GRAD) and spec.meta.shape == shapes[spec.owner]:
+            layout = resting[spec.owner].state
+        elif spec.role is Role.STATE and spec.meta.shape and owner_axis:
+            layout = layout.put(owner_axis, resting[spec.owner].state.owner_on(owner_axis) or REPLICATED)
+        elif spec.role is Role.BATCH:
+            parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, spec.name, ndim)}
+            layout = varying(spec, cut if per_rank else (), mesh)
             layout = replace(layout, dims=tuple(parts.get(d, ()) for d in range(ndim)))
-        elif given.name in varying_buffers:
-            layout = varying(given, cut, mesh)
-        rest[given.name] = _without_single(layout, mesh)
+        elif spec.name in varying_buffers:
+            layout = varying(spec, cut, mesh)
+        rest[spec.name] = _without_single(layout, mesh)
     return rest
 
 
@@ -204,11 +204,11 @@ def _created(
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     out: dict[str, Layout] = {}
     for output, node in graph.results():
-        made = meta.tensor(node)
-        if output.kind == "update" and output.target not in rest and made is not None:
+        tensor = meta.tensor(node)
+        if output.kind == "update" and output.target not in rest and tensor is not None:
             owner = output.target.rpartition("/")[0]
-            layout = grad_targets[owner] if made.shape == shapes[owner] else replicated(len(made.shape))
-            if made.shape and owner_axis:
+            layout = grad_targets[owner] if tensor.shape == shapes[owner] else replicated(len(tensor.shape))
+            if tensor.shape and owner_axis:
                 layout = layout.put(owner_axis, grad_targets[owner].owner_on(owner_axis) or layout.state(owner_axis))
             out[output.target] = layout
     return out
@@ -220,12 +220,12 @@ def _without_single(layout: Layout, mesh: Mesh) -> Layout:
 
 
 def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
-    wanted = parallel.input_batch_dim
+    dim = parallel.input_batch_dim
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
-    if isinstance(wanted, int) and batch and all(not -len(i.meta.shape) <= wanted < len(i.meta.shape) for i in batch):
+    if isinstance(dim, int) and batch and all(not -len(i.meta.shape) <= dim < len(i.meta.shape) for i in batch):
         shape = list(batch[0].meta.shape)
         raise PlanError(
-            f"input_batch_dim={wanted} is out of range for {batch[0].name!r} of shape {shape}",
+            f"input_batch_dim={dim} is out of range for {batch[0].name!r} of shape {shape}",
             f"a dim from 0 to {len(shape) - 1}",
             "correct input_batch_dim",
         )
@@ -234,18 +234,18 @@ def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
 # -- per-rank and global semantics ------------------------------------------------------------------------
 def differences(graph: TrainGraph) -> tuple[str, ...]:
     """One sentence for each way in which per-rank gradients differ from those of one device on the whole batch."""
-    found: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     by_name = {node.name: node for node in graph.graph.nodes}
     for name in graph.losses:
         reason = _loss_reason(by_name[name], graph)
         if reason:
             node, (kind, effect) = reason
-            found[f"{kind} at {meta.source_line(node) or '%' + node.name}: {effect}"] = None
+            sentences[f"{kind} at {meta.source_line(node) or '%' + node.name}: {effect}"] = None
     training = [n for n in by_name.values() if is_batch_norm_in_training(n.target) and True in n.args]
     if training:
         where = meta.source_line(training[0]) or "%" + training[0].name
-        found[f"batch norm at {where}: each rank normalizes over its own batch, one device over the whole"] = None
-    return tuple(found)
+        sentences[f"batch norm at {where}: each rank normalizes over its own batch, one device over the whole"] = None
+    return tuple(sentences)
 
 
 def _loss_reason(loss: Node, graph: TrainGraph) -> tuple[Node, tuple[str, str]] | None:

@@ -36,7 +36,7 @@ class Modules:
     @cached_property
     def params(self) -> Mapping[str, Node]:
         """Parameters by name."""
-        return {given.name: node for given, node in self.graph.placeholders() if given.role is Role.PARAM}
+        return {spec.name: node for spec, node in self.graph.placeholders() if spec.role is Role.PARAM}
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -64,10 +64,10 @@ class Modules:
         """
         inside = self._inside.get(path, {})
         users = [u for u in _readers(self.params[param]) if not meta.is_backward(u)]
-        found = [u for u in users if u in inside]
-        for node in found:
-            found += [u for u in _readers(node) if u in inside] if self._is_scaled(node) else []
-        return found or users
+        readers = [u for u in users if u in inside]
+        for node in readers:
+            readers += [u for u in _readers(node) if u in inside] if self._is_scaled(node) else []
+        return readers or users
 
     @cached_property
     def _moving(self) -> frozenset[Node]:
@@ -75,9 +75,9 @@ class Modules:
 
     def _is_scaled(self, node: Node) -> bool:
         """True if the elements of `node` are those of a tensor that it reads, changed alike in every step."""
-        made = meta.tensor(node)
-        shapes = [found.shape for given in operands(node) if (found := meta.tensor(given))]
-        return made is not None and is_pointwise(node.target) and node not in self._moving and made.shape in shapes
+        tensor = meta.tensor(node)
+        shapes = [source.shape for operand in operands(node) if (source := meta.tensor(operand))]
+        return tensor is not None and is_pointwise(node.target) and node not in self._moving and tensor.shape in shapes
 
     def inside(self, path: str) -> list[Node]:
         """Forward nodes of a module and its submodules, in order."""
@@ -86,19 +86,19 @@ class Modules:
     def outputs(self, path: str) -> list[Node]:
         """Tensors of a module that nodes outside of it read in the forward, in order."""
         inside = self._inside.get(path, {})
-        found = [n for n in inside if any(u not in inside and not meta.is_backward(u) for u in n.users)]
-        return [n for n in found if meta.tensor(n) is not None]
+        nodes = [n for n in inside if any(u not in inside and not meta.is_backward(u) for u in n.users)]
+        return [n for n in nodes if meta.tensor(n) is not None]
 
     def inputs(self, path: str, among: frozenset[Node]) -> dict[Node, list[Node]]:
         """Floating-point tensors of `among` that a module reads from outside, each with its readers."""
         inside = self._inside.get(path, {})
-        found: dict[Node, list[Node]] = {}
+        readers: dict[Node, list[Node]] = {}
         for node in inside:
-            for given in operands(node):
-                made = meta.tensor(given)
-                if given in among and given not in inside and made is not None and made.dtype.is_floating_point:
-                    found.setdefault(given, []).append(node)
-        return found
+            for operand in operands(node):
+                tensor = meta.tensor(operand)
+                if operand in among and operand not in inside and tensor is not None and tensor.dtype.is_floating_point:
+                    readers.setdefault(operand, []).append(node)
+        return readers
 
 
 def fits(path: str, pattern: str) -> bool:

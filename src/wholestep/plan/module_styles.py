@@ -43,51 +43,51 @@ _WORDS = (
 NAMES = {name: ModuleStyle(name, cut, reads, gives) for names, cut, reads, gives in _WORDS for name in names.split()}
 
 
-def style_of(given: object, pattern: str, sequence_dim: int) -> ModuleStyle:
-    """The style for `given`, a name or torch's `ParallelStyle`. Raises PlanError if it has no meaning here."""
-    if isinstance(given, ModuleStyle):
-        return given
-    if isinstance(given, str):
-        if given in ("sequence", "sequence_parallel"):
+def style_of(style: object, pattern: str, sequence_dim: int) -> ModuleStyle:
+    """The meaning of `style`, a name or torch's `ParallelStyle`. Raises PlanError if it has none here."""
+    if isinstance(style, ModuleStyle):
+        return style
+    if isinstance(style, str):
+        if style in ("sequence", "sequence_parallel"):
             cut = (AxisState("S", sequence_dim),)
-            return ModuleStyle(given, reads=cut, gives=cut)
-        if given in NAMES:
-            return NAMES[given]
+            return ModuleStyle(style, reads=cut, gives=cut)
+        if style in NAMES:
+            return NAMES[style]
         raise PlanError(
-            f"the style {given!r} of {pattern!r} is unknown",
+            f"the style {style!r} of {pattern!r} is unknown",
             "one of " + ", ".join(sorted([*NAMES, "sequence"])),
             "correct the name, or leave the module out: what is not named follows from the rest",
         )
-    if isinstance(given, parallel.ColwiseParallel):
-        gives = _states(given.output_layouts, pattern)
+    if isinstance(style, parallel.ColwiseParallel):
+        gives = _states(style.output_layouts, pattern)
         return ModuleStyle("ColwiseParallel", "col", _R, () if gives == (AxisState("S", -1),) else gives)
-    if isinstance(given, parallel.RowwiseParallel):
-        return ModuleStyle("RowwiseParallel", "row", gives=_states(given.output_layouts, pattern))
-    if isinstance(given, parallel.SequenceParallel):
-        cut = _states(given.sequence_sharding, pattern)
+    if isinstance(style, parallel.RowwiseParallel):
+        return ModuleStyle("RowwiseParallel", "row", gives=_states(style.output_layouts, pattern))
+    if isinstance(style, parallel.SequenceParallel):
+        cut = _states(style.sequence_sharding, pattern)
         return ModuleStyle("SequenceParallel", reads=cut, gives=cut)
-    if isinstance(given, parallel.PrepareModuleInputOutput):
-        into, out = given.prepare_module_input, given.prepare_module_output
+    if isinstance(style, parallel.PrepareModuleInputOutput):
+        into, out = style.prepare_module_input, style.prepare_module_output
         return ModuleStyle("PrepareModuleInputOutput", reads=_inputs(into, pattern), gives=_outputs(out, pattern))
-    if isinstance(given, parallel.PrepareModuleInput):
-        return ModuleStyle("PrepareModuleInput", reads=_inputs(given, pattern))
-    if isinstance(given, parallel.PrepareModuleOutput):
-        return ModuleStyle("PrepareModuleOutput", gives=_outputs(given, pattern))
-    is_style = isinstance(given, parallel.ParallelStyle)
+    if isinstance(style, parallel.PrepareModuleInput):
+        return ModuleStyle("PrepareModuleInput", reads=_inputs(style, pattern))
+    if isinstance(style, parallel.PrepareModuleOutput):
+        return ModuleStyle("PrepareModuleOutput", gives=_outputs(style, pattern))
+    is_style = isinstance(style, parallel.ParallelStyle)
     raise PlanError(
-        f"{type(given).__name__} for {pattern!r}",
+        f"{type(style).__name__} for {pattern!r}",
         "colwise, rowwise or sequence, or ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, "
         "PrepareModuleOutput or PrepareModuleInputOutput of torch.distributed.tensor.parallel",
         "write what this style does in terms of those" if is_style else "give one of them",
     )
 
 
-def _inputs(given: parallel.PrepareModuleInput, pattern: str) -> Wanted:
-    return _states([*(given.desired_input_layouts or ()), *given.desired_input_kwarg_layouts.values()], pattern)
+def _inputs(style: parallel.PrepareModuleInput, pattern: str) -> Wanted:
+    return _states([*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values()], pattern)
 
 
-def _outputs(given: parallel.PrepareModuleOutput, pattern: str) -> Wanted:
-    return _states(given.desired_output_layouts, pattern)
+def _outputs(style: parallel.PrepareModuleOutput, pattern: str) -> Wanted:
+    return _states(style.desired_output_layouts, pattern)
 
 
 def _states(placements: Sequence[Any], pattern: str) -> Wanted:

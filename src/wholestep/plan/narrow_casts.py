@@ -14,7 +14,7 @@ from ..layout import AxisState
 Reads = dict[tuple[str, str], dict[str, AxisState]]
 
 
-def reads_after_casts(asked: Mapping[Node, Mapping[Node, AxisState]], axis: str) -> Reads:
+def reads_after_casts(requests: Mapping[Node, Mapping[Node, AxisState]], axis: str) -> Reads:
     """States along `axis` by the names of a reader and of what it reads, from those that modules ask for: by value, and
     by reader of it.
 
@@ -22,32 +22,32 @@ def reads_after_casts(asked: Mapping[Node, Mapping[Node, AxisState]], axis: str)
     cast their pieces. Where another one reads the value itself, that is sent once, and its casts in the backward are
     cast from what was sent.
     """
-    found: Reads = {}
-    for value, readers in asked.items():
+    reads: Reads = {}
+    for value, readers in requests.items():
         states = set(readers.values())
         ways = list(_ways_to_casts(value, value)) if len(states) == 1 else []
         on_the_way = {node for way in ways for node in way} | set(_scales(value, ways))
         ends = [way[-1] for way in ways]
-        sent = [one for one in ends if not meta.is_backward(one)]
-        fewer = sum(meta.one_tensor(one).dtype.itemsize for one in ends) <= meta.one_tensor(value).dtype.itemsize
+        sent = [end for end in ends if not meta.is_backward(end)]
+        fewer = sum(meta.one_tensor(end).dtype.itemsize for end in ends) <= meta.one_tensor(value).dtype.itemsize
         pins = [(reader, value, state) for reader, state in readers.items()]
         if len(sent) == 1 and fewer and on_the_way.issuperset(readers):
             pins = [(u, sent[0], state) for state in states for u in sent[0].users if not meta.is_backward(u)]
         elif sent:
             pins += [(u, value, s) for s in states for u in value.users if u in on_the_way and meta.is_backward(u)]
-        for reader, read, state in pins:
-            found.setdefault((reader.name, read.name), {})[axis] = state
-    return found
+        for reader, source, state in pins:
+            reads.setdefault((reader.name, source.name), {})[axis] = state
+    return reads
 
 
 def _ways_to_casts(node: Node, source: Node, *before: Node) -> Iterator[tuple[Node, ...]]:
     """The nodes from `source` to each of its casts to fewer bytes: of its elements, or of these times a scale."""
-    whole = meta.one_tensor(source)
+    original = meta.one_tensor(source)
     for user in node.users:
-        made = meta.tensor(user) if user.op == "call_function" else None
-        if made is None or made.shape != whole.shape or not _keeps_elements(user, node):
+        tensor = meta.tensor(user) if user.op == "call_function" else None
+        if tensor is None or tensor.shape != original.shape or not _keeps_elements(user, node):
             continue
-        if made.dtype.itemsize < whole.dtype.itemsize:
+        if tensor.dtype.itemsize < original.dtype.itemsize:
             yield (*before, user)
         else:
             yield from _ways_to_casts(user, source, *before, user)
@@ -55,8 +55,8 @@ def _ways_to_casts(node: Node, source: Node, *before: Node) -> Iterator[tuple[No
 
 def _keeps_elements(user: Node, node: Node) -> bool:
     """True for a cast of `node`, and for its product with what has fewer elements."""
-    others = [meta.tensor(n) for n in operands(user) if n is not node]
-    small = all(m is not None and m.numel < meta.one_tensor(node).numel for m in others)
+    tensors = [meta.tensor(n) for n in operands(user) if n is not node]
+    small = all(m is not None and m.numel < meta.one_tensor(node).numel for m in tensors)
     return packet_name(user.target) in ("_to_copy", "clone") or (packet_name(user.target) == "mul" and small)
 
 
@@ -65,10 +65,10 @@ def _scales(source: Node, ways: list[tuple[Node, ...]]) -> Iterator[Node]:
     on_the_way, size = {node for way in ways for node in way}, meta.one_tensor(source).numel
     todo, seen = list(on_the_way), {source, *on_the_way}
     while todo:
-        for given in operands(todo.pop()):
-            made = meta.tensor(given)
-            if given in seen or made is None or (made.numel >= size and not is_pointwise(given.target)):
+        for operand in operands(todo.pop()):
+            tensor = meta.tensor(operand)
+            if operand in seen or tensor is None or (tensor.numel >= size and not is_pointwise(operand.target)):
                 continue
-            seen.add(given)
-            todo.append(given)
-            yield given
+            seen.add(operand)
+            todo.append(operand)
+            yield operand

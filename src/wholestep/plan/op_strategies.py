@@ -70,6 +70,6 @@ def named(group: Group, name: str) -> OpStrategy | None:
         number, _, op = rest.partition(" ")
         return through(group, int(number), op) if int(number) < len(group.partial) else None
     if kind == "cut":
-        made = cut(group, rest)
-        return made if any(state.kind == "S" for state in made.takes.values()) else None
+        strategy = cut(group, rest)
+        return strategy if any(state.kind == "S" for state in strategy.takes.values()) else None
     return whole(group) if name == WHOLE else None

@@ -40,8 +40,8 @@ def whole_updates(
     """
     of_param, moves = _of_params(graph), moving(graph)
     sizes = {i.name: i.meta.numel for i in graph.inputs if i.role is Role.PARAM}
-    layouts: dict[Node, Layout] = {node: rest[given.name] for given, node in graph.placeholders()}
-    found = dict[str, None]()
+    layouts: dict[Node, Layout] = {node: rest[spec.name] for spec, node in graph.placeholders()}
+    params = dict[str, None]()
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -50,13 +50,13 @@ def whole_updates(
             layouts[node] = decision.given[0]
         if node in moves or node.target in COMPLETE or _torch.is_getitem(node.target):
             continue
-        for given, want in zip(operands(node), decision.operands, strict=True):
-            have, made, names = layouts.get(given), meta.tensor(given), of_param.get(given, frozenset())
+        for operand, want in zip(operands(node), decision.operands, strict=True):
+            have, tensor, names = layouts.get(operand), meta.tensor(operand), of_param.get(operand, frozenset())
             is_cut = have is not None and have.state(axis).kind in "SP" and want.state(axis) == REPLICATED
             name = min(names) if len(names) == 1 else ""
-            if is_cut and name and not rest[name].is_sharded and made is not None and made.numel == sizes[name] > 1:
-                found[name] = None
-    return tuple(found)
+            if is_cut and name and not rest[name].is_sharded and tensor is not None and tensor.numel == sizes[name] > 1:
+                params[name] = None
+    return tuple(params)
 
 
 def assigned(
@@ -68,12 +68,12 @@ def assigned(
     of_param, moves = _of_params(graph), moving(graph)
     us, sizes = dict.fromkeys(names, 0.0), {i.name: i.meta.size_bytes for i in graph.inputs}
     for node in graph.graph.nodes:
-        own = of_param.get(node, frozenset())
-        if node.op == "call_function" and node not in moves and len(own) == 1 and (name := min(own)) in us:
+        params = of_param.get(node, frozenset())
+        if node.op == "call_function" and node not in moves and len(params) == 1 and (name := min(params)) in us:
             us[name] += node_us(node, hardware)
-    taken, owners = dict[int, list[tuple[float, int]]](), dict[str, int]()
+    by_stage, owners = dict[int, list[tuple[float, int]]](), dict[str, int]()
     for name in sorted(names, key=lambda name: (-us[name], -sizes[name])):
-        of_stage = taken.setdefault(stages.get(name, 0), [(0.0, 0)] * ranks)
+        of_stage = by_stage.setdefault(stages.get(name, 0), [(0.0, 0)] * ranks)
         at = min(range(ranks), key=of_stage.__getitem__)
         of_stage[at] = of_stage[at][0] + us[name], of_stage[at][1] + sizes[name]
         owners[name] = at
@@ -95,20 +95,20 @@ def with_updates_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> Train
 
 def _of_params(graph: TrainGraph) -> dict[Node, frozenset[str]]:
     """The parameters of whose gradients and state a value is made."""
-    found = {
-        node: frozenset({given.owner})
-        for given, node in graph.placeholders()
-        if given.role in (Role.STATE, Role.GRAD) and given.meta.shape
+    of_param = {
+        node: frozenset({spec.owner})
+        for spec, node in graph.placeholders()
+        if spec.role in (Role.STATE, Role.GRAD) and spec.meta.shape
     }
     for node in graph.graph.nodes:
         if node.target is GRAD_READY:
-            found[node] = frozenset({str(node.args[1])})
+            of_param[node] = frozenset({str(node.args[1])})
         elif node.op == "call_function":
-            known = [given for given in _made_of(node) if given in found]
-            tensors = [given for given in known if _is_tensor(given)]  # a factor of all gradients is of none
-            if known:
-                found[node] = frozenset[str]().union(*(found[given] for given in tensors or known))
-    return found
+            sources = [operand for operand in _made_of(node) if operand in of_param]
+            tensors = [operand for operand in sources if _is_tensor(operand)]  # a factor of all gradients is of none
+            if sources:
+                of_param[node] = frozenset[str]().union(*(of_param[operand] for operand in tensors or sources))
+    return of_param
 
 
 def _made_of(node: Node) -> list[Node]:
@@ -119,7 +119,7 @@ def _made_of(node: Node) -> list[Node]:
     while _torch.is_getitem(source.target):
         source = node_at(source, 0)
     lists, at = lists_of(source), cast(int, node.args[1])
-    return [one[at] for one in lists] or node.all_input_nodes
+    return [entries[at] for entries in lists] or node.all_input_nodes
 
 
 @dataclass
@@ -137,9 +137,9 @@ class _Updates:
 
     def run(self) -> dict[str, int]:
         moves = moving(self.graph)
-        for given, node in self.graph.placeholders():
-            if given.role in (Role.STATE, Role.GRAD) and given.meta.shape:
-                self._note(node, given.owner)
+        for spec, node in self.graph.placeholders():
+            if spec.role in (Role.STATE, Role.GRAD) and spec.meta.shape:
+                self._note(node, spec.owner)
         calls = [n for n in self.graph.graph.nodes if n.op == "call_function" and n not in moves]
         calls = [n for n in calls if not draws(n) and any(meta.tensors(n))]  # numbers of Python have no owner
         for node in calls:
@@ -174,16 +174,16 @@ class _Updates:
     def _place(self, node: Node) -> None:
         """Where the tensors are that it reads; numbers count where it reads no tensors of owners."""
         rule = find_rule(node)
-        given = operands(node)
-        read = [n for i, n in enumerate(given) if rule is None or i not in rule.by_shape]
-        known = [n for n in read if n in self.at or n in self.shared]
-        found = [n for n in known if _is_tensor(n)] or known
-        owners = {self.at[n] for n in found if n in self.at}
-        if len(owners) > 1 or (found and any(n in self.shared for n in found)):
+        inputs = operands(node)
+        reads = [n for i, n in enumerate(inputs) if rule is None or i not in rule.by_shape]
+        placed = [n for n in reads if n in self.at or n in self.shared]
+        tensors = [n for n in placed if _is_tensor(n)] or placed
+        owners = {self.at[n] for n in tensors if n in self.at}
+        if len(owners) > 1 or (tensors and any(n in self.shared for n in tensors)):
             self.shared.add(node)
         elif owners:
             self.at[node] = owners.pop()
-            if node.target is aten.add.Tensor and all(n in self.sums for n in given):
+            if node.target is aten.add.Tensor and all(n in self.sums for n in inputs):
                 self.sums.add(node)
 
     def _is_split(self, node: Node) -> bool:
@@ -194,8 +194,8 @@ class _Updates:
             groups.setdefault(at, []).append(position)
         if len(groups) < 2:
             return False
-        made, picked = split_lists(node, list(groups.values()))
-        for new in made:
+        calls, picked = split_lists(node, list(groups.values()))
+        for new in calls:
             self._place(new)
         for pick in picked:
             self._visit(pick)
@@ -226,4 +226,4 @@ class _Updates:
 
 
 def _is_tensor(node: Node) -> bool:
-    return any(made is not None and made.numel > 1 for made in meta.tensors(node))
+    return any(tensor is not None and tensor.numel > 1 for tensor in meta.tensors(node))

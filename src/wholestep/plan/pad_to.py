@@ -42,10 +42,10 @@ class PadTo:
         if unknown := sorted(set(self.fill) - set(self.dims)):
             raise PlanError(f"PadTo(fill=...) names {unknown[0]!r}", f"one of {', '.join(self.dims)}", "correct it")
 
-    def length(self, given: int) -> int:
+    def length(self, size: int) -> int:
         """The length that a batch gets: the next one, or its own if it is longer than all.
 
         Example:
             >>> assert ws.PadTo((256, 512), {"tokens": 1}).length(300) == 512
         """
-        return min((one for one in self.lengths if one >= given), default=given)
+        return min((length for length in self.lengths if length >= size), default=size)

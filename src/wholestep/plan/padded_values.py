@@ -113,25 +113,25 @@ def short_cut(node: Node, constants: Mapping[Node, float | None]) -> float | Non
     """What a pointwise op makes whatever the operands that are not known are."""
     packet, args = getattr(node.target, "overloadpacket", None), node.args
 
-    def known(position: int) -> float | None:
-        given = args[position] if position < len(args) else None
-        if isinstance(given, Node):
-            return constants.get(given)
-        return float(given) if isinstance(given, (bool, int, float)) and not sizes_among([given]) else None
+    def constant(position: int) -> float | None:
+        argument = args[position] if position < len(args) else None
+        if isinstance(argument, Node):
+            return constants.get(argument)
+        return float(argument) if isinstance(argument, (bool, int, float)) and not sizes_among([argument]) else None
 
     if packet in (aten.where, aten.masked_fill):
-        condition, yes, no = (known(i) for i in ((0, 1, 2) if packet is aten.where else (1, 2, 0)))
+        condition, yes, no = (constant(i) for i in ((0, 1, 2) if packet is aten.where else (1, 2, 0)))
         if condition is None:
             return yes if yes == no else None
         return yes if condition else no
-    if packet in (aten.mul, aten.logical_and, aten.bitwise_and) and 0 in (known(0), known(1)):
-        return None if any(no_number(known(i)) for i in (0, 1)) else 0.0
-    if packet is aten.div and known(0) == 0 and known(1) is None:
+    if packet in (aten.mul, aten.logical_and, aten.bitwise_and) and 0 in (constant(0), constant(1)):
+        return None if any(no_number(constant(i)) for i in (0, 1)) else 0.0
+    if packet is aten.div and constant(0) == 0 and constant(1) is None:
         return 0.0
     if packet in (aten.logical_or, aten.bitwise_or) and meta.one_tensor(node).dtype is torch.bool:
-        return 1.0 if 1 in (known(0), known(1)) else None
+        return 1.0 if 1 in (constant(0), constant(1)) else None
     if packet is aten.add and not node.kwargs:
-        return next((v for v in (known(0), known(1)) if v is not None and math.isinf(v)), None)
+        return next((v for v in (constant(0), constant(1)) if v is not None and math.isinf(v)), None)
     return None
 
 
@@ -145,22 +145,22 @@ def no_number(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
 
-def like(made: Any, value: Value) -> Made:
+def like(tree: Any, value: Value) -> Made:
     """`value` for each tensor in the result of an op."""
-    return [like(one, value) for one in cast(Sequence[Any], made)] if isinstance(made, (list, tuple)) else value
+    return [like(entry, value) for entry in cast(Sequence[Any], tree)] if isinstance(tree, (list, tuple)) else value
 
 
-def put_back(made: Any, flat: Iterator[Value]) -> Made:
+def put_back(tree: Any, flat: Iterator[Value]) -> Made:
     """Values in the order of the flat outputs, as the op returns them."""
-    if isinstance(made, (list, tuple)):
-        return [put_back(one, flat) for one in cast(Sequence[Any], made)]
+    if isinstance(tree, (list, tuple)):
+        return [put_back(entry, flat) for entry in cast(Sequence[Any], tree)]
     return next(flat)
 
 
-def renamed(given: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
+def renamed(value: Value, dims: Mapping[int, Places], names: Mapping[int, int]) -> Value:
     """A value with padded dims at other numbers."""
-    tails = {frozenset(names[d] for d in region): tail for region, tail in given.tails.items()}
-    return Value(dims, tails, given.constant, None if given.index is None else names[given.index])
+    tails = {frozenset(names[d] for d in region): tail for region, tail in value.tails.items()}
+    return Value(dims, tails, value.constant, None if value.index is None else names[value.index])
 
 
 class Proof(Protocol):

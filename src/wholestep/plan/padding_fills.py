@@ -59,7 +59,7 @@ def with_fills(train: TrainGraph, fills: Sequence[Fill | Draw], length: str, sym
     for node, twin in twins.items():
         twin.name = node.name
     named = {node.name: node for node in graph.nodes}
-    places = {given.name: node for given, node in zip(train.inputs, graph.find_nodes(op="placeholder"), strict=True)}
+    places = {spec.name: node for spec, node in zip(train.inputs, graph.find_nodes(op="placeholder"), strict=True)}
     writer = _Writer(graph, places[length], symbols, {})
     for fill in fills:
         node = named[fill.node]
@@ -67,9 +67,9 @@ def with_fills(train: TrainGraph, fills: Sequence[Fill | Draw], length: str, sym
             writer.write(fill, node)
         else:
             writer.draw(fill, node)
-    made = replace(train, graph=graph)
-    check_train_graph(made)
-    return made
+    filled = replace(train, graph=graph)
+    check_train_graph(filled)
+    return filled
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class _Writer:
         filled = self._call(node, f"{node.name}__filled", aten.masked_fill.Scalar, operand, beyond, fill.value)
         number = iter(range(len(operands(node))))
 
-        def put(given: Node) -> Node:
-            return filled if next(number) == fill.operand else given
+        def put(argument: Node) -> Node:
+            return filled if next(number) == fill.operand else argument
 
         node.args, node.kwargs = map_arg((node.args, node.kwargs), put)
 
@@ -97,65 +97,65 @@ class _Writer:
         """Draw for the longest length, and take what is of this one."""
         if node.target is FUSED:
             return self._draw_mask(how, node)
-        whole = list(meta.one_tensor(node).shape)
-        size = self._longest(how, whole)
+        shape = list(meta.one_tensor(node).shape)
+        size = self._longest(how, shape)
         if node.target in LIKE:
-            given = self._call(node, f"{node.name}__longest", aten.new_empty.default, node.args[0], size)
-            args = (given, *node.args[1:])
+            empty = self._call(node, f"{node.name}__longest", aten.new_empty.default, node.args[0], size)
+            args = (empty, *node.args[1:])
         else:
             place = _torch.position_of(node.target, "size")
-            args = tuple(size if i == place else given for i, given in enumerate(node.args))
-        made = self._call(node, f"{node.name}__drawn", node.target, *args, **node.kwargs)
-        node.replace_all_uses_with(self._used(how, node, made, whole))
+            args = tuple(size if i == place else argument for i, argument in enumerate(node.args))
+        drawn = self._call(node, f"{node.name}__drawn", node.target, *args, **node.kwargs)
+        node.replace_all_uses_with(self._used(how, node, drawn, shape))
         self.graph.erase_node(node)
         return None
 
     def _draw_mask(self, how: Draw, node: Node) -> None:
         """Dropout whose kernel draws the mask, too: it makes one of ones for the longest length."""
-        given, rate = node_at(node, 0), cast(float, node.args[1])
-        whole = list(meta.one_tensor(given).shape)
-        size = self._longest(how, whole)
-        ones = self._call(node, f"{node.name}__longest", aten.new_ones.default, given, size)
+        source, rate = node_at(node, 0), cast(float, node.args[1])
+        shape = list(meta.one_tensor(source).shape)
+        size = self._longest(how, shape)
+        ones = self._call(node, f"{node.name}__longest", aten.new_ones.default, source, size)
         both = self._call(node, f"{node.name}__drawn", FUSED, ones, *node.args[1:])
-        mask = self._used(how, node, self._call(node, f"{node.name}__mask", _torch.GETITEM, both, 1), whole)
-        kept = self._call(node, f"{node.name}__kept", aten.mul.Tensor, given, mask)
-        kept = self._call(node, f"{node.name}__scaled", aten.mul.Scalar, kept, 1 / (1 - rate) if rate < 1 else 0.0)
+        mask = self._used(how, node, self._call(node, f"{node.name}__mask", _torch.GETITEM, both, 1), shape)
+        masked = self._call(node, f"{node.name}__kept", aten.mul.Tensor, source, mask)
+        masked = self._call(node, f"{node.name}__scaled", aten.mul.Scalar, masked, 1 / (1 - rate) if rate < 1 else 0.0)
         for item in list(node.users):
-            item.replace_all_uses_with((kept, mask)[cast(int, item.args[1])])
+            item.replace_all_uses_with((masked, mask)[cast(int, item.args[1])])
             self.graph.erase_node(item)
         self.graph.erase_node(node)
 
-    def _longest(self, how: Draw, whole: Sequence[int]) -> list[int]:
+    def _longest(self, how: Draw, shape: Sequence[int]) -> list[int]:
         """The shape that is drawn. One more: a part is cut out for each length, the longest too, so that its strides
         are alike for all.
         """
-        return [most(how.longest, n) + 1 if dim in how.dims else n for dim, n in enumerate(whole)]
+        return [most(how.longest, n) + 1 if dim in how.dims else n for dim, n in enumerate(shape)]
 
-    def _used(self, how: Draw, node: Node, made: Node, whole: Sequence[int]) -> Node:
+    def _used(self, how: Draw, node: Node, drawn: Node, shape: Sequence[int]) -> Node:
         for dim in how.dims:
-            made = self._call(node, f"{node.name}__used_{dim}", aten.slice.Tensor, made, dim, 0, whole[dim])
-        return made
+            drawn = self._call(node, f"{node.name}__used_{dim}", aten.slice.Tensor, drawn, dim, 0, shape[dim])
+        return drawn
 
     def _beyond(self, fill: Fill, before: Node, operand: Node) -> Node:
         """True at the padded positions of the dim."""
-        found = meta.one_tensor(operand)
-        size, behind = found.shape[fill.dim], len(found.shape) - 1 - fill.dim
-        key = (getattr(size, "text", size), behind, found.device)
+        tensor = meta.one_tensor(operand)
+        size, behind = tensor.shape[fill.dim], len(tensor.shape) - 1 - fill.dim
+        key = (getattr(size, "text", size), behind, tensor.device)
         if key not in self.masks:
             name = f"{before.name}__beyond_{fill.operand}"
-            device = torch.device(found.device)
-            made = self._call(before, f"{name}_places", aten.arange.default, size, device=device, pin_memory=False)
-            made = self._call(before, name, aten.ge.Tensor, made, self.length)
+            device = torch.device(tensor.device)
+            mask = self._call(before, f"{name}_places", aten.arange.default, size, device=device, pin_memory=False)
+            mask = self._call(before, name, aten.ge.Tensor, mask, self.length)
             for _ in range(behind):
-                made = self._call(before, f"{name}_dim", aten.unsqueeze.default, made, -1)
-            self.masks[key] = made
+                mask = self._call(before, f"{name}_dim", aten.unsqueeze.default, mask, -1)
+            self.masks[key] = mask
         return self.masks[key]
 
     def _call(self, before: Node, name: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(before):
-            made = add_node(self.graph, "call_function", target, args, kwargs, name)
-        given, named = map_arg((self.symbols.symbolic(args), kwargs), meta.value)
+            new = add_node(self.graph, "call_function", target, args, kwargs, name)
+        values, named = map_arg((self.symbols.symbolic(args), kwargs), meta.value)
         with self.symbols.mode, torch.no_grad():
-            meta.set_value(made, target(*given, **named))
-        meta.copy_origin(before, made)
-        return made
+            meta.set_value(new, target(*values, **named))
+        meta.copy_origin(before, new)
+        return new

@@ -86,14 +86,14 @@ def filled_where_padded(graph: TrainGraph, padded: Sequence[PaddedDims], symbols
     """A step whose results do not depend on padding: `graph`, or a copy that fills padded positions where softmax reads
     them. Raises PaddingError where that is not enough.
     """
-    made = graph
-    for one in padded:
+    step = graph
+    for dims in padded:
         fills: list[Fill | Draw] = []
-        _Proof(made, one, fills).run()
-        made = with_fills(made, fills, one.length, symbols) if fills else made
-    for one in padded if made is not graph else ():
-        _Proof(made, one, None).run()
-    return made
+        _Proof(step, dims, fills).run()
+        step = with_fills(step, fills, dims.length, symbols) if fills else step
+    for dims in padded if step is not graph else ():
+        _Proof(step, dims, None).run()
+    return step
 
 
 class _Proof:
@@ -102,45 +102,45 @@ class _Proof:
     def __init__(self, graph: TrainGraph, padded: PaddedDims, fills: list[Fill | Draw] | None) -> None:
         self.graph, self.padded, self.fills, self.batches = graph, padded, fills, padded.batches
         first, longest = self.batches[0], max(padded.lengths)
-        known = sorted({*range(2, longest + 1)[:33], *(n - less for n in padded.lengths for less in (0, 1))} - {1})
-        self._others = [{**first, **dict.fromkeys(padded.symbols, n)} for n in known]
+        sizes = sorted({*range(2, longest + 1)[:33], *(n - less for n in padded.lengths for less in (0, 1))} - {1})
+        self._other_batches = [{**first, **dict.fromkeys(padded.symbols, n)} for n in sizes]
         self._varying: dict[str, bool] = {}
         self.values: dict[Node, Made] = {}
         self.node: Node = next(iter(graph.graph.nodes))
 
     def run(self) -> None:
         """Go through the graph."""
-        inputs = {node: given for given, node in self.graph.placeholders()}
+        inputs = {node: spec for spec, node in self.graph.placeholders()}
         for node in self.graph.graph.nodes:
             self.node = node
             if node.op == "placeholder":
-                given = inputs[node]
-                constant = self.graph.constants.get(given.name)
-                known = (
+                spec = inputs[node]
+                constant = self.graph.constants.get(spec.name)
+                is_number = (
                     constant is not None and constant.numel() == 1 and not (constant.is_meta or constant.is_complex())
                 )
-                self.values[node] = Value(constant=float(constant)) if known and constant is not None else SAME
-                if given.role is Role.BATCH:
-                    self.values[node] = self._of_batch(given)
+                self.values[node] = Value(constant=float(constant)) if is_number and constant is not None else SAME
+                if spec.role is Role.BATCH:
+                    self.values[node] = self._of_batch(spec)
             elif node.op == "call_function":
                 self.values[node] = self._made()
             if node.op != "output":
                 self._check_dims()
         for output, node in self.graph.results():
-            if isinstance(node, Node) and isinstance(made := self.values[node], Value) and made.dims:
+            if isinstance(node, Node) and isinstance(value := self.values[node], Value) and value.dims:
                 self.node = node
                 what = "returns" if output.kind == "result" else f"updates {output.target!r} with"
                 self.refuse(f"the step {what} a value of the padded length", "results without that length")
 
-    def _of_batch(self, given: Input) -> Value:
-        if given.name == self.padded.length:
+    def _of_batch(self, spec: Input) -> Value:
+        if spec.name == self.padded.length:
             return Value(real=True)
-        if given.name not in self.padded.places:
+        if spec.name not in self.padded.places:
             return SAME
-        dim = self.padded.places[given.name]
-        length = self.numbers(given.meta.shape[dim])
-        one = (1,) * len(length)
-        return filled({dim: Places(one, length, one)}, float(self.padded.fill.get(given.name, 0)))
+        dim = self.padded.places[spec.name]
+        length = self.numbers(spec.meta.shape[dim])
+        ones = (1,) * len(length)
+        return filled({dim: Places(ones, length, ones)}, float(self.padded.fill.get(spec.name, 0)))
 
     def fill(self, operand: int, dim: int, value: float) -> bool:
         """Whether the program can have this constant at the padded places of an operand of the node."""
@@ -160,23 +160,23 @@ class _Proof:
         if not isinstance(size, (SizeInt, SizeFloat)):
             return False
         if size.text not in self._varying:
-            self._varying[size.text] = len({evaluate(size.text, one) for one in self._others}) > 1
+            self._varying[size.text] = len({evaluate(size.text, batch) for batch in self._other_batches}) > 1
         return self._varying[size.text]
 
     def _check_dims(self) -> None:
         """What depends on the length is known to be padded."""
-        for made, found in zip(self.flat(self.values[self.node]), meta.tensors(self.node), strict=False):
-            if found is None:
+        for value, tensor in zip(self.flat(self.values[self.node]), meta.tensors(self.node), strict=False):
+            if tensor is None:
                 continue
-            long = {dim for dim, size in enumerate(found.shape) if self.varies(size)}
-            if long != set(made.dims) and self.node.op == "placeholder":
+            long = {dim for dim, size in enumerate(tensor.shape) if self.varies(size)}
+            if long != set(value.dims) and self.node.op == "placeholder":
                 self.refuse(f"the step gets {self.node.name!r}, which has that length too", "it among dims of PadTo")
-            if long != set(made.dims):
+            if long != set(value.dims):
                 self.refuse("makes a size of its own of the padded length")
 
-    def flat(self, made: Made) -> list[Value]:
+    def flat(self, values: Made) -> list[Value]:
         """Values in the order of the flat outputs of a node."""
-        return [made] if isinstance(made, Value) else [one for item in made for one in self.flat(item)]
+        return [values] if isinstance(values, Value) else [value for item in values for value in self.flat(item)]
 
     def refuse(self, why: str, needed: str = "", text: str = "") -> NoReturn:
         """The step cannot be padded."""
@@ -197,17 +197,17 @@ class _Proof:
         if _torch.is_getitem(node.target):
             return cast(Sequence[Made], self.values[cast(Node, node.args[0])])[cast(int, node.args[1])]
         nodes = [n for n in opened([*node.args, *node.kwargs.values()]) if isinstance(n, Node)]
-        given = [self.values[n] for n in nodes]
-        shapes = [made.shape for made in meta.tensors(node) if made is not None]
-        touched = any(one.dims for made in given for one in self.flat(made)) or any(
+        values = [self.values[n] for n in nodes]
+        shapes = [tensor.shape for tensor in meta.tensors(node) if tensor is not None]
+        touched = any(value.dims for entry in values for value in self.flat(entry)) or any(
             self.varies(size) for size in sizes_among([node.args, node.kwargs, shapes])
         )
         if not touched:
             return self._untouched(shapes)
         if draws(node):
             return self._drawn()
-        operands = [made for made in given if isinstance(made, Value)]
-        if len(operands) != len(given):
+        operands = [value for value in values if isinstance(value, Value)]
+        if len(operands) != len(values):
             self.refuse("reads a list of tensors of the padded length")
         special = SPECIAL.get(node.target) or SPECIAL.get(getattr(node.target, "overloadpacket", None))
         if special is not None:
@@ -216,55 +216,55 @@ class _Proof:
 
     def _drawn(self) -> Made:
         """Random numbers that are drawn for the longest length are those of each."""
-        node, symbols = self.node, {f"({one})" for one in self.padded.symbols}
-        made = meta.tensors(node)[0]
-        long = {dim: size for dim, size in enumerate(made.shape) if self.varies(size)} if made is not None else {}
-        own = all(isinstance(size, SizeInt) and size.text in symbols for size in long.values())
-        if node.target not in (*LIKE, *SIZED, FUSED) or not own or self.fills is None:
+        node, symbols = self.node, {f"({symbol})" for symbol in self.padded.symbols}
+        tensor = meta.tensors(node)[0]
+        long = {dim: size for dim, size in enumerate(tensor.shape) if self.varies(size)} if tensor is not None else {}
+        are_symbols = all(isinstance(size, SizeInt) and size.text in symbols for size in long.values())
+        if node.target not in (*LIKE, *SIZED, FUSED) or not are_symbols or self.fills is None:
             needed = "dropout of positions by F.dropout, and none inside a kernel of attention (dropout_p=0)"
             self.refuse("draws random numbers, other ones for another length", needed)
         self.fills.append(Draw(node.name, tuple(long), max(self.padded.lengths)))
-        one = (1,) * len(self.batches)
-        drawn = filled({dim: Places(one, self.numbers(size), one) for dim, size in long.items()}, None)
+        ones = (1,) * len(self.batches)
+        drawn = filled({dim: Places(ones, self.numbers(size), ones) for dim, size in long.items()}, None)
         return like(meta.value(node), drawn)
 
     def _untouched(self, shapes: Sequence[Any]) -> Made:
         """What has nothing to do with the padded length; the constant, if it is one."""
-        made = meta.value(self.node)
-        if not isinstance(made, torch.Tensor):
-            return like(made, SAME)
+        outputs = meta.value(self.node)
+        if not isinstance(outputs, torch.Tensor):
+            return like(outputs, SAME)
         constant = constant_made(self.node)
         if constant is None and not self.node.all_input_nodes:
             return SAME
         if constant is None and pointwise(self.node.target):
-            given = {n: self.values[n] for n in self.node.all_input_nodes}
-            constant = self.folded({n: one.constant if isinstance(one, Value) else None for n, one in given.items()})
+            values = {n: self.values[n] for n in self.node.all_input_nodes}
+            constant = self.folded({n: v.constant if isinstance(v, Value) else None for n, v in values.items()})
         return Value(constant=constant)
 
     def folded(self, constants: Mapping[Node, float | None]) -> float | None:
         """What a pointwise op makes of constants; None if that depends on operands that are not known."""
         node = self.node
-        known = short_cut(node, constants)
-        if known is not None or None in constants.values():
-            return known
+        shortcut = short_cut(node, constants)
+        if shortcut is not None or None in constants.values():
+            return shortcut
         if sizes_among([node.args, node.kwargs]):  # another constant for another size
             return None
         if keeps(node.target) and node.target is not aten._to_copy.default:
             return next(iter(constants.values()))
 
-        def one(value: Any) -> Any:
+        def as_tensor(value: Any) -> Any:
             if isinstance(value, Node):
-                made = meta.one_tensor(value)
-                return torch.tensor(constants[value], dtype=torch.float64).to(made.dtype)
+                tensor = meta.one_tensor(value)
+                return torch.tensor(constants[value], dtype=torch.float64).to(tensor.dtype)
             return value
 
-        args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), one)  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), as_tensor)  # type: ignore[misc]
         named = {key: value for key, value in cast(dict[str, Any], kwargs).items() if key not in ("device", "layout")}
         try:
-            made = cast(Any, node.target)(*cast(Any, args), **named)
+            out = cast(Any, node.target)(*cast(Any, args), **named)
         except (RuntimeError, TypeError, NotImplementedError):
             return None  # not known: the proof then refuses what depends on it
-        return float(made) if isinstance(made, torch.Tensor) and made.numel() == 1 and not made.is_complex() else None
+        return float(out) if isinstance(out, torch.Tensor) and out.numel() == 1 and not out.is_complex() else None
 
     def by_rule(self, call: Call, operands: Sequence[Value]) -> Made:
         """An op whose rule may cut the padded dims."""
@@ -274,21 +274,21 @@ class _Proof:
         for name, size in self._named_sizes(call):
             if self.varies(size) and name not in rule.sizes:
                 self.refuse(f"computes with the padded length ({name})", NO_LENGTH)
-        found: dict[int, Value] = {}
-        shared = [i for i, one in enumerate(operands) if one.dims and not any(i in g.operands for g in rule.groups)]
+        values: dict[int, Value] = {}
+        shared = [i for i, v in enumerate(operands) if v.dims and not any(i in g.operands for g in rule.groups)]
         if shared and not set(shared) <= set(rule.by_shape):
             self.refuse("mixes padded positions with others")
         for group in rule.groups:
             if set(group.reduces.values()) - {"sum"} or any(group.operands[i][d] in rule.local for i in group.operands
                                                             for d in operands[i].dims):  # fmt: skip
                 self._refuse_reduced(group, operands, rule.local)
-            found |= self._group(call, group, operands)
-        flat = [found.get(i, SAME) for i in range(len(call.outputs))]
+            values |= self._group(call, group, operands)
+        flat = [values.get(i, SAME) for i in range(len(call.outputs))]
         return put_back(meta.value(self.node), iter(flat))
 
     def _named_sizes(self, call: Call) -> Iterator[tuple[str, Any]]:
-        known = [a.name for a in _torch.schema_of(call.target).arguments] if _torch.is_op(call.target) else []
-        names = known or [f"argument {i}" for i in range(len(call.args))]
+        parameters = [a.name for a in _torch.schema_of(call.target).arguments] if _torch.is_op(call.target) else []
+        names = parameters or [f"argument {i}" for i in range(len(call.args))]
         named = [*zip(names, call.args, strict=False), *call.kwargs.items()]
         return ((name, size) for name, value in named for size in sizes_among([value]))
 
@@ -319,7 +319,7 @@ class _Proof:
                     self.refuse("aligns padded positions with a dim that is not padded")
         nodes = [n for n in opened([*self.node.args, *self.node.kwargs.values()]) if isinstance(n, Node)]
         order = list(factors)
-        made: dict[int, Value] = {}
+        values: dict[int, Value] = {}
 
         def region_of(i: int, chosen: frozenset[str]) -> Region:
             return frozenset(d for d, f in enumerate(group.operands[i]) if f in chosen)
@@ -327,28 +327,28 @@ class _Proof:
         def is_zero(chosen: frozenset[str]) -> bool:
             """True if the op adds nothing where these factors are beyond the real places."""
             linear = [p.operands for p in group.partial if "sum" in p.ops]
-            return any(all(operands[i].at(region_of(i, chosen)) == 0 for i in one) for one in linear)
+            return any(all(operands[i].at(region_of(i, chosen)) == 0 for i in indices) for indices in linear)
 
         def refuse_no_number(chosen: frozenset[str]) -> None:
             if any(no_number(operands[i].at(region_of(i, chosen))) for i in group.operands):
                 self.refuse("sums over padded positions, some of which are no number", ONE_POSITION)
 
         for output, term in group.outputs.items():
-            kept = [f for f in order if f in term]
-            lost = [f for f in order if f not in term]
-            for more in (frozenset[str](), *subsets(kept)):
-                for less in subsets(lost):
-                    refuse_no_number(more | less)
-            if not all(is_zero(less) for less in subsets(lost)):
+            free = [f for f in order if f in term]
+            summed = [f for f in order if f not in term]
+            for free_part in (frozenset[str](), *subsets(free)):
+                for part in subsets(summed):
+                    refuse_no_number(free_part | part)
+            if not all(is_zero(part) for part in subsets(summed)):
                 self.refuse("sums over padded positions that are not zero", "a mask: zero at padded positions")
-            dims = {term.index(f): factors[f] for f in kept}
+            dims = {term.index(f): factors[f] for f in free}
             tails: dict[Region, float | None] = {}
-            for chosen in subsets(kept):
+            for chosen in subsets(free):
                 where = frozenset(term.index(f) for f in chosen)
                 lost_number = any(no_number(operands[i].at(region_of(i, chosen))) for i in group.operands)
-                if not lost_number and is_zero(chosen) and all(is_zero(chosen | less) for less in subsets(lost)):
+                if not lost_number and is_zero(chosen) and all(is_zero(chosen | part) for part in subsets(summed)):
                     tails[where] = 0.0
-                elif not lost and pointwise(self.node.target):
+                elif not summed and pointwise(self.node.target):
                     at = {nodes[i]: operands[i].at(region_of(i, chosen)) for i in group.operands}
                     tails[where] = self.folded(at)
                     if tails[where] is None and self.node.target in COMPARISONS:
@@ -359,18 +359,18 @@ class _Proof:
             if len(group.operands) == 1 and (keeps(self.node.target) or adds_nothing(self.node)):
                 ((only, operand),) = ((i, operands[i]) for i in group.operands)
                 exact = meta.one_tensor(self.node).dtype in EXACT
-                if exact and operand.index is not None and (factor := group.operands[only][operand.index]) in kept:
+                if exact and operand.index is not None and (factor := group.operands[only][operand.index]) in free:
                     index = term.index(factor)
-            made[output] = Value(dims, tails, index=index)
-        return made
+            values[output] = Value(dims, tails, index=index)
+        return values
 
     def _compared(self, group: Group, operands: Sequence[Value], chosen: frozenset[str]) -> float | None:
         """Two numbers of places: one that is beyond the real places is greater than one that is not, and no less than
         the number of real ones.
         """
         if [operands[i].real for i in sorted(group.operands)] == [False, True] and operands[0].index is not None:
-            known = {aten.ge.Tensor: 1.0, aten.lt.Tensor: 0.0}
-            return known.get(cast(Any, self.node.target)) if chosen else None
+            constants = {aten.ge.Tensor: 1.0, aten.lt.Tensor: 0.0}
+            return constants.get(cast(Any, self.node.target)) if chosen else None
         sides: list[bool] = []
         for i in sorted(group.operands):
             index = operands[i].index

@@ -37,41 +37,41 @@ Special = Callable[[Proof, Call, Sequence[Value]], Made]
 
 def _regroup(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     """A view by other sizes: the elements are the same, in the same order."""
-    given = operands[0]
+    source = operands[0]
     pieces: list[tuple[Numbers, int | None]] = []  # sizes of the operand, from the left, and the padded dim they are
     for dim, size in enumerate(call.shape(0)):
-        places = given.dims.get(dim)
+        places = source.dims.get(dim)
         if places is None:
             pieces.append((proof.numbers(size), None))
         else:
             pieces += [(places.outer, None), (places.length, dim), (places.inner, None)]
-    one = (1,) * len(proof.batches)
-    pieces = [piece for piece in pieces if piece[0] != one]
+    ones = (1,) * len(proof.batches)
+    pieces = [piece for piece in pieces if piece[0] != ones]
     dims: dict[int, Places] = {}
     names: dict[int, int] = {}
     for dim, size in enumerate(call.made()):
-        wanted, taken = proof.numbers(size), list[tuple[Numbers, int | None]]()
-        while wanted != one:
+        remaining, factors = proof.numbers(size), list[tuple[Numbers, int | None]]()
+        while remaining != ones:
             if not pieces:
                 proof.refuse("takes padded positions apart")
             piece, padded = pieces.pop(0)
-            if _divides(piece, wanted):
-                taken.append((piece, padded))
-                wanted = _quotient(wanted, piece)
-            elif padded is None and _divides(wanted, piece):
-                taken.append((wanted, None))
-                pieces.insert(0, (_quotient(piece, wanted), None))
-                wanted = one
+            if _divides(piece, remaining):
+                factors.append((piece, padded))
+                remaining = _quotient(remaining, piece)
+            elif padded is None and _divides(remaining, piece):
+                factors.append((remaining, None))
+                pieces.insert(0, (_quotient(piece, remaining), None))
+                remaining = ones
             else:
                 proof.refuse("takes padded positions apart")
-        long = [i for i, (_, padded) in enumerate(taken) if padded is not None]
+        long = [i for i, (_, padded) in enumerate(factors) if padded is not None]
         if len(long) > 1:
             proof.refuse("merges two padded dims")
         for i in long:
-            before, after = (_product(one, taken[:i]), _product(one, taken[i + 1 :]))
-            dims[dim] = Places(before, taken[i][0], after)
-            names[cast(int, taken[i][1])] = dim
-    return renamed(given, dims, names)
+            before, after = (_product(ones, factors[:i]), _product(ones, factors[i + 1 :]))
+            dims[dim] = Places(before, factors[i][0], after)
+            names[cast(int, factors[i][1])] = dim
+    return renamed(source, dims, names)
 
 
 def _divides(a: Numbers, b: Numbers) -> bool:
@@ -82,31 +82,31 @@ def _quotient(a: Numbers, b: Numbers) -> Numbers:
     return tuple(x // y for x, y in zip(a, b, strict=True))
 
 
-def _product(one: Numbers, pieces: Sequence[tuple[Numbers, int | None]]) -> Numbers:
+def _product(product: Numbers, pieces: Sequence[tuple[Numbers, int | None]]) -> Numbers:
     for piece, _ in pieces:
-        one = tuple(x * y for x, y in zip(one, piece, strict=True))
-    return one
+        product = tuple(x * y for x, y in zip(product, piece, strict=True))
+    return product
 
 
 def _expanded(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
-    given, shape, made = operands[0], call.shape(0), call.made()
-    lead = len(made) - len(shape)
-    dims = {dim + lead: places for dim, places in given.dims.items()}
-    one = (1,) * len(proof.batches)
-    for dim, size in enumerate(made):
+    source, shape, new_shape = operands[0], call.shape(0), call.made()
+    lead = len(new_shape) - len(shape)
+    dims = {dim + lead: places for dim, places in source.dims.items()}
+    ones = (1,) * len(proof.batches)
+    for dim, size in enumerate(new_shape):
         if dim not in dims and proof.varies(size):
-            dims[dim] = Places(one, proof.numbers(size), one)
-    old = {dim + lead for dim in given.dims}
-    tails = {r: given.at(frozenset(d - lead for d in r & old)) for r in regions(dims)}
-    return Value(dims, tails, index=None if given.index is None else given.index + lead)
+            dims[dim] = Places(ones, proof.numbers(size), ones)
+    old = {dim + lead for dim in source.dims}
+    tails = {r: source.at(frozenset(d - lead for d in r & old)) for r in regions(dims)}
+    return Value(dims, tails, index=None if source.index is None else source.index + lead)
 
 
 def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     """A tensor that is filled with one constant, or not at all."""
     if proof.varies(call.argument("fill_value")):
         proof.refuse("computes with the padded length (fill_value)", NO_LENGTH)
-    one = (1,) * len(proof.batches)
-    dims = {d: Places(one, proof.numbers(n), one) for d, n in enumerate(call.made()) if proof.varies(n)}
+    ones = (1,) * len(proof.batches)
+    dims = {d: Places(ones, proof.numbers(n), ones) for d, n in enumerate(call.made()) if proof.varies(n)}
     if operands and operands[0].dims and list(map(text_of, call.made())) == list(map(text_of, call.shape(0))):
         dims = dict(operands[0].dims)
     constant = constant_made(proof.node)
@@ -116,110 +116,110 @@ def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
 def _counted(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     if proof.varies(call.argument("start", 0)) or proof.varies(call.argument("step", 1)):
         proof.refuse("counts from the padded length on")
-    one = (1,) * len(proof.batches)
+    ones = (1,) * len(proof.batches)
     plain = call.argument("start", 0) == 0 and call.argument("step", 1) == 1
     return Value(
-        {0: Places(one, proof.numbers(call.made()[0]), one)}, {frozenset({0}): None}, index=0 if plain else None
+        {0: Places(ones, proof.numbers(call.made()[0]), ones)}, {frozenset({0}): None}, index=0 if plain else None
     )
 
 
 def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     """Zeros on one side of a diagonal of the last two dims."""
-    given, rank = operands[0], len(call.shape(0))
+    source, rank = operands[0], len(call.shape(0))
     row, column, diagonal = rank - 2, rank - 1, call.argument("diagonal", 0)
-    dims = given.dims
+    dims = source.dims
     if set(dims) - {row, column} or not all(places.first for places in dims.values()) or len(dims) != 2:
         proof.refuse("counts positions of the padded length")
     if dims[row] != dims[column] or proof.varies(diagonal):
         proof.refuse("counts positions of the padded length")
     lower = call.target is aten.tril.default
     right = (
-        0.0 if lower and diagonal <= 0 else given.tails[frozenset({column})] if not lower and diagonal <= 1 else None
+        0.0 if lower and diagonal <= 0 else source.tails[frozenset({column})] if not lower and diagonal <= 1 else None
     )
-    below = 0.0 if not lower and diagonal >= 0 else given.tails[frozenset({row})] if lower and diagonal >= -1 else None
-    both = 0.0 if given.tails[frozenset({row, column})] == 0 else None
+    below = 0.0 if not lower and diagonal >= 0 else source.tails[frozenset({row})] if lower and diagonal >= -1 else None
+    both = 0.0 if source.tails[frozenset({row, column})] == 0 else None
     tails = {frozenset({column}): right, frozenset({row}): below, frozenset({row, column}): both}
     return Value(dims, tails)
 
 
-def _masked(proof: Proof, operand: int, given: Value, dim: int) -> Value:
+def _masked(proof: Proof, operand: int, source: Value, dim: int) -> Value:
     """An operand with -inf at the padded places of a dim, where the program can have it there: softmax then computes as
     without them, whatever a mask leaves over in a row. Padded rows have zeros before: a mask may leave nothing of them
     but padded places, and a softmax of -inf alone is no number, which no gradient of zero makes harmless.
     """
-    if not given.dims[dim].first:
-        return given
-    masked = given.tails[frozenset({dim})] == -math.inf
-    for row in given.dims:
-        unknown = row != dim and given.tails[frozenset({row})] in (None, -math.inf)
-        if unknown and given.dims[row].first and proof.fill(operand, row, 0.0):
-            given, masked = _with_tail(given, row, 0.0), False
+    if not source.dims[dim].first:
+        return source
+    masked = source.tails[frozenset({dim})] == -math.inf
+    for row in source.dims:
+        unknown = row != dim and source.tails[frozenset({row})] in (None, -math.inf)
+        if unknown and source.dims[row].first and proof.fill(operand, row, 0.0):
+            source, masked = _with_tail(source, row, 0.0), False
     if not masked and proof.fill(operand, dim, -math.inf):
-        given = _with_tail(given, dim, -math.inf)
-    return given
+        source = _with_tail(source, dim, -math.inf)
+    return source
 
 
-def _with_tail(given: Value, dim: int, value: float) -> Value:
-    return replace(given, tails={r: value if dim in r else tail for r, tail in given.tails.items()}, index=None)
+def _with_tail(source: Value, dim: int, value: float) -> Value:
+    return replace(source, tails={r: value if dim in r else tail for r, tail in source.tails.items()}, index=None)
 
 
 def _softmax(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
-    given = operands[0]
+    source = operands[0]
     dim = call.argument("dim") % len(call.shape(0))
-    if dim not in given.dims:
+    if dim not in source.dims:
         return proof.by_rule(call, operands)
-    given = _masked(proof, 0, given, dim)
-    if given.tails[frozenset({dim})] != -math.inf:
+    source = _masked(proof, 0, source, dim)
+    if source.tails[frozenset({dim})] != -math.inf:
         proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
     tails: dict[Region, float | None] = {}
-    for region in regions(given.dims):
+    for region in regions(source.dims):
         row = region - {dim}
-        nothing = given.tails[row | {dim}] == -math.inf and bool(row) and given.tails[row] == -math.inf
+        nothing = source.tails[row | {dim}] == -math.inf and bool(row) and source.tails[row] == -math.inf
         empty = 0.0 if call.target is aten._safe_softmax.default else math.nan
-        masked = given.tails[region] == -math.inf and dim in region
+        masked = source.tails[region] == -math.inf and dim in region
         tails[region] = empty if nothing else 0.0 if masked else None
-    return Value(given.dims, tails)
+    return Value(source.dims, tails)
 
 
 def _softmax_backward(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
-    grad, made = operands
+    grad, output = operands
     dim = call.argument("dim") % len(call.shape(0))
-    if dim not in made.dims:
+    if dim not in output.dims:
         return proof.by_rule(call, operands)
-    if grad.dims != made.dims or made.tails[frozenset({dim})] != 0:
+    if grad.dims != output.dims or output.tails[frozenset({dim})] != 0:
         proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
     tails: dict[Region, float | None] = {}
-    for region in regions(made.dims):
-        if any(no_number(one.tails[region]) for one in operands):
+    for region in regions(output.dims):
+        if any(no_number(operand.tails[region]) for operand in operands):
             proof.refuse("has rows of padded positions that are no number", ONE_POSITION)
         row = region - {dim}
         no_grad = bool(row) and grad.tails[row] == 0 and grad.tails[row | {dim}] == 0
-        tails[region] = 0.0 if no_grad or (made.tails[region] == 0 and dim in region) else None
-    return Value(made.dims, tails)
+        tails[region] = 0.0 if no_grad or (output.tails[region] == 0 and dim in region) else None
+    return Value(output.dims, tails)
 
 
 def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     """Attention, forward and backward, by the names of its arguments."""
-    given = _by_name(call, operands)
-    query, key, value = given["query"], given["key"], given["value"]
+    arguments = _by_name(call, operands)
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
     places = call.shape(0)
     at = len(places) - 2
-    one, other = query.dims, key.dims
-    if set(one) - {at} or set(other) - {at} or other != value.dims:
+    query_dims, key_dims = query.dims, key.dims
+    if set(query_dims) - {at} or set(key_dims) - {at} or key_dims != value.dims:
         proof.refuse("mixes padded positions with others")
     if proof.varies(call.argument("scale")):
         proof.refuse("computes with the padded length (scale)", NO_LENGTH)
     if call.argument("dropout_p", 0.0) != 0:
         proof.refuse("draws random numbers, other ones for another length", "attention without dropout")
-    if other:
-        mask = given.get("attn_mask", given.get("attn_bias"))
-        causal = bool(call.argument("is_causal", False)) and one == other and other[at].first
+    if key_dims:
+        mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+        causal = bool(call.argument("is_causal", False)) and query_dims == key_dims and key_dims[at].first
         last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
         masked = False
         if mask is not None and last in mask.dims and not causal:
             at_mask = next(s.positions[0] for s in call.slots if s.name in ("attn_mask", "attn_bias"))
             mask = _masked(proof, at_mask, mask, last)
-            masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == other[at]
+            masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == key_dims[at]
         if not causal and not masked:
             proof.refuse(
                 "attends to padded positions",
@@ -228,17 +228,17 @@ def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
         rows = frozenset(mask.dims) - {last} if mask is not None else frozenset[int]()
         if mask is not None and rows and mask.tails[rows] == mask.tails.get(rows | {last}) == -math.inf:
             proof.refuse("has rows of padded positions that are no number", ONE_POSITION)
-    grad = given.get("grad_out", given.get("grad_out_"))
+    grad = arguments.get("grad_out", arguments.get("grad_out_"))
     if grad is None:
         flat = [Value()] * len(call.outputs)
-        flat[0] = filled(one, None)
-        for i, found in enumerate(call.outputs[1:], 1):
-            if found is not None and one and any(proof.varies(n) for n in found.shape):
-                flat[i] = filled({len(found.shape) - 1: one[at]}, None)
+        flat[0] = filled(query_dims, None)
+        for i, tensor in enumerate(call.outputs[1:], 1):
+            if tensor is not None and query_dims and any(proof.varies(n) for n in tensor.shape):
+                flat[i] = filled({len(tensor.shape) - 1: query_dims[at]}, None)
         return put_back(meta.value(proof.node), iter(flat))
-    if one and (grad.dims != one or grad.tails[frozenset({at})] != 0):
+    if query_dims and (grad.dims != query_dims or grad.tails[frozenset({at})] != 0):
         proof.refuse("has gradients at padded positions that are not zero", "a loss that leaves padded positions out")
-    zeros = [filled(dims, 0.0) for dims in (one, other, other)]
+    zeros = [filled(dims, 0.0) for dims in (query_dims, key_dims, key_dims)]
     return put_back(meta.value(proof.node), iter([*zeros, *[SAME] * (len(call.outputs) - 3)]))
 
 
@@ -252,8 +252,8 @@ def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
 
 def _loss(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     """The loss of classes: padded positions are left out if their target is the class that it ignores."""
-    given = _by_name(call, operands)
-    scores, target = given["self"], given["target"]
+    arguments = _by_name(call, operands)
+    scores, target = arguments["self"], arguments["target"]
     ignored = call.argument("ignore_index", -100)
     rows = {dim - (dim > 1): places for dim, places in scores.dims.items()}  # dim 1 are the classes
     if rows != target.dims or 1 in scores.dims:
@@ -262,7 +262,7 @@ def _loss(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
         proof.refuse(
             "is a loss with padded positions", f"fill={{...: {ignored}}} for its targets: the loss ignores that class"
         )
-    if "grad_output" in given:
+    if "grad_output" in arguments:
         return filled(scores.dims, 0.0)
     each = filled(target.dims, 0.0) if call.argument("reduction", 1) == 0 else SAME
     return [each, SAME]

@@ -65,9 +65,9 @@ class Pipeline:
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
         for name in ("micro_batches", "chunks"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise PlanError(f"Pipeline({name}={given})", "at least one", "correct the number")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise PlanError(f"Pipeline({name}={number})", "at least one", "correct the number")
 
     @property
     def chunks_of_rank(self) -> int:
@@ -92,15 +92,15 @@ class Pipeline:
             of_param = balanced(graph, count, hardware)
         else:
             if len(self.stages) != count:
-                found = f"Pipeline has {len(self.stages)} stages, axis {self.axis!r} of mesh {mesh} has {ranks} ranks"
+                problem = f"Pipeline has {len(self.stages)} stages, axis {self.axis!r} of mesh {mesh} has {ranks} ranks"
                 needed = f"{count} stages: {self.chunks_of_rank} for each rank"
-                raise PlanError(found, needed, "give as many lists of patterns, or chunks=")
+                raise PlanError(problem, needed, "give as many lists of patterns, or chunks=")
             of_param = self._named(graph)
         return tuple(tuple(name for name, at in of_param.items() if at == stage) for stage in range(count))
 
     def _named(self, graph: TrainGraph) -> dict[str, int]:
         """Stages of all parameters: the longest path that a pattern matches; without one, that of the next reader."""
-        modules, found = Modules(graph), dict[str, int]()
+        modules, stages = Modules(graph), dict[str, int]()
         by_path: dict[str, int] = {}
         for stage, patterns in enumerate(self.stages or ()):
             for pattern in patterns:
@@ -119,11 +119,11 @@ class Pipeline:
             while path and path not in by_path:
                 path = path.rpartition(".")[0]
             if path:
-                found[name] = by_path[path]
+                stages[name] = by_path[path]
         last = 0
         for name in names:
-            last = found.setdefault(name, last)
-        return found
+            last = stages.setdefault(name, last)
+        return stages
 
     def of_params(self) -> dict[str, int]:
         """The stage of each parameter, once they are known."""

@@ -129,14 +129,14 @@ class Plan:
         differing = [n for n in {**planned, **actual} if planned.get(n) != actual.get(n)]
         if differing:
             name = differing[0]
-            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            tail = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             raise PlanError(
-                f"the plan has {name!r} as {_about(planned.get(name))}, the graph as {_about(actual.get(name))}{more}",
+                f"the plan has {name!r} as {_about(planned.get(name))}, the graph as {_about(actual.get(name))}{tail}",
                 "a plan made for this model, optimizer and batch",
                 "plan this graph again",
             )
-        for given in self.inputs:
-            self.storage[given.name].check(given.meta.shape, self.mesh, given.name)
+        for spec in self.inputs:
+            self.storage[spec.name].check(spec.meta.shape, self.mesh, spec.name)
 
     def check_decisions(self, graph: TrainGraph) -> None:
         """Raise PlanError if an op of a decomposed graph has no decision."""
@@ -157,15 +157,15 @@ class Plan:
         pipeline, or with owners, the rank that holds most.
         """
         roles = {Role(role)} if role else {Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD}
-        axis, held = self.stage_axis or self.owner_axis, [i for i in self.inputs if i.role in roles]
+        axis, stored = self.stage_axis or self.owner_axis, [i for i in self.inputs if i.role in roles]
         first = self.mesh.coordinate(0)
         places = [{**first, axis: at} for at in range(self.mesh.axis_size(axis))] if axis else [first]
-        return max(sum(self.input_bytes(i) for i in held if self.storage[i.name].is_held_at(place)) for place in places)
+        return max(sum(self.input_bytes(i) for i in stored if self.storage[i.name].is_held_at(at)) for at in places)
 
-    def input_bytes(self, given: Input) -> int:
+    def input_bytes(self, spec: Input) -> int:
         """Bytes of one input, as it is stored, on the first rank that has it."""
-        shape = self.storage[given.name].local_shape(given.meta.shape, self.mesh, self.mesh.coordinate(0))
-        return prod(shape) * given.meta.dtype.itemsize
+        shape = self.storage[spec.name].local_shape(spec.meta.shape, self.mesh, self.mesh.coordinate(0))
+        return prod(shape) * spec.meta.dtype.itemsize
 
     def with_notes(self, *notes: str) -> Plan:
         """This plan with more notes for the reader."""
@@ -238,10 +238,10 @@ class Plan:
                 f"version {VERSION}",
                 "write the plan again with this wholestep",
             )
-        made = Plan(**decode(fields, hints_of(Plan)))
-        check_form(made)
-        return made
+        plan = Plan(**decode(fields, hints_of(Plan)))
+        check_form(plan)
+        return plan
 
 
-def _about(found: tuple[tuple[int, ...], str] | None) -> str:
-    return "absent" if found is None else f"{found[1].removeprefix('torch.')}{list(found[0])}"
+def _about(form: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if form is None else f"{form[1].removeprefix('torch.')}{list(form[0])}"

@@ -41,7 +41,7 @@ class Difference:
     """Differences between two plans.
 
     `moved`: the largest change first. `stays`: how many tensors keep their storage layout. `operations`: names of
-    those whose layouts differ, of `known` in all.
+    those whose layouts differ, of `compared` in all.
     """
 
     before: Plan
@@ -49,7 +49,7 @@ class Difference:
     moved: tuple[Moved, ...]
     stays: int
     operations: tuple[str, ...]
-    known: int
+    compared: int
 
     def __str__(self) -> str:
         before, after = self.before, self.after
@@ -62,8 +62,8 @@ class Difference:
             had, has = before.stored_bytes(role), after.stored_bytes(role)
             lines.append(f"stored per rank, {words}: {human(had)} -> {human(has)} ({_change(has - had)})")
         some = ", ".join(f"%{name}" for name in self.operations[:_SHOWN])
-        more = f": {some}{' ...' if len(self.operations) > _SHOWN else ''}" if some else ""
-        lines.append(f"{len(self.operations)} of {self.known} operations take or give other layouts{more}")
+        tail = f": {some}{' ...' if len(self.operations) > _SHOWN else ''}" if some else ""
+        lines.append(f"{len(self.operations)} of {self.compared} operations take or give other layouts{tail}")
         for plan, name in ((before, "from"), (after, "to")):
             if plan.objective is not None:
                 lines.append(f"{name}: chosen by Auto: {plan.objective}")
@@ -92,23 +92,23 @@ def diff(before: Plan, after: Plan) -> Difference:
     return Difference(before, after, tuple(moved), stays, changed, len(ops))
 
 
-def refuse_other_parameters(given: Plan, made: Plan) -> None:
-    """Raise PlanError naming the parameters that differ between `given` and `made`, the plan of this step."""
-    if (given.mixed_precision, given.offload) != (made.mixed_precision, made.offload):
+def refuse_other_parameters(plan: Plan, step_plan: Plan) -> None:
+    """Raise PlanError naming the parameters that differ between `plan` and `step_plan`, the plan of this step."""
+    if (plan.mixed_precision, plan.offload) != (step_plan.mixed_precision, step_plan.offload):
         raise PlanError(
-            f"the plan was made with {given.mixed_precision}, offload {given.offload}; this step has "
-            f"{made.mixed_precision}, offload {made.offload}",
+            f"the plan was made with {plan.mixed_precision}, offload {plan.offload}; this step has "
+            f"{step_plan.mixed_precision}, offload {step_plan.offload}",
             "the same mixed_precision= and offload= in compile as in the capture that was planned",
             "pass compile the options of the plan, or plan this step again",
         )
-    wanted, found = _params(given), _params(made)
-    differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    expected, present = _params(plan), _params(step_plan)
+    differing = [name for name in {**expected, **present} if expected.get(name) != present.get(name)]
     if differing:
-        both = [(n, wanted.get(n, "absent"), found.get(n, "absent")) for n in differing[:4]]
+        both = [(n, expected.get(n, "absent"), present.get(n, "absent")) for n in differing[:4]]
         layouts = "; ".join(f"{name}: {planned} in the plan, {actual} here" for name, planned, actual in both)
-        more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
+        tail = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
         raise PlanError(
-            f"the plan does not fit this step: {layouts}{more}",
+            f"the plan does not fit this step: {layouts}{tail}",
             "the parameters of the plan, in its layouts",
             "plan this step again",
         )
@@ -118,8 +118,8 @@ def _params(plan: Plan) -> Mapping[str, str]:
     return {i.name: _layout(plan, i) for i in plan.inputs if i.role is Role.PARAM}
 
 
-def _layout(plan: Plan, given: Input) -> str:
-    return f"{short_dtype(given.meta.dtype)}[{plan.storage[given.name].show(given.meta.shape)}]"
+def _layout(plan: Plan, spec: Input) -> str:
+    return f"{short_dtype(spec.meta.dtype)}[{plan.storage[spec.name].show(spec.meta.shape)}]"
 
 
 def _stored(plan: Plan) -> dict[str, tuple[str, str, int]]:

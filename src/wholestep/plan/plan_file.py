@@ -39,51 +39,51 @@ _AGAIN = "write the plan again"
 def encode(plan: object) -> dict[str, Any]:
     """A plan as JSON values, with a table of its distinct layouts, which are named by number."""
     table: dict[Layout, int] = {}
-    made = _encoded(vars(plan), table)
-    return {**made, "layouts": [[x.dims, x.partial, x.varies, x.owned, x.blocks] for x in table]}
+    fields = _encoded(vars(plan), table)
+    return {**fields, "layouts": [[x.dims, x.partial, x.varies, x.owned, x.blocks] for x in table]}
 
 
-def _encoded(given: Any, table: dict[Layout, int]) -> Any:
+def _encoded(value: Any, table: dict[Layout, int]) -> Any:
     """Of a mapping whose keys are no texts, a list of pairs."""
-    if isinstance(given, Layout):
-        return table.setdefault(given, len(table))
-    if isinstance(given, Mapping):
-        items = [(key, _encoded(one, table)) for key, one in cast(Mapping[Any, Any], given).items()]
+    if isinstance(value, Layout):
+        return table.setdefault(value, len(table))
+    if isinstance(value, Mapping):
+        items = [(key, _encoded(entry, table)) for key, entry in cast(Mapping[Any, Any], value).items()]
         return dict(items) if all(isinstance(key, str) for key, _ in items) else items
-    if isinstance(given, tuple):
-        return [_encoded(one, table) for one in cast(tuple[Any, ...], given)]
-    if isinstance(given, Decision):
-        return [_encoded(one, table) for one in vars(given).values()]
-    if isinstance(given, Input):
-        return _encoded({**{k: v for k, v in vars(given).items() if k != "meta"}, **vars(given.meta)}, table)
-    if isinstance(given, (Mesh, torch.dtype)):
-        return str(given).removeprefix("torch.")
-    if isinstance(given, Role):
-        return given.value
-    if isinstance(given, Hardware):
-        return to_json(given)
-    if isinstance(given, Strategies):
-        return encode_strategies(given)
-    return _encoded(vars(given), table) if is_dataclass(given) else given
+    if isinstance(value, tuple):
+        return [_encoded(entry, table) for entry in cast(tuple[Any, ...], value)]
+    if isinstance(value, Decision):
+        return [_encoded(entry, table) for entry in vars(value).values()]
+    if isinstance(value, Input):
+        return _encoded({**{k: v for k, v in vars(value).items() if k != "meta"}, **vars(value.meta)}, table)
+    if isinstance(value, (Mesh, torch.dtype)):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Role):
+        return value.value
+    if isinstance(value, Hardware):
+        return to_json(value)
+    if isinstance(value, Strategies):
+        return encode_strategies(value)
+    return _encoded(vars(value), table) if is_dataclass(value) else value
 
 
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
-    data, made = dict[str, Any](objective=None, strategies=None, async_axes=[], owners={}) | {**data}, dict[str, Any]()
-    data = dict[str, Any](owner_axis="", update_owners={}, precision=None) | data
+    data = dict[str, Any](objective=None, strategies=None, async_axes=[], owners={}) | {**data}
+    data, fields = dict[str, Any](owner_axis="", update_owners={}, precision=None) | data, dict[str, Any]()
     readers = _READERS
     for name, kind in {"layouts": tuple[Layout, ...], **kinds}.items():
         if name not in data:
             raise PlanError(f"field {name!r} is missing", "every field that Plan.to_json writes", _AGAIN)
         try:
-            found = typed(kind, data[name], name, readers)
+            field = typed(kind, data[name], name, readers)
         except MalformedError as error:
             raise PlanError(f"field {name!r} cannot be read: {error.found}", error.needed, _AGAIN) from error
         if name == "layouts":
-            readers = {**_READERS, Layout: _numbered(cast(tuple[Layout, ...], found))}
+            readers = {**_READERS, Layout: _numbered(cast(tuple[Layout, ...], field))}
         else:
-            made[name] = found
-    return made
+            fields[name] = field
+    return fields
 
 
 def read(kind: Any, value: Any) -> Any:
@@ -101,10 +101,10 @@ def _numbered(table: Sequence[Layout]) -> Any:
 
 
 def _dtype(value: Any, at: str) -> torch.dtype:
-    found = getattr(torch, value, None) if isinstance(value, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise wrong(at, value, "a dtype of torch")
-    return found
+    return dtype
 
 
 def _mesh(value: Any, at: str) -> Mesh:
@@ -123,18 +123,18 @@ def _hardware(value: Any, at: str) -> Hardware:
 
 def _input(value: Any, at: str) -> Input:
     """An input and what it says of its tensor, in one object."""
-    given, about = as_object(value, at), hints_of(TensorMeta)
-    meta = cast(TensorMeta, typed(TensorMeta, {k: v for k, v in given.items() if k in about}, at, _READERS))
+    entries, about = as_object(value, at), hints_of(TensorMeta)
+    meta = cast(TensorMeta, typed(TensorMeta, {k: v for k, v in entries.items() if k in about}, at, _READERS))
     if len(meta.shape) != len(meta.stride) or min((*meta.shape, *meta.stride), default=0) < 0:
         raise wrong(f"{at}.stride", meta.stride, f"a stride from 0 for each size from 0 of {meta.shape}")
-    others = {name: kind for name, kind in hints_of(Input).items() if name != "meta"}
-    unknown = next((name for name in given if name not in about and name not in others), None)
+    fields = {name: kind for name, kind in hints_of(Input).items() if name != "meta"}
+    unknown = next((name for name in entries if name not in about and name not in fields), None)
     if unknown is not None:
-        raise MalformedError(f"unknown field {at}.{unknown}", f"one of {', '.join((*others, *about))}")
-    read_ = {k: typed(kind, given[k], f"{at}.{k}", _READERS) for k, kind in others.items() if k in given}
-    if not {"name", "role"} <= read_.keys():
+        raise MalformedError(f"unknown field {at}.{unknown}", f"one of {', '.join((*fields, *about))}")
+    decoded = {k: typed(kind, entries[k], f"{at}.{k}", _READERS) for k, kind in fields.items() if k in entries}
+    if not {"name", "role"} <= decoded.keys():
         raise wrong(at, value, "an object with name and role")
-    return Input(meta=meta, **read_)
+    return Input(meta=meta, **decoded)
 
 
 # -- strategies --------------------------------------------------------------------------------------------
@@ -155,16 +155,16 @@ def encode_parts(strategies: Strategies) -> list[dict[str, Any] | None]:
     ]  # fmt: skip
 
 
-def decode_parts(values: Any, own: Strategies) -> Strategies:
-    """Inverse of `encode_parts`, with those of `own` in place of what has no form as text, and of what is the same.
+def decode_parts(values: Any, local: Strategies) -> Strategies:
+    """Inverse of `encode_parts`, with those of `local` in place of what has no form as text, and of what is the same.
     Raises MalformedError.
     """
-    said = as_list(values, "strategies")
-    here = [*zip(encode_parts(own), own.parts, strict=True)][: len(said)]
-    here += [(None, None)] * (len(said) - len(here))
+    entries = as_list(values, "strategies")
+    here = [*zip(encode_parts(local), local.parts, strict=True)][: len(entries)]
+    here += [(None, None)] * (len(entries) - len(here))
     parts = [
         part if part is not None and value in (None, text) else _strategy(value, f"strategies[{i}]")
-        for i, (value, (text, part)) in enumerate(zip(said, here, strict=True))
+        for i, (value, (text, part)) in enumerate(zip(entries, here, strict=True))
     ]
     return Strategies(tuple(parts))
 
@@ -177,11 +177,11 @@ def decode_strategies(values: Any, at: str = "strategies") -> Strategies:
 
 
 def _strategy(value: Any, at: str) -> Strategy:
-    given = dict(as_object(value, at))
-    kind = given.pop("is", None)
+    fields = dict(as_object(value, at))
+    kind = fields.pop("is", None)
     if not isinstance(kind, str) or kind not in _STRATEGIES:
         raise wrong(f"{at}.is", kind, f"one of {', '.join(_STRATEGIES)}")
-    return cast(Strategy, typed(_STRATEGIES[kind], given, at, _READERS))
+    return cast(Strategy, typed(_STRATEGIES[kind], fields, at, _READERS))
 
 
 def _is_open(part: Strategy) -> bool:

@@ -20,11 +20,11 @@ def show_plan(plan: Plan) -> str:
     """Parameters with their layouts and bytes per rank, totals, notes."""
     lines = [f"plan  {plan.strategy}; mesh {plan.mesh}", *(f"  {row}" for row in table(_rows(plan), left=(0, 1, 3)))]
     lines += [f"  {line}" for line in _stages(plan)]
-    whole = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
+    total = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
     params, state = plan.stored_bytes("param"), plan.stored_bytes("state")
     lines.append(
         f"  stored per rank: {human(params)} parameters + {human(state)} state, "
-        f"of {human(whole)} in all ({(params + state) / max(whole, 1):.1%})"
+        f"of {human(total)} in all ({(params + state) / max(total, 1):.1%})"
     )
     lines += [f"  precision: {plan.precision}"] if plan.precision else []
     lines += [f"  {line}" for line in _movement(plan)]
@@ -33,9 +33,9 @@ def show_plan(plan: Plan) -> str:
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.decomposed:
         lines.append(f"  decomposed into smaller operations that can be sharded: {_some(plan.decomposed)}")
-    found = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")
-    if found:
-        lines.append(f"  sharded by discovered rules (see wholestep.rule to write your own): {_some(found)}")
+    discovered = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")
+    if discovered:
+        lines.append(f"  sharded by discovered rules (see wholestep.rule to write your own): {_some(discovered)}")
     ruleless = sorted({name for name, d in plan.decisions.items() if d.why == "no rule"})
     if ruleless:
         lines.append(f"  {len(ruleless)} operations without a rule take whole operands: {_some(ruleless)}")
@@ -63,10 +63,10 @@ def _stages(plan: Plan) -> list[str]:
     pipeline = plan.strategies.pipeline if plan.strategies is not None else None
     if pipeline is None or not plan.owners:
         return []
-    held, lines = {i.name: i for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)}, list[str]()
+    stored, lines = {i.name: i for i in plan.inputs if i.role in (Role.PARAM, Role.STATE)}, list[str]()
     ranks = plan.mesh.axis_size(pipeline.axis)
     for stage, names in enumerate(pipeline.stages or ()):
-        size = sum(plan.input_bytes(i) for i in held.values() if (i.owner or i.name) in names)
+        size = sum(plan.input_bytes(i) for i in stored.values() if (i.owner or i.name) in names)
         parts = of_stage(names, [i.name for i in plan.inputs if i.role is Role.PARAM])
         lines.append(f"stage {stage} on {pipeline.axis}:{pipeline.rank_of(stage, ranks)}: {parts}; {human(size)}")
     return lines
@@ -92,10 +92,10 @@ def plan_line(plan: Plan) -> str:
 def plan_html(plan: Plan) -> str:
     """`plan_line` and the first rows of the table, as HTML."""
     head, *rows = ([escape(cell) for cell in row] for row in _rows(plan))
-    more = f"<p>and {len(rows) - _SHOWN} more: print(plan) shows all</p>" if len(rows) > _SHOWN else ""
+    tail = f"<p>and {len(rows) - _SHOWN} more: print(plan) shows all</p>" if len(rows) > _SHOWN else ""
     lines = [f"<p>{escape(plan_line(plan).strip('<>'))}</p>", "<table>", f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows[:_SHOWN]]
-    return "\n".join([*lines, f"</table>{more}"])
+    return "\n".join([*lines, f"</table>{tail}"])
 
 
 def _some(names: Sequence[str]) -> str:
@@ -103,17 +103,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _movement(plan: Plan) -> list[str]:
-    kept = plan.options.keep_gathered_bytes
+    limit = plan.options.keep_gathered_bytes
     if not any(plan.storage[i.name].is_sharded for i in plan.inputs if i.role is Role.PARAM):
         return []
     text = (
         "kept from forward to backward"
-        if kept is None
-        else f"kept from forward to backward up to {human(kept)}, re-gathered beyond"
-        if kept
+        if limit is None
+        else f"kept from forward to backward up to {human(limit)}, re-gathered beyond"
+        if limit
         else "re-gathered for the backward"
     )
     named = (
-        f"; {len(plan.options.regathered)} of them are re-gathered" if plan.options.regathered and kept is None else ""
+        f"; {len(plan.options.regathered)} of them are re-gathered" if plan.options.regathered and limit is None else ""
     )
     return [f"gathered parameters are {text}{named}"]

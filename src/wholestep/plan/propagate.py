@@ -71,9 +71,9 @@ class _Propagation:
         self.homes: dict[Node, Layout] = gradient_homes(self.situation.graph, self.situation.grad_targets)
         self.active = [axis for axis in self.situation.axes if self.situation.mesh.axis_size(axis) > 1]
         self.batch_axes = set[str]()
-        for given, node in self.situation.graph.placeholders():
-            self.layouts[node] = (self.situation.rest[given.name],)
-            self.batch_axes |= self.situation.rest[given.name].axes if given.role is Role.BATCH else set()
+        for spec, node in self.situation.graph.placeholders():
+            self.layouts[node] = (self.situation.rest[spec.name],)
+            self.batch_axes |= self.situation.rest[spec.name].axes if spec.role is Role.BATCH else set()
 
     def decide(self, node: Node) -> None:
         if _torch.is_getitem(node.target):
@@ -126,24 +126,24 @@ class _Propagation:
         return Decision((layout,), (partial,), "over ranks", reads=(node_at(node, 0).name,))
 
     def _call(self, node: Node) -> Decision:
-        given = operands(node)
-        have = [self._seen(node, n) for n in given]
-        made = meta.tensors(node)
-        wanted = [replicated(len(layout.dims)) for layout in have]
-        outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in made]
+        inputs = operands(node)
+        have = [self._seen(node, n) for n in inputs]
+        tensors = meta.tensors(node)
+        want = [replicated(len(layout.dims)) for layout in have]
+        outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in tensors]
         rule: BoundRule | None = None
         cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
-        for axis in in_order(self.active, have, [n in self.batch_dependent for n in given]):
+        for axis in in_order(self.active, have, [n in self.batch_dependent for n in inputs]):
             states = [layout.state(axis) for layout in have]
             owner = self._owner(node, axis)
             if owner is not None or any(state.kind == "O" for state in states):
-                takes, gives, said = self._at_owner(node, axis, states, owner)
+                takes, gives, text = self._at_owner(node, axis, states, owner)
                 why = "stage"
-                because.append(f"{axis}: {said}")
-                wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
-                outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, made, strict=True)]
+                because.append(f"{axis}: {text}")
+                want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
+                outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, tensors, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
             if states.count(REPLICATED) == len(states) and not (varies or axis in pinned or self.at_home(node, axis)):
@@ -151,8 +151,8 @@ class _Propagation:
             if varies:
                 why = "varies"
                 because.append(f"{axis}: each rank has its own value")
-                wanted = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(wanted, states, strict=True)]
-                outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, made, strict=True)]
+                want = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(want, states, strict=True)]
+                outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, tensors, strict=True)]
                 continue
             if axis in self.situation.storage and node.target in VIEWS and node not in self.batch_dependent:
                 why = "a view of the whole"  # gathered as stored: rows first
@@ -160,7 +160,7 @@ class _Propagation:
                 continue
             if axis == TIME and (draws(node) or is_drawn_into(node)):
                 why = "drawn at once"
-                wanted = wanted if random else [w.put(axis, s) for w, s in zip(wanted, states, strict=True)]
+                want = want if random else [w.put(axis, s) for w, s in zip(want, states, strict=True)]
                 because.append(f"{axis}: random numbers of all pieces, as on one device")
                 continue
             if axis == TIME and self._moves_a_sum(node, have):
@@ -173,18 +173,18 @@ class _Propagation:
                 continue
             rule = rule or find_rule(node)
             why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
-            takes, gives, said = [REPLICATED] * len(given), dict[int, AxisState](), "whole: the op has no rule"
+            takes, gives, text = [REPLICATED] * len(inputs), dict[int, AxisState](), "whole: the op has no rule"
             if rule is not None:
-                takes, gives, said = _CallOnAxis(self, node, axis, given, states, rule, cut).chosen()
-            because.append(f"{axis}: {said}")
-            wanted = [w.put(axis, s) for w, s in zip(wanted, takes, strict=True)]
+                takes, gives, text = _CallOnAxis(self, node, axis, inputs, states, rule, cut).chosen()
+            because.append(f"{axis}: {text}")
+            want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
-        self._inherit_targets(node, given)
+        self._inherit_targets(node, inputs)
         if self.scout and node in self.batch_dependent and not pinned:
-            outputs = self._if_decomposed(node, given, have, wanted, outputs)
-        moved = moves(given, have, wanted, self.situation.mesh, self.situation.hardware) if have != wanted else ()
-        reads = tuple(n.name for n in given)
-        return Decision(tuple(wanted), tuple(outputs), why, None, tuple(because), reads, tuple(moved))
+            outputs = self._if_decomposed(node, inputs, have, want, outputs)
+        moved = moves(inputs, have, want, self.situation.mesh, self.situation.hardware) if have != want else ()
+        reads = tuple(n.name for n in inputs)
+        return Decision(tuple(want), tuple(outputs), why, None, tuple(because), reads, tuple(moved))
 
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
@@ -197,7 +197,7 @@ class _Propagation:
         if rule is None:
             return ""
         terms = [(group.outputs[0], rule.made_factors(group)) for group in rule.groups if 0 in group.outputs]
-        return next((f for term, made in terms if (f := term[state.dim]) in made), None) or ""
+        return next((f for term, factors in terms if (f := term[state.dim]) in factors), None) or ""
 
     def _at_owner(
         self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
@@ -211,13 +211,13 @@ class _Propagation:
             takes = [s if i in by_shape or s == REPLICATED else owner for i, s in enumerate(states)]
             return takes, owner, f"runs at {owner.at}, with what it reads"
         owned = [meta.one_tensor(n) for n, s in zip(operands(node), states, strict=True) if s.kind == "O"]
-        numbers = all(made.numel == 1 for made in owned)
+        numbers = all(tensor.numel == 1 for tensor in owned)
         for group in rule.groups if rule and numbers else ():
             for number, passing in enumerate(group.partial):
                 if passing.operands >= {i for i, s in enumerate(states) if s.kind == "O"} and "sum" in passing.ops:
-                    made = through(group, number, "sum")
-                    takes = [made.takes.get(i, REPLICATED) for i in range(len(states))]
-                    return takes, next(iter(made.gives.values())), "a sum of what each stage has"
+                    strategy = through(group, number, "sum")
+                    takes = [strategy.takes.get(i, REPLICATED) for i in range(len(states))]
+                    return takes, next(iter(strategy.gives.values())), "a sum of what each stage has"
         takes = [s if i in by_shape else REPLICATED for i, s in enumerate(states)]
         return takes, REPLICATED, "runs everywhere"
 
@@ -229,42 +229,42 @@ class _Propagation:
         )
 
     def _if_decomposed(
-        self, node: Node, given: Sequence[Node], have: Sequence[Layout], wanted: Sequence[Layout], gives: list[Layout]
+        self, node: Node, inputs: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], gives: list[Layout]
     ) -> list[Layout]:
         """Layouts of the results if `node` stayed sharded as its operands are."""
-        pairs = zip(given, have, wanted, strict=True)
+        pairs = zip(inputs, have, want, strict=True)
         lost = [(n, h) for n, h, w in pairs if n in self.batch_dependent and set(h.shard_axes()) - set(w.shard_axes())]
         if not lost or not can_expand(node):
             return gives
-        shapes = {found.shape: layout.without_partial() for n, layout in lost if (found := meta.tensor(n))}
-        made = meta.tensors(node)
-        return [shapes.get(m.shape, layout) if m else layout for m, layout in zip(made, gives, strict=True)]
+        shapes = {tensor.shape: layout.without_partial() for n, layout in lost if (tensor := meta.tensor(n))}
+        tensors = meta.tensors(node)
+        return [shapes.get(m.shape, layout) if m else layout for m, layout in zip(tensors, gives, strict=True)]
 
-    def _seen(self, node: Node, given: Node) -> Layout:
+    def _seen(self, node: Node, operand: Node) -> Layout:
         """The layout in which `node` reads an operand: its own, or pinned for this reader."""
-        layout = self.layouts[given][0]
-        for axis, state in self.situation.pins.reads.get((node.name, given.name), {}).items():
+        layout = self.layouts[operand][0]
+        for axis, state in self.situation.pins.reads.get((node.name, operand.name), {}).items():
             layout = layout.put(axis, state)
         return layout
 
-    def _inherit_targets(self, node: Node, given: Sequence[Node]) -> None:
+    def _inherit_targets(self, node: Node, inputs: Sequence[Node]) -> None:
         """Give outputs with the shape of a gradient its target layout; for list ops, that of the same list entry."""
-        made = meta.tensors(node)
+        tensors = meta.tensors(node)
         first = node.args[0] if node.args else None
         count = len(first) if isinstance(first, (list, tuple)) and first else 1
         operand_targets: dict[int, list[tuple[TensorMeta | None, Layout]]] = {}
-        for j, n in enumerate(given):
-            known = self.target(n)
-            if known is not None:
-                operand_targets.setdefault(j % count, []).append((meta.tensor(n), known))
+        for j, n in enumerate(inputs):
+            home = self.target(n)
+            if home is not None:
+                operand_targets.setdefault(j % count, []).append((meta.tensor(n), home))
 
-        def target(i: int, like: TensorMeta | None) -> Layout | None:
+        def target(i: int, tensor: TensorMeta | None) -> Layout | None:
             entries = operand_targets.get(i % count, ())
-            return next((layout for m, layout in entries if m and like and m.shape == like.shape), None)
+            return next((layout for m, layout in entries if m and tensor and m.shape == tensor.shape), None)
 
-        found = tuple(target(i, m) for i, m in enumerate(made))
-        if any(layout is not None for layout in found):
-            self.targets[node] = found
+        targets = tuple(target(i, m) for i, m in enumerate(tensors))
+        if any(layout is not None for layout in targets):
+            self.targets[node] = targets
 
     def target(self, node: Node) -> Layout | None:
         return self.targets.get(node, (None,))[0]
@@ -274,19 +274,19 @@ class _Propagation:
         readers = (u for u in node.users if not _torch.is_getitem(u.target) and reads(u, node))
         users = [u for u in readers if u.target is not OVER_RANKS]  # which takes partial norms as they are
         at_once = self.situation.scatter and node.target is GRAD_READY
-        made = decision.outputs[0]
+        layout = decision.outputs[0]
         if len(decision.outputs) > 1 or (not at_once and (len(users) < 2 or shrinks(node))):
             return decision
-        target = reduced(made, self.target(node) or self._like_siblings(node, made))
-        said = settled(meta.tensors(node)[0], made, target, self.situation.mesh, self.situation.hardware)
-        return replace(decision, reshards_to=target, because=(*decision.because, said))
+        target = reduced(layout, self.target(node) or self._like_siblings(node, layout))
+        text = settled(meta.tensors(node)[0], layout, target, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=target, because=(*decision.because, text))
 
-    def _like_siblings(self, node: Node, made: Layout) -> Layout:
+    def _like_siblings(self, node: Node, partial: Layout) -> Layout:
         """The layout a partial value is reduced to: sharded as another operand of its readers is, else whole."""
-        shape, out = meta.tensors(node)[0], made.without_partial()
+        shape, out = meta.tensors(node)[0], partial.without_partial()
         siblings = [n for user in node.users for n in user.all_input_nodes if n is not node and n in self.layouts]
         same = [self.layouts[n][0] for n in siblings if (m := meta.tensor(n)) and shape and m.shape == shape.shape]
-        for axis, _ in made.partial:
+        for axis, _ in partial.partial:
             cuts = [layout.state(axis) for layout in same if layout.state(axis).kind == "S"]
             out = out.put(axis, cuts[0]) if cuts and shape and shape.shape else out
         return out
@@ -298,15 +298,15 @@ class _Propagation:
             layout = layout.put(axis, state)
         if layout == before:
             return decision
-        said = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
-        return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {said}"))
+        text = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
+        return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {text}"))
 
     def check_updates(self) -> None:
         """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
         inputs = {i.name: i for i in self.situation.graph.inputs}
         for output, node in self.situation.graph.results():
-            given = inputs.get(output.target)
-            role = given.role if given else Role.STATE
+            spec = inputs.get(output.target)
+            role = spec.role if spec else Role.STATE
             if output.kind != "update" or role not in (Role.PARAM, Role.STATE, Role.GRAD):
                 continue
             layout = self.layouts[node][0]
@@ -327,7 +327,7 @@ class _CallOnAxis:
     run: _Propagation
     node: Node
     axis: str
-    given: Sequence[Node]
+    inputs: Sequence[Node]
     states: Sequence[AxisState]
     rule: BoundRule
     cut: dict[tuple[int, str], tuple[int, ...]]
@@ -350,7 +350,7 @@ class _CallOnAxis:
                 stays = i in self.rule.by_shape and state.kind != "S" and self.states[i].kind == "P"
                 takes[i] = self.states[i] if stays else state
             gives |= best.gives
-            why = why or reason(best, group, self.given, self.states)
+            why = why or reason(best, group, self.inputs, self.states)
         return takes, gives, why
 
     def _splits(self, number: int, group: Group, factor: str) -> bool:
@@ -365,10 +365,10 @@ class _CallOnAxis:
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
         names = self.run.situation.pins.op_strategies.get(self.node.name, {}).get(self.axis, ())
-        found = named(group, names[number]) if number < len(names) else None
-        if found is None or any(_lost(self.states[i], s) for i, s in found.takes.items()):
+        strategy = named(group, names[number]) if number < len(names) else None
+        if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
-        return found if self._splits(number, group, found.factor) else None
+        return strategy if self._splits(number, group, strategy.factor) else None
 
     def _cheapest(self, number: int, group: Group) -> OpStrategy:
         """The op strategy with the cheapest resharding of operands."""
@@ -384,30 +384,30 @@ class _CallOnAxis:
         """Microseconds to reshard the operands, and to reduce results that the forward and backward read later."""
         total = 0.0
         for i, want in option.takes.items():
-            stored = self.moves and self.given[i] not in self.batch_dependent
+            stored = self.moves and self.inputs[i] not in self.batch_dependent
             if i in self.rule.by_shape or self.states[i] == want or (stored and self.only_stores):
                 continue  # sharded in storage only: gathered in any case
-            made = meta.tensor(self.given[i]) or TensorMeta((), (), torch.float32, "cpu")
-            total += self._cost(made, self.states[i], want) * (TUNING.keep_sharded_factor if stored else 1.0)
+            tensor = meta.tensor(self.inputs[i]) or TensorMeta((), (), torch.float32, "cpu")
+            total += self._cost(tensor, self.states[i], want) * (TUNING.keep_sharded_factor if stored else 1.0)
         stored = self.only_stores and not self.moves
         if option.factor and (not stored or any(user in self.batch_dependent for user in self.node.users)):
-            made, end = meta.tensors(self.node), REPLICATED if stored else AxisState("S", 0)
+            tensors, end = meta.tensors(self.node), REPLICATED if stored else AxisState("S", 0)
             for o, state in option.gives.items():
-                found = made[o]
-                if state.kind == "P" and found is not None and found.shape:
-                    total += self._cost(found, state, end)
+                tensor = tensors[o]
+                if state.kind == "P" and tensor is not None and tensor.shape:
+                    total += self._cost(tensor, state, end)
         return total
 
-    def _cost(self, made: TensorMeta, have: AxisState, want: AxisState) -> float:
-        plain, inputs = replicated(len(made.shape)), self.run.situation
+    def _cost(self, tensor: TensorMeta, have: AxisState, want: AxisState) -> float:
+        plain, situation = replicated(len(tensor.shape)), self.run.situation
         before, after = plain.put(self.axis, have), plain.put(self.axis, want)
-        return reshard(before, after, made.shape, made.dtype.itemsize, inputs.mesh, inputs.hardware).cost_us
+        return reshard(before, after, tensor.shape, tensor.dtype.itemsize, situation.mesh, situation.hardware).cost_us
 
     def _options(self, group: Group) -> Iterator[OpStrategy]:
         """Op strategies of a group along one axis, least communication first: partial, sharded by a factor, whole."""
         for number, passing in enumerate(group.partial):
             ops = {self.states[i].op for i in passing.operands if self.states[i].kind == "P"}
-            stored = frozenset(i for i in group.operands if self.moves and self.given[i] not in self.batch_dependent)
+            stored = frozenset(i for i in group.operands if self.moves and self.inputs[i] not in self.batch_dependent)
             free = all(_is_free(self.states[i], i, passing, stored) for i in group.operands)
             if len(ops) == 1 and ops <= passing.ops and free and not self._waits(group):
                 yield through(group, number, ops.pop())
@@ -417,38 +417,38 @@ class _CallOnAxis:
 
     def _waits(self, group: Group) -> bool:
         """True if an operand is complete after all pieces: what is summed over them does not wait for it."""
-        read = (i for i in group.operands if i not in self.rule.by_shape and self.given[i] in self.batch_dependent)
-        return self.axis == TIME and any(self.states[i] == REPLICATED for i in read)
+        indices = (i for i in group.operands if i not in self.rule.by_shape and self.inputs[i] in self.batch_dependent)
+        return self.axis == TIME and any(self.states[i] == REPLICATED for i in indices)
 
     def _factors(self, group: Group) -> list[str]:
         """Factors along which an operand is sharded, or its reduced gradient will be; and those of a gradient alone, as
         the rows of an embedding, where its parameter is sharded along them.
         """
-        found: dict[str, None] = {}
+        factors: dict[str, None] = {}
         for i in group.operands:
-            if self.moves and self.only_stores and self.given[i] not in self.batch_dependent:
+            if self.moves and self.only_stores and self.inputs[i] not in self.batch_dependent:
                 continue
-            target = self.run.target(self.given[i])
+            target = self.run.target(self.inputs[i])
             state = target.state(self.axis) if self.states[i].kind == "P" and target else self.states[i]
             factor = group.factor_at(0, i, state)
             # such a program is for one number of blocks: for that only samples and tokens are shared
             if factor and (self.axis in self.run.batch_axes or not group.is_counted_by_symbols(factor)):
-                found[factor] = None
-        own = self.run.at_home(self.node, self.axis)
-        return [*found, own] if own in self.rule.made_factors(group) else list(found)
+                factors[factor] = None
+        home = self.run.at_home(self.node, self.axis)
+        return [*factors, home] if home in self.rule.made_factors(group) else list(factors)
 
     def _allowed(self, operand: int, want: AxisState) -> bool:
         """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
         if self.states[operand].kind != "P" or want.kind == "P":
             return True
-        target = self.run.target(self.given[operand])
+        target = self.run.target(self.inputs[operand])
         return target is None or want in (target.state(self.axis), REPLICATED)
 
 
 def would_gather(situation: PropagationInputs, decisions: Mapping[str, Decision]) -> list[Node]:
     """Batch-dependent calls that would gather or redistribute a sharded operand."""
     by_node: dict[Node, Layout] = {n: situation.rest[i.name] for i, n in situation.graph.placeholders()}
-    moves, found = moving(situation.graph), list[Node]()
+    moves, calls = moving(situation.graph), list[Node]()
     for node in situation.graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -458,8 +458,8 @@ def would_gather(situation: PropagationInputs, decisions: Mapping[str, Decision]
         if node in moves and not _torch.is_getitem(node.target):
             pairs = zip(operands(node), decision.operands, strict=False)
             if any(n in moves and set(by_node[n].shard_axes()) - set(want.shard_axes()) for n, want in pairs):
-                found.append(node)
-    return found
+                calls.append(node)
+    return calls
 
 
 def _is_free(state: AxisState, operand: int, through: PassThrough, stored: frozenset[int]) -> bool:
@@ -483,8 +483,8 @@ def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool])
     if not any(len(dim) > 1 for layout in have for dim in layout.dims):
         return list(axes)
     pairs: dict[tuple[str, str], None] = {}
-    for wanted in (True, False):
-        for layout in (h for h, m in zip(have, moves, strict=True) if m == wanted):
+    for depends in (True, False):
+        for layout in (h for h, m in zip(have, moves, strict=True) if m == depends):
             for outer, inner in (p for dim in layout.dims for p in combinations(dim, 2)):
                 if (inner, outer) not in pairs:
                     pairs[outer, inner] = None
@@ -498,13 +498,13 @@ def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool])
 
 def reduced(partial: Layout, home: Layout) -> Layout:
     """`partial` with its partial axes, and axes that shard a dim outside of these, in the state that `home` has."""
-    out, whole = partial, [a for a, _ in partial.partial]
+    out, partial_axes = partial, [a for a, _ in partial.partial]
     for axes in home.dims:
-        inner = max((i for i, a in enumerate(axes) if a in whole), default=-1)
+        inner = max((i for i, a in enumerate(axes) if a in partial_axes), default=-1)
         for axis in axes[: inner + 1]:
             if partial.state(axis).kind in ("P", "R"):
                 out = out.put(axis, home.state(axis))
-    for axis in whole:
+    for axis in partial_axes:
         state = home.state(axis)
         if state.kind != "S":
             out = out.put(axis, state if state.kind == "O" else REPLICATED)

@@ -47,37 +47,37 @@ class PropagationInputs:
 
 def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
     """Nodes that depend on the batch, on the inputs `besides`, or on random numbers; not on complete gradients."""
-    found = {node for given, node in graph.placeholders() if given.role is Role.BATCH or given.name in besides}
+    dependent = {node for spec, node in graph.placeholders() if spec.role is Role.BATCH or spec.name in besides}
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in COMPLETE:
             continue
-        if any(n in found for n in node.all_input_nodes) or is_random(node):
-            found.add(node)
-    return frozenset(found)
+        if any(n in dependent for n in node.all_input_nodes) or is_random(node):
+            dependent.add(node)
+    return frozenset(dependent)
 
 
 def gradient_homes(graph: TrainGraph, targets: Mapping[str, Layout]) -> dict[Node, Layout]:
     """By term of a parameter's gradient, of the same shape: the layout to which the gradient is reduced."""
-    found = dict[Node, Layout]()
+    homes = dict[Node, Layout]()
     for node in reversed(graph.graph.nodes):
         if node.target is GRAD_READY:
-            found[node_at(node, 0)] = targets[str(node.args[1])]
-        elif node in found and node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor):
+            homes[node_at(node, 0)] = targets[str(node.args[1])]
+        elif node in homes and node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor):
             shape = meta.one_tensor(node).shape
-            for given in node.all_input_nodes:
-                if (made := meta.tensor(given)) is not None and made.shape == shape:
-                    found[given] = found[node]
-    return found
+            for operand in node.all_input_nodes:
+                if (tensor := meta.tensor(operand)) is not None and tensor.shape == shape:
+                    homes[operand] = homes[node]
+    return homes
 
 
 def incomplete_gradients(graph: TrainGraph) -> frozenset[Node]:
     """Terms of a parameter's gradient before it is complete for one backward: nothing else is computed of them."""
-    found, passing = set[Node](), {*CHEAP, torch.ops.aten.add.Tensor}
+    terms, passing = set[Node](), {*CHEAP, torch.ops.aten.add.Tensor}
     for node in reversed(graph.graph.nodes):
-        ends = [u.target is GRAD_READY or (u in found and u.target in passing) for u in node.users]
+        ends = [u.target is GRAD_READY or (u in terms and u.target in passing) for u in node.users]
         if node.op == "call_function" and ends and all(ends):
-            found.add(node)
-    return frozenset(found)
+            terms.add(node)
+    return frozenset(terms)
 
 
 def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
@@ -86,7 +86,7 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
     The order of such a sum changes its result, and iterations (Newton-Schulz in Muon) do not contract the error: on
     sharded operands the update would differ from that of one device by far more than the gradients do.
     """
-    found, seen = set[Node](), set[Node]()
+    coarse, seen = set[Node](), set[Node]()
     todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
     while todo:
         node = todo.pop()
@@ -94,10 +94,10 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
             continue
         seen.add(node)
         if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):
-            found.add(node)
+            coarse.add(node)
         todo += [n for n in node.all_input_nodes if _is_coarse(n)]
-    siblings = [n for n in seen - found if any(u in found for given in n.all_input_nodes for u in given.users)]
-    return frozenset(found.union(siblings))  # they read the same operand, which is gathered once
+    siblings = [n for n in seen - coarse if any(u in coarse for operand in n.all_input_nodes for u in operand.users)]
+    return frozenset(coarse.union(siblings))  # they read the same operand, which is gathered once
 
 
 def _is_coarse(node: Node) -> bool:
@@ -111,19 +111,19 @@ def per_rank_buffers(graph: TrainGraph) -> frozenset[str]:
     """
     buffers = {i.name for i in graph.inputs if i.role is Role.BUFFER}
     changed = [(o.target, node) for o, node in graph.results() if o.kind == "update" and o.target in buffers]
-    found = frozenset[str]()
+    differing = frozenset[str]()
     while changed:
-        batch_dependent = moving(graph, found)
-        more = frozenset(name for name, node in changed if node in batch_dependent)
-        if more == found:
+        batch_dependent = moving(graph, differing)
+        updated = frozenset(name for name, node in changed if node in batch_dependent)
+        if updated == differing:
             break
-        found = more
-    return found
+        differing = updated
+    return differing
 
 
-def varying(given: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
+def varying(spec: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
     """The layout of a value that differs between ranks along `axes`."""
-    return Layout(((),) * len(given.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))
+    return Layout(((),) * len(spec.meta.shape), varies=tuple(sorted(a for a in axes if mesh.axis_size(a) > 1)))
 
 
 def reads(user: Node, node: Node) -> bool:
@@ -137,12 +137,12 @@ def shrinks(node: Node) -> bool:
 
     Example: the expert weights chosen for tokens are far larger than their products with the tokens.
     """
-    made, total = meta.tensor(node), 0
-    for user, given in _readers(node):
-        if not _passes(user, given):
+    tensor, total = meta.tensor(node), 0
+    for user, view in _readers(node):
+        if not _passes(user, view):
             return False
-        total += sum(found.numel for found in meta.tensors(user) if found)
-    return made is not None and 0 < total < made.numel
+        total += sum(output.numel for output in meta.tensors(user) if output)
+    return tensor is not None and 0 < total < tensor.numel
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -154,10 +154,10 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
             yield user, node
 
 
-def _passes(user: Node, given: Node) -> bool:
-    """True if `user` passes partial values of `given` alone through."""
+def _passes(user: Node, view: Node) -> bool:
+    """True if `user` passes partial values of `view` alone through."""
     rule = find_rule(user) if user.op == "call_function" else None
     if rule is None:
         return False
-    places = frozenset(i for i, n in enumerate(operands(user)) if n is given)
+    places = frozenset(i for i, n in enumerate(operands(user)) if n is view)
     return any(through.operands == places for group in rule.groups for through in group.partial)

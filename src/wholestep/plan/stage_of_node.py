@@ -30,7 +30,7 @@ def forward_nodes(graph: TrainGraph) -> tuple[Node, ...]:
     """The calls of the forward in order: what the batch and parameters become before a gradient is complete."""
     moves, after = moving(graph), set[Node]()
     for node in graph.graph.nodes:
-        if node.target in COMPLETE or any(given in after for given in node.all_input_nodes):
+        if node.target in COMPLETE or any(operand in after for operand in node.all_input_nodes):
             after.add(node)
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and not meta.is_backward(n) and n not in after]
     feeds = {node for node in calls if node in moves}
@@ -45,21 +45,21 @@ def first_readers(graph: TrainGraph) -> dict[str, int]:
     node of its module: a norm computes before it reads its weight.
     """
     moves, calls = moving(graph), forward_nodes(graph)
-    source = {node: given.name for given, node in graph.placeholders() if given.role is Role.PARAM}
-    found: dict[str, int] = {}
+    source = {node: spec.name for spec, node in graph.placeholders() if spec.role is Role.PARAM}
+    positions: dict[str, int] = {}
     derived: dict[Node, set[str]] = {node: {name} for node, name in source.items()}
     for position, node in enumerate(calls):
-        names = {name for given in node.all_input_nodes for name in derived.get(given, ())}
+        names = {name for operand in node.all_input_nodes for name in derived.get(operand, ())}
         if node not in moves:
             derived[node] = names
             continue
         for name in names:
-            found.setdefault(name, position)
+            positions.setdefault(name, position)
     starts: dict[str, int] = {}
     for position, node in enumerate(calls):
         if node in moves:
             starts.setdefault(meta.module_path(node), position)
-    return {name: min(at, starts.get(name.rpartition(".")[0] or name, at)) for name, at in found.items()}
+    return {name: min(at, starts.get(name.rpartition(".")[0] or name, at)) for name, at in positions.items()}
 
 
 def with_lists_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> TrainGraph:
@@ -99,12 +99,12 @@ class _Stages:
             if path := name.rpartition(".")[0]:
                 self.of_module[path] = min(at, self.of_module.get(path, at))
         shapes = {i.name: i.meta.shape for i in self.graph.inputs if i.role is Role.PARAM}
-        for given, node in self.graph.placeholders():
-            if given.role is Role.PARAM:
-                self.stage[node] = self.of_param[given.name]
+        for spec, node in self.graph.placeholders():
+            if spec.role is Role.PARAM:
+                self.stage[node] = self.of_param[spec.name]
                 self.read_at[node] = set()
-            elif given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes.get(given.owner):
-                self.stage[node] = self.of_param[given.owner]
+            elif spec.role in (Role.STATE, Role.GRAD) and spec.meta.shape == shapes.get(spec.owner):
+                self.stage[node] = self.of_param[spec.owner]
 
     def run(self) -> dict[str, int]:
         calls = [node for node in self.graph.graph.nodes if node.op == "call_function"]
@@ -124,12 +124,12 @@ class _Stages:
         lists = lists_of(node) if self.splits else []
         groups: dict[int | None, list[int]] = {}
         for position, entry in enumerate(zip(*lists, strict=True)):
-            at = {self.stage[given] for given in entry if given in self.stage}
+            at = {self.stage[operand] for operand in entry if operand in self.stage}
             groups.setdefault(max(at, default=None), []).append(position)
         if len(groups) < 2:
             return False
-        made, picked = split_lists(node, list(groups.values()))
-        for new, at in zip(made, groups, strict=True):
+        calls, picked = split_lists(node, list(groups.values()))
+        for new, at in zip(calls, groups, strict=True):
             if at is not None:
                 self.stage[new] = at
         for pick, (new, _) in picked.items():
@@ -139,9 +139,9 @@ class _Stages:
 
     def _read(self, node: Node) -> list[Node]:
         """The operands whose values `node` reads, not only their shape."""
-        given = operands(node)
+        inputs = operands(node)
         rule = find_rule(node) if node.op == "call_function" and not _torch.is_getitem(node.target) else None
-        return [n for i, n in enumerate(given) if rule is None or i not in rule.by_shape]
+        return [n for i, n in enumerate(inputs) if rule is None or i not in rule.by_shape]
 
     def _views_where_they_are_read(self) -> None:
         """A view that one other stage reads is made there: what it is a view of may be sent anyway."""
@@ -155,7 +155,7 @@ class _Stages:
         """At the latest stage of what it reads, and not before the parameters of its module. Random numbers are drawn
         everywhere: all ranks share one stream.
         """
-        at = [self.stage[given] for given in self._read(node) if given in self.stage]
+        at = [self.stage[operand] for operand in self._read(node) if operand in self.stage]
         if at and not draws(node):
             self.stage[node] = max(*at, self.of_module.get(meta.module_path(node), 0))
 
@@ -164,14 +164,14 @@ class _Stages:
         for node in self.graph.graph.nodes:
             if node in self.forward and node in self.stage:
                 self.read_at[node] = {self.stage[node]} if node in self.moves else set()
-                for given in self._read(node) if node in self.moves else ():
-                    self._reads(given, self.stage[node])
+                for operand in self._read(node) if node in self.moves else ():
+                    self._reads(operand, self.stage[node])
 
     def _reads(self, node: Node, at: int) -> None:
         if node in self.read_at:
             self.read_at[node].add(at)
-            for given in node.all_input_nodes if node not in self.moves else ():
-                self._reads(given, at)
+            for operand in node.all_input_nodes if node not in self.moves else ():
+                self._reads(operand, at)
 
     def _hints(self, calls: Iterable[Node]) -> dict[Node, int]:
         """Where the readers of a gradient run, as far as what the forward left says so."""
@@ -195,8 +195,8 @@ class _Stages:
         both the stage that makes a value and those that read it have it. None if it reads nothing of the forward.
         """
         count: dict[int, int] = {}
-        for given in self._read(node):
-            for at in self.read_at.get(given, ()) or ({self.stage[given]} if given in self.read_at else ()):
+        for operand in self._read(node):
+            for at in self.read_at.get(operand, ()) or ({self.stage[operand]} if operand in self.read_at else ()):
                 count[at] = count.get(at, 0) + 1
         fits = [at for at in count if before is None or at <= before] or list(count)
         return max(fits, key=lambda at: (count[at], at), default=None)
@@ -209,7 +209,7 @@ class _Stages:
             return self.stage.get(node_at(node, 0))
         if draws(node):
             return None
-        have = {given: self.stage[given] for given in self._read(node) if given in self.stage}
+        have = {operand: self.stage[operand] for operand in self._read(node) if operand in self.stage}
         if not have:
             return None
         if not meta.is_backward(node) and not node.all_input_nodes:
@@ -219,7 +219,7 @@ class _Stages:
         return self._update(node, have)
 
     def _backward(self, node: Node, have: Mapping[Node, int]) -> int:
-        gradients = [at for given, at in have.items() if given not in self.forward and given.op == "call_function"]
+        gradients = [at for g, at in have.items() if g not in self.forward and g.op == "call_function"]
         newest = min(gradients, default=None)
         if (saved := self._saved(node, newest)) is not None:
             return saved
@@ -232,8 +232,8 @@ class _Stages:
         if len({self.rank_of(at) for at in have.values()}) == 1:
             return max(have.values())
         if is_list_op(node.target):
-            found = f"%{node.name} ({node.target}) updates parameters of several stages at once"
-            raise PlanError(found, "an op for each stage", "report this", meta.source_line(node))
-        if all(meta.one_tensor(given).numel == 1 for given in have):
+            problem = f"%{node.name} ({node.target}) updates parameters of several stages at once"
+            raise PlanError(problem, "an op for each stage", "report this", meta.source_line(node))
+        if all(meta.one_tensor(operand).numel == 1 for operand in have):
             return None
         return self.stage[max(have, key=meta.size_bytes)]

@@ -43,26 +43,26 @@ class StorageStyle:
     searched: bool = True
 
 
-def style_named(given: str | Store) -> StorageStyle:
+def style_named(style: str | Store) -> StorageStyle:
     """The style of a name; a function as a style, named `module:function`.
 
     Only `TensorParallel("auto")` needs to know what such a style stores before it is asked: it expects shards.
     """
-    if isinstance(given, str):
-        return STYLES[given]
-    function = getattr(given, "__qualname__", type(given).__name__)
-    return StorageStyle(f"{given.__module__}:{function}", given, gathers_parameters=True, searched=False)
+    if isinstance(style, str):
+        return STYLES[style]
+    function = getattr(style, "__qualname__", type(style).__name__)
+    return StorageStyle(f"{style.__module__}:{function}", style, gathers_parameters=True, searched=False)
 
 
 def reduced_once(name: str) -> str:
     """The style that stores the same, and reduces gradients once for all micro-batches."""
-    given = STYLES[name]
-    stores = replace(given, name="", store=_replicate, shards_gradients=False)
+    style = STYLES[name]
+    stores = replace(style, name="", store=_replicate, shards_gradients=False)
     alike = (s for s in STYLES.values() if replace(s, name="", store=_replicate) == stores)
-    return next(alike, given).name
+    return next(alike, style).name
 
 
-def _sharded(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+def _sharded(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Layout:
     """One dim sharded over all axes, inside the axes that shard it already: dim 0, or where it is shorter than they, as
     that of a stack of experts, the one that is padded least. A 0-dim tensor stays whole.
 
@@ -72,7 +72,7 @@ def _sharded(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> L
     if not have.dims:
         return have
     inner_first, ranks = tuple(name for name in reversed(mesh.names) if name in axes), _ranks(mesh, axes)
-    sizes = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))
+    sizes = have.local_shape(param.meta.shape, mesh, mesh.coordinate(0))
     padded = [ceil(size / ranks) * ranks / max(size, 1) for size in sizes]
     long = 0 if sizes[0] >= ranks else padded.index(min(padded))
     return replace(have, dims=tuple((*of, *inner_first) if dim == long else of for dim, of in enumerate(have.dims)))
@@ -82,26 +82,26 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return prod(mesh.axis_size(axis) for axis in axes)
 
 
-def _replicate(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+def _replicate(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
     return have, have
 
 
-def _zero(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return have, _sharded(given, have, mesh, axes)
+def _zero(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return have, _sharded(param, have, mesh, axes)
 
 
-def _fully_shard(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return _sharded(given, have, mesh, axes), _sharded(given, have, mesh, axes)
+def _fully_shard(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return _sharded(param, have, mesh, axes), _sharded(param, have, mesh, axes)
 
 
-def _default(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    rows = have.local_shape(given.meta.shape, mesh, mesh.coordinate(0))[:1]
+def _default(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    rows = have.local_shape(param.meta.shape, mesh, mesh.coordinate(0))[:1]
     even = rows and rows[0] % _ranks(mesh, axes) == 0
-    return _fully_shard(given, have, mesh, axes) if even else (have, have)
+    return _fully_shard(param, have, mesh, axes) if even else (have, have)
 
 
-def _hybrid(given: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    return _fully_shard(given, have, mesh, axes[-1:])
+def _hybrid(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
+    return _fully_shard(param, have, mesh, axes[-1:])
 
 
 STYLES: dict[str, StorageStyle] = {

@@ -47,38 +47,38 @@ class Strategies:
     @property
     def pieces(self) -> int:
         """Number of pieces in which a rank goes through its batch. Raises PlanError while it is to be chosen."""
-        asked = self.micro_batches
-        if asked is not None and asked.pieces == "auto":
+        micro_batches = self.micro_batches
+        if micro_batches is not None and micro_batches.pieces == "auto":
             raise PlanError(
                 'MicroBatches("auto") without a budget of memory',
                 "a bound: the number of pieces is the one that fits",
                 'give memory_bytes= to compile, plan by Auto(memory_bytes=..., micro_batches=MicroBatches("auto")),'
                 " or give a number",
             )
-        return asked.pieces if asked is not None and asked.pieces != "auto" else 1
+        return micro_batches.pieces if micro_batches is not None and micro_batches.pieces != "auto" else 1
 
     @property
     def has_open_pieces(self) -> bool:
         """True if the number of pieces is to be chosen."""
         return self.micro_batches is not None and self.micro_batches.pieces == "auto"
 
-    def in_pieces(self, asked: MicroBatches) -> Strategies:
-        """These strategies with `asked` in place of their micro-batches."""
-        others = tuple(part for part in self.parts if not isinstance(part, MicroBatches))
-        return Strategies((*others, asked) if asked.pieces != 1 or not others else others)
+    def in_pieces(self, micro_batches: MicroBatches) -> Strategies:
+        """These strategies with `micro_batches` in place of their micro-batches."""
+        parts = tuple(part for part in self.parts if not isinstance(part, MicroBatches))
+        return Strategies((*parts, micro_batches) if micro_batches.pieces != 1 or not parts else parts)
 
     def gathering(self, again: bool | None, keep_gathered_bytes: int | None = None) -> Strategies:
         """These strategies with other `reshard_after_forward` and `keep_gathered_bytes` of data parallelism."""
         if self.data is None:
             return self
-        kept = self.data.keep_gathered_bytes if keep_gathered_bytes is None else keep_gathered_bytes
-        data = replace(self.data, reshard_after_forward=again, keep_gathered_bytes=kept)
+        budget = self.data.keep_gathered_bytes if keep_gathered_bytes is None else keep_gathered_bytes
+        data = replace(self.data, reshard_after_forward=again, keep_gathered_bytes=budget)
         return Strategies(tuple(data if part is self.data else part for part in self.parts))
 
     def owned(self, owners: Mapping[str, int]) -> Strategies:
         """These strategies with these owners of parameters."""
-        made = replace(self.options, owners=owners)
-        return Strategies(tuple(made if part is self.data else part for part in self.parts))
+        options = replace(self.options, owners=owners)
+        return Strategies(tuple(options if part is self.data else part for part in self.parts))
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -100,12 +100,12 @@ class Strategies:
         if self.pieces == 1:
             return mesh
         if self.async_axes(mesh):
-            found = f"async_tp with MicroBatches({self.pieces})"
-            raise PlanError(found, "one of them: products inside a loop are not fused", "leave out async_tp")
+            problem = f"async_tp with MicroBatches({self.pieces})"
+            raise PlanError(problem, "one of them: products inside a loop are not fused", "leave out async_tp")
         most = 1
         for rows in self.rows(graph, mesh):
-            made = self.pieces_of(rows)
-            most = max(most, int(made)) if made == int(made) else most  # compared: a loop has so many
+            pieces = self.pieces_of(rows)
+            most = max(most, int(pieces)) if pieces == int(pieces) else most  # compared: a loop has so many
         return with_pieces(mesh, most) if most > 1 else mesh
 
     def pieces_of(self, rows: int) -> int:
@@ -114,31 +114,31 @@ class Strategies:
 
     def rows(self, graph: TrainGraph, mesh: Mesh) -> list[int]:
         """For each batch tensor that micro-batches cut, the samples that a rank has at most."""
-        found, asked = list[int](), with_pieces(mesh, 2)
-        for given in graph.inputs:
-            for cut in self.batch_cuts(asked, given.name, len(given.meta.shape)) if given.role is Role.BATCH else ():
+        samples, piece_mesh = list[int](), with_pieces(mesh, 2)
+        for spec in graph.inputs:
+            for cut in self.batch_cuts(piece_mesh, spec.name, len(spec.meta.shape)) if spec.role is Role.BATCH else ():
                 parts = prod(mesh.axis_size(axis) for axis in cut.axes if axis != TIME)
-                rows = -(-given.meta.shape[cut.dim] // parts)
-                found += [rows] if TIME in cut.axes and rows else []
-        return found
+                rows = -(-spec.meta.shape[cut.dim] // parts)
+                samples += [rows] if TIME in cut.axes and rows else []
+        return samples
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
-        found: dict[str, str] = {}
+        users: dict[str, str] = {}
         for part in self.parts:
             for axis in part.axes(mesh):
-                if axis in found:
+                if axis in users:
                     raise PlanError(
-                        f"axis {axis!r} is used by {found[axis]} and by {type(part).__name__}",
+                        f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}",
                         "a separate axis for each strategy",
                         f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
                     )
-                found[axis] = type(part).__name__
-        if STAGES in mesh.names and found.get(STAGES) != Pipeline.__name__:
-            use = f"is used by {found[STAGES]}" if STAGES in found else "is used by no strategy"
+                users[axis] = type(part).__name__
+        if STAGES in mesh.names and users.get(STAGES) != Pipeline.__name__:
+            use = f"is used by {users[STAGES]}" if STAGES in users else "is used by no strategy"
             needed = "a Pipeline along it"
             raise PlanError(f"axis {STAGES!r} {use}", needed, "give [..., wholestep.Pipeline()], or rename the axis")
-        return tuple(axis for axis in mesh.names if axis in found)
+        return tuple(axis for axis in mesh.names if axis in users)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
         """Storage layouts of each parameter: data parallelism shards what the other strategies leave."""
@@ -150,7 +150,7 @@ class Strategies:
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""
         pins = [part.pins(graph, mesh) for part in self.parts]
-        decomposed = tuple(dict.fromkeys(name for one in pins for name in one.decomposed))
+        decomposed = tuple(dict.fromkeys(name for p in pins for name in p.decomposed))
         return Pins(
             _merged(p.results for p in pins),
             _merged(p.reads for p in pins),
@@ -197,10 +197,10 @@ class Strategies:
 
 
 def _merged(several: Iterable[Mapping[K, Mapping[str, V]]]) -> dict[K, Mapping[str, V]]:
-    found: dict[K, Mapping[str, V]] = {}
-    for one in several:
-        found |= {key: {**found.get(key, {}), **by_axis} for key, by_axis in one.items()}
-    return found
+    merged: dict[K, Mapping[str, V]] = {}
+    for mapping in several:
+        merged |= {key: {**merged.get(key, {}), **by_axis} for key, by_axis in mapping.items()}
+    return merged
 
 
 def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Strategies:
@@ -210,8 +210,8 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     if parallel is None:
         parallel = DataParallel()
     parts = tuple(parallel) if isinstance(parallel, (list, tuple)) else (cast("Strategy", parallel),)
-    given = cast(tuple[object, ...], parts)  # whatever a user passes, also a class in place of its instance
-    wrong = [p for p in given if not isinstance(p, Strategy) or isinstance(p, type)]
+    entries = cast(tuple[object, ...], parts)  # whatever a user passes, also a class in place of its instance
+    wrong = [p for p in entries if not isinstance(p, Strategy) or isinstance(p, type)]
     if wrong or not parts:
         style = parallel if isinstance(parallel, str) and parallel in STYLES else "fully_shard"
         raise PlanError(
@@ -232,11 +232,11 @@ def _with_pieces_of_pipeline(parts: tuple[Strategy, ...]) -> tuple[Strategy, ...
     if len(pipelines) > 1:
         raise PlanError("two Pipeline strategies", "one axis of stages", "pass one, with chunks= for several a rank")
     pieces = pipelines[0].micro_batches if pipelines else 1
-    given = next((part.pieces for part in parts if isinstance(part, MicroBatches)), None)
-    if pipelines and given == "auto":
-        found, needed = 'MicroBatches("auto") with Pipeline', "a number of pieces: stages share them"
-        raise PlanError(found, needed, "give a number, as Pipeline(micro_batches=8)")
-    if pieces > 1 and given is not None and given != pieces:
-        found = f"Pipeline(micro_batches={pieces}) beside MicroBatches({given})"
-        raise PlanError(found, "one number of pieces", "leave out one of them")
-    return (*parts, MicroBatches(pieces)) if pieces > 1 and given is None else parts
+    number = next((part.pieces for part in parts if isinstance(part, MicroBatches)), None)
+    if pipelines and number == "auto":
+        problem, needed = 'MicroBatches("auto") with Pipeline', "a number of pieces: stages share them"
+        raise PlanError(problem, needed, "give a number, as Pipeline(micro_batches=8)")
+    if pieces > 1 and number is not None and number != pieces:
+        problem = f"Pipeline(micro_batches={pieces}) beside MicroBatches({number})"
+        raise PlanError(problem, "one number of pieces", "leave out one of them")
+    return (*parts, MicroBatches(pieces)) if pieces > 1 and number is None else parts

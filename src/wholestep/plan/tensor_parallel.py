@@ -52,8 +52,8 @@ class _OneAxis:
 
     @property
     def _options(self) -> str:
-        more = ", async" if self.async_tp else ""
-        return more + (", activations re-gathered" if self.reshard_after_forward else "")
+        text = ", async" if self.async_tp else ""
+        return text + (", activations re-gathered" if self.reshard_after_forward else "")
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
         dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
@@ -115,8 +115,8 @@ class TensorParallel(_OneAxis):
     def __post_init__(self) -> None:
         if self.is_open:
             if self.loss_parallel:
-                found = 'loss_parallel with TensorParallel("auto")'
-                raise PlanError(found, "nothing: it solves for that", "drop loss_parallel")
+                problem = 'loss_parallel with TensorParallel("auto")'
+                raise PlanError(problem, "nothing: it solves for that", "drop loss_parallel")
             return
         unused = next((name for name in ("hardware", "pinned", "replicated") if getattr(self, name)), None)
         if unused:
@@ -139,15 +139,15 @@ class TensorParallel(_OneAxis):
             PlanError: the model has none.
         """
         config: Any = getattr(model, "config", None)
-        found: Any = getattr(model, "tp_plan", None) or getattr(config, "base_model_tp_plan", None)
-        if not found:
+        plan: Any = getattr(model, "tp_plan", None) or getattr(config, "base_model_tp_plan", None)
+        if not plan:
             raise PlanError(
                 f"{type(model).__name__} has no tensor-parallel plan",
                 "a model with tp_plan, or config.base_model_tp_plan",
                 'pass a plan by module, as TensorParallel({"layers.*.wq": "colwise", ...}), or TensorParallel("auto")',
             )
-        made = TensorParallel(dict(found), axis, strict=False, **options)
-        return replace(made, plan=_along_sequence(made, model)) if sequence else made
+        strategy = TensorParallel(dict(plan), axis, strict=False, **options)
+        return replace(strategy, plan=_along_sequence(strategy, model)) if sequence else strategy
 
     @property
     def is_open(self) -> bool:
@@ -158,7 +158,7 @@ class TensorParallel(_OneAxis):
         """The style of each pattern; empty for `"auto"`."""
         if isinstance(self.plan, str):
             return {}
-        return {pattern: style_of(given, pattern, self.sequence_dim) for pattern, given in self.plan.items()}
+        return {pattern: style_of(style, pattern, self.sequence_dim) for pattern, style in self.plan.items()}
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Shards the parameters of named modules, and their optimizer state with them."""
@@ -176,17 +176,17 @@ class TensorParallel(_OneAxis):
         if mesh.axis_size(self.axis) == 1:
             return Pins()
         modules, results = Modules(graph), dict[str, dict[str, AxisState]]()
-        asked: dict[Node, dict[Node, AxisState]] = {}
+        requests: dict[Node, dict[Node, AxisState]] = {}
         named, moves = self._named(modules), moving(graph)
         head = self._head(modules, named)
         for path, style in named.items():
             gives = (AxisState("S", -1),) if path == head else style.gives
             for node, state in _paired(modules.outputs(path), gives):
                 results[node.name] = {self.axis: state}
-            given = modules.inputs(path, moves)
-            for node, state in _paired(list(given), style.reads):
-                asked[node] = asked.get(node, {}) | dict.fromkeys(given[node], state)
-        return Pins(results, reads_after_casts(asked, self.axis))
+            inputs = modules.inputs(path, moves)
+            for node, state in _paired(list(inputs), style.reads):
+                requests[node] = requests.get(node, {}) | dict.fromkeys(inputs[node], state)
+        return Pins(results, reads_after_casts(requests, self.axis))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Check that the axis divides attention heads evenly.
@@ -199,42 +199,42 @@ class TensorParallel(_OneAxis):
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        more = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
-        return f"tensor parallel on {self.axis}{more}{self._options}"
+        tail = ", loss parallel" if self.loss_parallel else ", layouts to be solved for" if self.is_open else ""
+        return f"tensor parallel on {self.axis}{tail}{self._options}"
 
     def _head(self, modules: Modules, named: Mapping[str, ModuleStyle]) -> str:
         """With `loss_parallel`, the last column-parallel layer, whose results stay sharded."""
         order = {n: i for i, n in enumerate(modules.graph.graph.nodes)}
-        made = {p: modules.outputs(p) for p, s in named.items() if self.loss_parallel and s.cut == "col"}
-        return max((p for p, nodes in made.items() if nodes), key=lambda p: order[made[p][-1]], default="")
+        outputs = {p: modules.outputs(p) for p, s in named.items() if self.loss_parallel and s.cut == "col"}
+        return max((p for p, nodes in outputs.items() if nodes), key=lambda p: order[outputs[p][-1]], default="")
 
     def _named(self, modules: Modules) -> dict[str, ModuleStyle]:
         """The style of each module or parameter, by the last pattern that matches; PlanError if one matches nothing."""
-        found: dict[str, ModuleStyle] = {}
+        styles: dict[str, ModuleStyle] = {}
         missing: list[str] = []
         for pattern, style in self.styles().items():
             paths = modules.matching(pattern)
-            found |= dict.fromkeys(paths, style)
+            styles |= dict.fromkeys(paths, style)
             missing += [] if paths else [pattern]
-        if missing and (self.strict or not found):
+        if missing and (self.strict or not styles):
             raise _unmatched(missing, modules)
-        return found
+        return styles
 
 
-def _along_sequence(given: TensorParallel, model: nn.Module) -> dict[str, ModuleStyle]:
-    """The styles of `given`, with row-parallel layers and embeddings that return pieces of the sequence."""
-    cut = (AxisState("S", given.sequence_dim),)
+def _along_sequence(strategy: TensorParallel, model: nn.Module) -> dict[str, ModuleStyle]:
+    """The styles of `strategy`, with row-parallel layers and embeddings that return pieces of the sequence."""
+    cut = (AxisState("S", strategy.sequence_dim),)
     modules: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
-    tables = {name: NAMES["rowwise"] for name, one in modules.items() if isinstance(one, nn.Embedding)}
-    styles = {**tables, **given.styles()}
-    return {name: replace(one, gives=cut) if one.cut == "row" else one for name, one in styles.items()}
+    tables = {name: NAMES["rowwise"] for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    styles = {**tables, **strategy.styles()}
+    return {name: replace(style, gives=cut) if style.cut == "row" else style for name, style in styles.items()}
 
 
 def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int | None:
     """The dim of a parameter that a style shards; None if the parameter stays whole."""
-    made = meta.tensor(modules.params[name])
-    assert made is not None, "a parameter is one tensor"
-    ndim = len(made.shape)
+    tensor = meta.tensor(modules.params[name])
+    assert tensor is not None, "a parameter is one tensor"
+    ndim = len(tensor.shape)
     if style.cut == "experts":
         return 0 if ndim else None
     if ndim < 2:
@@ -242,7 +242,7 @@ def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int 
     readers = [u.target for u in modules.uses(name, path)]
     if aten.embedding.default in readers:
         return 1 if style.cut == "col" else 0
-    if any((found := arithmetic(target)) and found.kind == "convolution" for target in readers):
+    if any((operation := arithmetic(target)) and operation.kind == "convolution" for target in readers):
         return 0 if style.cut == "col" else 1  # [out, in, ...]
     if name.rpartition(".")[2].endswith("bias"):
         return ndim - 1 if style.cut == "col" else None
@@ -251,19 +251,19 @@ def _cut_dim(modules: Modules, name: str, path: str, style: ModuleStyle) -> int 
     return ndim - 1 if (style.cut == "col") == in_out else ndim - 2
 
 
-def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
+def _paired(nodes: list[Node], states: Wanted) -> list[tuple[Node, AxisState]]:
     """Tensors with the required state of each; dims are made non-negative."""
     out: list[tuple[Node, AxisState]] = []
-    if len(wanted) == 1 and wanted[0] == REPLICATED:
-        wanted = wanted * len(nodes)
-    for node, state in zip(nodes, wanted, strict=False):
-        made = meta.tensor(node)
-        if state is None or made is None:
+    if len(states) == 1 and states[0] == REPLICATED:
+        states = states * len(nodes)
+    for node, state in zip(nodes, states, strict=False):
+        tensor = meta.tensor(node)
+        if state is None or tensor is None:
             continue
-        ndim = len(made.shape)
+        ndim = len(tensor.shape)
         if state.kind == "S" and not -ndim <= state.dim < ndim:
             raise PlanError(
-                f"Shard({state.dim}) for a result of {ndim} dims, {list(made.shape)}",
+                f"Shard({state.dim}) for a result of {ndim} dims, {list(tensor.shape)}",
                 f"a dim from 0 to {ndim - 1}",
                 "correct the layout",
                 meta.source_line(node),
@@ -273,9 +273,9 @@ def _paired(nodes: list[Node], wanted: Wanted) -> list[tuple[Node, AxisState]]:
 
 
 def _unmatched(missing: list[str], modules: Modules) -> PlanError:
-    more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
+    tail = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
     return PlanError(
-        f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{more}",
+        f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{tail}",
         f"modules of the step, as {modules.near(missing[0])}",
         "correct the pattern: one glob for each name between dots",
     )
@@ -329,20 +329,20 @@ class _Split:
 def check_heads(graph: TrainGraph, mesh: Mesh, axis: str, decisions: Mapping[str, Decision]) -> None:
     """Raise PlanError naming every module whose heads do not divide over `axis`."""
     parts = mesh.axis_size(axis)
-    found = [s for node in graph.graph.nodes if (s := _split(node, axis, decisions)) is not None]
-    bad = [s for s in found if s.heads % parts]
+    splits = [s for node in graph.graph.nodes if (s := _split(node, axis, decisions)) is not None]
+    bad = [s for s in splits if s.heads % parts]
     if not bad:
         return
     first = bad[0]
     where = meta.module_path(first.node)
-    same_module = [s for s in found if meta.module_path(s.node) == where]
+    same_module = [s for s in splits if meta.module_path(s.node) == where]
     heads = ", ".join(f"{s.maker} makes {s.heads} heads of {s.width}" for s in same_module)
-    fits = gcd(*(s.heads for s in found))
+    fits = gcd(*(s.heads for s in splits))
     sizes = [str(n) for n in range(1, fits + 1) if fits % n == 0]
-    more = len({meta.module_path(s.node) for s in bad}) - 1
-    others = f" (and {more} more modules)" if more else ""
+    count = len({meta.module_path(s.node) for s in bad}) - 1
+    tail = f" (and {count} more modules)" if count else ""
     raise PlanError(
-        f"{where or 'the step'}{others}: {heads}; they do not divide over {axis}={parts}",
+        f"{where or 'the step'}{tail}: {heads}; they do not divide over {axis}={parts}",
         f"an axis whose size divides all head counts: {', '.join(sizes)}",
         "choose another size, or leave those projections out of the plan",
         meta.source_line(first.node),
@@ -353,15 +353,15 @@ def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split |
     """The heads into which a forward view splits a dim that is sharded along `axis`."""
     if node.op != "call_function" or node.target not in _VIEWS or meta.is_backward(node):
         return None
-    given = node_at(node, 0)
-    maker = decisions.get(given.name)
-    have, made = meta.tensor(given), meta.tensor(node)
-    if maker is None or not maker.given or have is None or made is None:
+    source = node_at(node, 0)
+    maker = decisions.get(source.name)
+    have, split = meta.tensor(source), meta.tensor(node)
+    if maker is None or not maker.given or have is None or split is None:
         return None
     state = maker.given[0].state(axis)
     if state.kind != "S":
         return None
-    before, after = have.shape, made.shape
+    before, after = have.shape, split.shape
     lead = state.dim
     same_front = before[:lead] == after[:lead]
     rest = len(before) - lead - 1
@@ -369,4 +369,4 @@ def _split(node: Node, axis: str, decisions: Mapping[str, Decision]) -> _Split |
     same_back = not rest or before[-rest:] == after[len(after) - rest :]
     if not (same_front and same_back) or sum(size > 1 for size in inner) < 2 or inner[0] == 1:
         return None  # dims of size one are no heads
-    return _Split(node, meta.module_path(given) or f"%{given.name}", inner[0], before[lead] // inner[0])
+    return _Split(node, meta.module_path(source) or f"%{source.name}", inner[0], before[lead] // inner[0])

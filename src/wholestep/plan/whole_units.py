@@ -26,21 +26,21 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
     rule that is cached with them.
     """
     live, changed = set[Node](), set[Node]()
-    for given, node in graph.placeholders():
-        layout, found = rest[given.name], meta.tensor(node)
-        if given.role is Role.BATCH and layout.is_sharded and found is not None:
-            sizes = (whole(n) if not by else in_units(n, 1) for n, by in zip(found.shape, layout.dims, strict=True))
-            _note(node, meta.tensors(node), [meta.with_sizes(found, tuple(sizes))], changed)
+    for spec, node in graph.placeholders():
+        layout, tensor = rest[spec.name], meta.tensor(node)
+        if spec.role is Role.BATCH and layout.is_sharded and tensor is not None:
+            sizes = (whole(n) if not by else in_units(n, 1) for n, by in zip(tensor.shape, layout.dims, strict=True))
+            _note(node, meta.tensors(node), [meta.with_sizes(tensor, tuple(sizes))], changed)
             live.add(node)
         elif _has_units(node):
             _note(node, meta.tensors(node), _unmarked(node), changed)
     for node in graph.graph.nodes if live or changed else ():
         if node.op != "call_function":
             continue
-        given = operands(node)
-        if any(one in changed for one in given):
+        inputs = operands(node)
+        if any(operand in changed for operand in inputs):
             meta.set_known_rule(node, None)
-        if node.target not in COMPLETE and any(one in live for one in given):
+        if node.target not in COMPLETE and any(operand in live for operand in inputs):
             if not is_known(node):
                 _mark(node, changed)
             live |= {node} if _has_units(node) else set()
@@ -50,29 +50,29 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
 
 
 def _has_units(node: Node) -> bool:
-    for found in meta.tensors(node):
-        if found is not None:
-            for n in found.shape:
+    for tensor in meta.tensors(node):
+        if tensor is not None:
+            for n in tensor.shape:
                 if unit_of(n) is not None:
                     return True
     return False
 
 
 def _unmarked(node: Node) -> list[TensorMeta | None]:
-    return [made and meta.with_sizes(made, tuple(map(whole, made.shape))) for made in meta.tensors(node)]
+    return [tensor and meta.with_sizes(tensor, tuple(map(whole, tensor.shape))) for tensor in meta.tensors(node)]
 
 
 def _note(
-    node: Node, before: Sequence[TensorMeta | None], made: Sequence[TensorMeta | None], changed: set[Node]
+    node: Node, before: Sequence[TensorMeta | None], tensors: Sequence[TensorMeta | None], changed: set[Node]
 ) -> None:
-    """Give `node` the tensors `made`; it has `changed` if its marks are not those of `before`."""
-    meta.set_tensors(node, made)
-    if [*map(_marks, made)] != [*map(_marks, before)]:
+    """Give `node` these `tensors`; it has `changed` if its marks are not those of `before`."""
+    meta.set_tensors(node, tensors)
+    if [*map(_marks, tensors)] != [*map(_marks, before)]:
         changed.add(node)
 
 
-def _marks(found: TensorMeta | None) -> tuple[Hashable, ...]:
-    units = () if found is None else map(unit_of, found.shape)
+def _marks(tensor: TensorMeta | None) -> tuple[Hashable, ...]:
+    units = () if tensor is None else map(unit_of, tensor.shape)
     return tuple(None if unit is None else text_of(unit) for unit in units)
 
 
@@ -81,13 +81,13 @@ def _mark(node: Node, changed: set[Node]) -> None:
     before = meta.tensors(node)
     if _has_units(node):
         meta.set_tensors(node, _unmarked(node))
-    made = list(meta.tensors(node))
+    tensors = list(meta.tensors(node))
     if _torch.is_getitem(node.target):
-        made = list(meta.tensors(node_at(node, 0))[meta.picked(node)])
+        tensors = list(meta.tensors(node_at(node, 0))[meta.picked(node)])
     else:
         meta.set_known_rule(node, None)
         rule = find_rule(node)
         for number, shape in (output_units(rule, Call.of(node)) if rule else {}).items():
-            found = made[number]
-            made[number] = None if found is None else meta.with_sizes(found, shape)
-    _note(node, before, made, changed)
+            tensor = tensors[number]
+            tensors[number] = None if tensor is None else meta.with_sizes(tensor, shape)
+    _note(node, before, tensors, changed)
