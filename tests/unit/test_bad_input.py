@@ -160,7 +160,7 @@ def test_a_plan_stores_every_input_whole_or_in_shards(graph: ws.TrainGraph) -> N
 def test_numbers_of_numpy_are_taken_as_pythons(tmp_path: Path) -> None:
     three, half = np.int64(3), np.float32(0.5)
     step = ws.compile(mean_square, max_programs=three, check_every=np.int32(10), timeout=half, agree_timeout=three)
-    assert repr(step.options.given.max_programs) == "3"
+    assert repr(step.options.user.max_programs) == "3"
     assert ws.Mesh((ws.Axis("dp", three),)) == ws.Mesh("dp=3")
     assert repr(ws.Mesh((ws.Axis("dp", three),)).axes[0].size) == "3"
     assert repr(ws.Schedule(bucket_bytes=three).bucket_bytes) == "3"

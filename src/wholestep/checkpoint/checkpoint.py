@@ -230,7 +230,7 @@ def load(
     if state is not None or step is not None or objects:
         ensure_group(_device_of(state) if state is not None else None)
     if step is not None:
-        watch_peers(step.options.given.timeout_s)  # others may be in its first call
+        watch_peers(step.options.user.timeout_s)  # others may be in its first call
     into = "nothing" if state is None and step is None else "a state" if state is not None else "a step to be called"
     ranks = Ranks.of_job("load", directory, into, *sorted(objects))
     root = durable.folder_at(directory)

@@ -136,7 +136,7 @@ class MemoryCopies:
             CheckpointError: on every rank: the copies are of another model or optimizer.
         """
         flush_pending()
-        ensure_group(step.options.given.device)
+        ensure_group(step.options.user.device)
         restoring = Restoring.of(self.folder, Ranks.of_job("MemoryCopies.load"))
         if restoring is None:
             return None

@@ -86,9 +86,9 @@ _pending = WeakSet[CrossStepRunner]()
 def flush_pending(but: object = None) -> None:
     """Complete the last call of every step in this process, except for `but`."""
     if _pending:
-        for one in list(_pending):
-            if one is not but:
-                one.flush()
+        for runner in list(_pending):
+            if runner is not but:
+                runner.flush()
 
 
 def flush_before_use(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
@@ -126,31 +126,31 @@ class EagerGather:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Replace sharded parameters by gathered ones, except inside another call or a capture."""
-        if torch.compiler.is_compiling() or any(id(module) in known for known in self.inside):
+        if torch.compiler.is_compiling() or any(id(module) in module_ids for module_ids in self.inside):
             self.running.append(None)
             return
         put: list[_Place] = []
         self.running.append(put)
         self.inside.append({id(sub) for sub in module.modules()})
         containers = [_torch.parameters_of(sub) for sub in module.modules()]
-        found = [(held, key, tensor) for held in containers for key, tensor in held.items() if tensor is not None]
-        cut = [tensor for _, _, tensor in found if isinstance(tensor, DTensor)]
+        slots = [(params, key, tensor) for params in containers for key, tensor in params.items() if tensor is not None]
+        cut = [tensor for _, _, tensor in slots if isinstance(tensor, DTensor)]
         if not cut and not _pending and self.device is None:
             return
         name = f"{type(module).__name__} {self.path!r}" if self.path else type(module).__name__
         if cut or _pending:
             Rendezvous.of_job(self.timeout_s).barrier(f"a call of {name} outside of a compiled step")
             flush_pending()
-        whole = gather(cut)
+        full = gather(cut)
         if self.device is not None:
-            plain, kind = [t for _, _, t in found if not isinstance(t, DTensor)], torch.device(self.device).type
-            whole |= {id(t): t.detach().to(self.device) for t in plain if t.device.type != kind}
-        whole |= {id(t): t.detach() for _, _, t in found if cut and _needs_grad(t) and id(t) not in whole}
-        made = {id(t): _plain(t, whole[id(t)], name) for _, _, t in found if id(t) in whole}
-        for container, key, tensor in found:
-            if id(tensor) in made:
+            plain, kind = [t for _, _, t in slots if not isinstance(t, DTensor)], torch.device(self.device).type
+            full |= {id(t): t.detach().to(self.device) for t in plain if t.device.type != kind}
+        full |= {id(t): t.detach() for _, _, t in slots if cut and _needs_grad(t) and id(t) not in full}
+        stand_ins = {id(t): _plain(t, full[id(t)], name) for _, _, t in slots if id(t) in full}
+        for container, key, tensor in slots:
+            if id(tensor) in stand_ins:
                 put.append((container, key, tensor))
-                container[key] = made[id(tensor)]
+                container[key] = stand_ins[id(tensor)]
 
     def end(self, module: nn.Module, args: Any, result: Any) -> None:
         """Put the sharded parameters back, also after a call that failed."""
@@ -176,24 +176,24 @@ def _needs_grad(param: Tensor) -> bool:
     return param.requires_grad and torch.is_grad_enabled()
 
 
-def _plain(param: Tensor, whole: Tensor, name: str) -> nn.Parameter:
+def _plain(param: Tensor, full: Tensor, name: str) -> nn.Parameter:
     """A parameter in place of `param` during one call. A backward must not reach it: it is gone after the call."""
-    made = stand_in(param, whole, _needs_grad(param), f"a call of {name}")
-    if made.requires_grad:
-        made.register_hook(partial(_refuse, name))
-    return made
+    parameter = stand_in(param, full, _needs_grad(param), f"a call of {name}")
+    if parameter.requires_grad:
+        parameter.register_hook(partial(_refuse, name))
+    return parameter
 
 
-def stand_in(param: Tensor, whole: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
-    """A parameter with the values of `whole` that stands in for `param`, with its attributes, inside `where`."""
-    made = nn.Parameter(whole, requires_grad=requires_grad)
-    vars(made).update({key: value for key, value in vars(param).items() if key not in (*vars(made), MOVED)})
-    vars(made)[WHOLE] = where
-    return made
+def stand_in(param: Tensor, full: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
+    """A parameter with the values of `full` that stands in for `param`, with its attributes, inside `where`."""
+    parameter = nn.Parameter(full, requires_grad=requires_grad)
+    vars(parameter).update({key: value for key, value in vars(param).items() if key not in (*vars(parameter), MOVED)})
+    vars(parameter)[WHOLE] = where
+    return parameter
 
 
 def _refuse(name: str, grad: Tensor) -> None:
-    found = f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call"
+    problem = f"a backward outside of the compiled step reaches parameters of {name}, which were gathered for that call"
     needed = "gradients of a compiled step, which reduces them over ranks"
     instead = "put forward, backward and update into a function for wholestep.compile"
-    raise StateError(found, needed, f"call the model under torch.no_grad(), or {instead}")
+    raise StateError(problem, needed, f"call the model under torch.no_grad(), or {instead}")

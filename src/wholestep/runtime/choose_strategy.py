@@ -67,8 +67,8 @@ def choose_strategy(
         search = partial(_chosen, auto, captured, world, measured, passes)
         rendezvous = replace(rendezvous, timeout_s=timeout_s)
         base = auto.base(world.mesh)
-        said = rendezvous.choose(label, lambda: _said(search(), base), "which plan it chose", _Said)
-        chosen = _as_said(said, base, label)
+        message = rendezvous.choose(label, lambda: _said(search(), base), "which plan it chose", _Said)
+        chosen = _as_said(message, base, label)
     choices.note(auto=chosen)
     return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
 
@@ -80,8 +80,8 @@ def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> S
     candidates, number = auto.candidates(mesh, same_batches=True), chosen.template
     parts = candidates[number][1].strategies if number is not None and 0 <= number < len(candidates) else None
     if not isinstance(parts, tuple):
-        found = f"the compile cache names candidate {number} of Auto"
-        raise PlanError(found, f"one of {len(candidates)} that can be planned", _DELETE)
+        problem = f"the compile cache names candidate {number} of Auto"
+        raise PlanError(problem, f"one of {len(candidates)} that can be planned", _DELETE)
     return compose(parts)
 
 
@@ -95,29 +95,29 @@ def _said(chosen: AutoChoice, base: Strategies) -> _Said:
     text = ""
     if chosen.solved is not None:
         parts = encode_parts(chosen.solved)
-        for part, value, own in zip_longest(chosen.solved.parts, parts, base.parts[: len(parts)]):
-            if value is None and part is not own:
-                found = f"strategy {type(part).__name__} of what was chosen has no form as text"
-                raise PlanError(found, "a strategy of wholestep, by which ranks tell it each other", "give parallel=")
+        for part, value, base_part in zip_longest(chosen.solved.parts, parts, base.parts[: len(parts)]):
+            if value is None and part is not base_part:
+                problem = f"strategy {type(part).__name__} of what was chosen has no form as text"
+                raise PlanError(problem, "a strategy of wholestep, by which ranks tell it each other", "give parallel=")
         text = json.dumps(parts)
     return chosen.objective, chosen.template, chosen.notes, text
 
 
-def _as_said(said: _Said, base: Strategies, label: str) -> AutoChoice:
-    objective, template, notes, text = said
+def _as_said(message: _Said, base: Strategies, label: str) -> AutoChoice:
+    objective, template, notes, text = message
     with reading(label):
         return AutoChoice(objective, template, decode_parts(parse(text), base) if text else None, notes)
 
 
-def same_numbers(cached: Strategies, asked: Strategies) -> Strategies:
-    """`cached`, which at most store tensors otherwise than `asked`. Raises PlanError: they compute other numbers."""
-    pairs = [(n.name, cached.options, asked.options) for n in fields(DataParallel) if n.name not in _STORES]
+def same_numbers(cached: Strategies, requested: Strategies) -> Strategies:
+    """`cached`, which may store tensors otherwise than `requested`. Raises PlanError: they compute other numbers."""
+    pairs = [(n.name, cached.options, requested.options) for n in fields(DataParallel) if n.name not in _STORES]
     solved = [part for part in cached.parts if isinstance(part, SolvedLayouts)]
-    pairs += [("input_dim", s, t) for s in solved for t in asked.parts if isinstance(t, TensorParallel)]
-    for name, one, other in pairs:
-        found, wanted = getattr(one, name), getattr(other, name)
-        if found != wanted:
-            raise PlanError(f"the compile cache has {name}={found!r}", f"{name}={wanted!r}, as given", _DELETE)
+    pairs += [("input_dim", s, t) for s in solved for t in requested.parts if isinstance(t, TensorParallel)]
+    for name, cached_part, requested_part in pairs:
+        stored, needed = getattr(cached_part, name), getattr(requested_part, name)
+        if stored != needed:
+            raise PlanError(f"the compile cache has {name}={stored!r}", f"{name}={needed!r}, as given", _DELETE)
     return cached
 
 
@@ -126,13 +126,13 @@ def _chosen(
 ) -> AutoChoice:  # fmt: skip
     """What `auto` chooses on this rank. Raises PlanError: nothing fits."""
     layouts, hardware = placed(captured.state, world), auto.hardware or measured
-    found = auto.search(captured.graph, world.mesh, layouts, same_batches=True, hardware=hardware, passes=passes)
-    best = found.best.strategies
+    search = auto.search(captured.graph, world.mesh, layouts, same_batches=True, hardware=hardware, passes=passes)
+    best = search.best.strategies
     assert best is not None, "it has a plan"
-    made = explained(found)
-    assert made.objective is not None, "it was chosen for one"
-    notes = tuple(made.notes[len(found.plan.notes) :])
+    plan = explained(search)
+    assert plan.objective is not None, "it was chosen for one"
+    notes = tuple(plan.notes[len(search.plan.notes) :])
     if any(isinstance(part, (SolvedLayouts, PerParameterStorage, MicroBatches)) for part in best.parts):
-        return AutoChoice(made.objective, solved=best, notes=notes)
+        return AutoChoice(plan.objective, solved=best, notes=notes)
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
-    return AutoChoice(made.objective, template=names.index(found.best.name), notes=notes)
+    return AutoChoice(plan.objective, template=names.index(search.best.name), notes=notes)

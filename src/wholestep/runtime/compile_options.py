@@ -154,8 +154,8 @@ class CompileOptions:
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
         if self.max_recordings < 1:
-            found, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
-            raise PlanError(found, needed, "correct it, or give cuda_graphs=False")
+            problem, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
+            raise PlanError(problem, needed, "correct it, or give cuda_graphs=False")
         if self.max_programs < 1:
             raise PlanError(f"max_programs={shown(self.max_programs)}", "a number of programs, 1 or more", "correct it")
 
@@ -186,15 +186,15 @@ class CompileOptions:
         return chosen.across_steps if isinstance(chosen, Schedule) else chosen == "across_steps"
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> CompileOptions:
+    def of(options: Mapping[str, Any]) -> CompileOptions:
         """Options by name. Raises PlanError: a name is unknown."""
         names = [field.name for field in fields(CompileOptions)]
-        for name in given:
+        for name in options:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
                 next_step = f"write {near[0]}=" if near else "leave it out"
                 raise PlanError(f"compile has no option {name!r}", f"one of {', '.join(names)}", next_step)
-        return CompileOptions(**given)
+        return CompileOptions(**options)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class StepOptions:
     the plan keeps gathered.
     """
 
-    given: CompileOptions
+    user: CompileOptions
     backend: Backend
     strategies: Strategies
     mesh: Mesh | None
@@ -218,101 +218,101 @@ class StepOptions:
     cache: Path | None
 
     @staticmethod
-    def of(given: CompileOptions) -> StepOptions:
+    def of(user: CompileOptions) -> StepOptions:
         """What follows from the options that were given, unless they contradict each other."""
-        backend = backend_of(given.backend)
-        _check_backend(backend, given)
-        mesh = Mesh(given.mesh) if isinstance(given.mesh, str) else given.mesh
-        budget = None if given.memory_bytes is None else parse_bytes(given.memory_bytes)
+        backend = backend_of(user.backend)
+        _check_backend(backend, user)
+        mesh = Mesh(user.mesh) if isinstance(user.mesh, str) else user.mesh
+        budget = None if user.memory_bytes is None else parse_bytes(user.memory_bytes)
         plan = auto = None
-        if isinstance(given.parallel, Plan):
-            plan, (strategies, mesh) = given.parallel, _applied(given.parallel, mesh)
+        if isinstance(user.parallel, Plan):
+            plan, (strategies, mesh) = user.parallel, _applied(user.parallel, mesh)
             if budget is None and plan.objective is not None:
                 budget = plan.objective.budget_bytes
-        elif not isinstance(given.parallel, Auto):
-            strategies = compose(given.parallel)
+        elif not isinstance(user.parallel, Auto):
+            strategies = compose(user.parallel)
         elif budget is not None:
             raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
         else:
-            auto = given.parallel
+            auto = user.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
-        whole = isinstance(backend, Inductor) and backend.scope == "whole"
-        if strategies.pipeline is not None and whole:
-            found, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
-            raise BackendError(found, needed, 'use backend="inductor"')
-        if strategies.pipeline is not None and given.cuda_graphs is True:
-            found = f"cuda_graphs=True, but {STAGES_RUN_OP_BY_OP}"
-            raise BackendError(found, "one of them", 'leave out cuda_graphs=True: it is "auto"')
-        if strategies.pipeline is not None and given.across_steps:
+        whole_step = isinstance(backend, Inductor) and backend.scope == "whole"
+        if strategies.pipeline is not None and whole_step:
+            problem, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
+            raise BackendError(problem, needed, 'use backend="inductor"')
+        if strategies.pipeline is not None and user.cuda_graphs is True:
+            problem = f"cuda_graphs=True, but {STAGES_RUN_OP_BY_OP}"
+            raise BackendError(problem, "one of them", 'leave out cuda_graphs=True: it is "auto"')
+        if strategies.pipeline is not None and user.across_steps:
             needed = "a schedule within the step: collectives of a stage run while it waits for others"
             raise PlanError("a schedule across steps with Pipeline", needed, 'give schedule="auto"')
         cut = auto.micro_batches if auto is not None else strategies.micro_batches
-        if cut is not None and cut.pieces != 1 and whole:
-            found = f"Inductor(scope='whole') with MicroBatches({cut.pieces!r})"
-            raise BackendError(found, "a backend that runs loops", 'use backend="inductor"')
+        if cut is not None and cut.pieces != 1 and whole_step:
+            problem = f"Inductor(scope='whole') with MicroBatches({cut.pieces!r})"
+            raise BackendError(problem, "a backend that runs loops", 'use backend="inductor"')
         if cut is not None and cut.pieces == "auto" and backend.name == "inductor":
-            found, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
-            raise BackendError(found, needed, 'give the number that backend="eager" finds')
+            problem, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
+            raise BackendError(problem, needed, 'give the number that backend="eager" finds')
         keeps = auto is None and strategies.options.reshard_after_forward is False
         if budget is not None:
-            _refuse_beside_budget(given)
+            _refuse_beside_budget(user)
             strategies = _with_kept_gathers(strategies)
-        chooser = _piece_search(strategies, budget, not keeps, given) if strategies.has_open_pieces else auto
+        chooser = _piece_search(strategies, budget, not keeps, user) if strategies.has_open_pieces else auto
         if mesh is not None:
             strategies.axes(refuse_time(mesh))
         elif (style := strategies.options.kind).grouped:
             needed = "a mesh of two axes"
             raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
         capture = CaptureOptions(
-            mixed_precision=given.mixed_precision,
-            float8=given.float8,
-            offload=given.offload,
+            mixed_precision=user.mixed_precision,
+            float8=user.float8,
+            offload=user.offload,
             fused=backend.fused_optimizers,
-            keep_grads=given.keep_grads,
-            skip_nonfinite=given.on_nonfinite is not None,
-            module_overrides=given.module_overrides or {},
-            model=given.model,
-            optimizer=given.optimizer,
-            device=given.device,
+            keep_grads=user.keep_grads,
+            skip_nonfinite=user.on_nonfinite is not None,
+            module_overrides=user.module_overrides or {},
+            model=user.model,
+            optimizer=user.optimizer,
+            device=user.device,
         )
-        may_regather, cache = keeps if plan is not None else not keeps, folder_of(given.cache)
-        return StepOptions(given, backend, strategies, mesh, budget, chooser, plan, may_regather, capture, cache)
+        may_regather, cache = keeps if plan is not None else not keeps, folder_of(user.cache)
+        return StepOptions(user, backend, strategies, mesh, budget, chooser, plan, may_regather, capture, cache)
 
 
 STAGES_RUN_OP_BY_OP = "stages of a pipeline run op by op: Python orders their blocks and messages"
 
 
-def _check_backend(backend: Backend, given: CompileOptions) -> None:
-    if given.across_steps and not backend.splits_steps:
-        found = f"backend {backend.name!r} cannot leave collectives to the next call"
+def _check_backend(backend: Backend, options: CompileOptions) -> None:
+    if options.across_steps and not backend.splits_steps:
+        problem = f"backend {backend.name!r} cannot leave collectives to the next call"
         needed = "one with splits_steps, as 'eager', for a schedule across steps"
-        raise BackendError(found, needed, 'use schedule="auto", or backend="eager"')
-    if given.cuda_graphs is True and (why := not_recorded(backend, given)):
+        raise BackendError(problem, needed, 'use schedule="auto", or backend="eager"')
+    if options.cuda_graphs is True and (why := not_recorded(backend, options)):
         raise BackendError(f"cuda_graphs=True, but {why}", "one of them", 'leave out cuda_graphs=True: it is "auto"')
-    if given.measure and not backend.times_nodes:
-        found = f"measure=True with backend {backend.name!r}, which does not time nodes"
-        raise BackendError(found, "one with times_nodes", 'leave out measure=True, or use backend="eager"')
+    if options.measure and not backend.times_nodes:
+        problem = f"measure=True with backend {backend.name!r}, which does not time nodes"
+        raise BackendError(problem, "one with times_nodes", 'leave out measure=True, or use backend="eager"')
 
 
-def not_recorded(backend: Backend, given: CompileOptions) -> str:
+def not_recorded(backend: Backend, options: CompileOptions) -> str:
     """Why these options leave nothing to record as a CUDA graph, or ''."""
     if not backend.recordable:
         return f"backend {backend.name!r} is not recordable"
-    if given.measure:
+    if options.measure:
         return "measure=True times the ops of each call"
-    return "a schedule across steps leaves collectives to the next call" if given.across_steps else ""
+    return "a schedule across steps leaves collectives to the next call" if options.across_steps else ""
 
 
 def not_tuned(options: StepOptions, world: World) -> str:
     """Why no schedules take turns, or ''."""
-    given = options.given
-    if given.tune == "off":
+    user = options.user
+    if user.tune == "off":
         return 'tune="off"'
     if world.mesh.size == 1:
         return "one rank sends nothing"
-    if given.schedule != "auto":
+    if user.schedule != "auto":
         across = "a schedule across steps leaves collectives to the next call"
-        return across if given.across_steps else "schedule= was given"
+        return across if user.across_steps else "schedule= was given"
     if options.memory_bytes is not None:
         return "a budget of memory is fitted to one schedule"
     if not world.device.startswith("cpu"):
@@ -320,12 +320,12 @@ def not_tuned(options: StepOptions, world: World) -> str:
     return "" if type(options.backend) is Eager else f"backend {options.backend.name!r} may round otherwise in each"
 
 
-def _refuse_beside_budget(given: CompileOptions) -> None:
+def _refuse_beside_budget(options: CompileOptions) -> None:
     """Raise PlanError for offload, or a schedule across steps: their memory is not counted."""
-    if given.across_steps:
+    if options.across_steps:
         raise PlanError("memory_bytes with a schedule across steps", "one of them", 'give schedule="auto"')
-    if given.offload is not None:
-        raise PlanError(f"memory_bytes with offload={given.offload!r}", "one of them", "drop memory_bytes")
+    if options.offload is not None:
+        raise PlanError(f"memory_bytes with offload={options.offload!r}", "one of them", "drop memory_bytes")
 
 
 def _with_kept_gathers(strategies: Strategies) -> Strategies:
@@ -340,24 +340,24 @@ def _with_kept_gathers(strategies: Strategies) -> Strategies:
 
 
 def _piece_search(
-    strategies: Strategies, budget: int | None, may_regather: bool, given: CompileOptions
+    strategies: Strategies, budget: int | None, may_regather: bool, options: CompileOptions
 ) -> PieceSearch:  # fmt: skip
     """What chooses the number of micro-batches. Raises PlanError: without a budget, or layouts are to be found too."""
     if budget is None:
         assert strategies.pieces, "it raises"
     if any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts):
-        found, needed = 'MicroBatches("auto") with TensorParallel("auto")', "one of them to choose"
-        raise PlanError(found, needed, 'give Auto(tensor=TensorParallel("auto"), micro_batches=...), or a number')
-    return PieceSearch(strategies, budget or 0, may_regather, given.hardware)
+        problem, needed = 'MicroBatches("auto") with TensorParallel("auto")', "one of them to choose"
+        raise PlanError(problem, needed, 'give Auto(tensor=TensorParallel("auto"), micro_batches=...), or a number')
+    return PieceSearch(strategies, budget or 0, may_regather, options.hardware)
 
 
 def _applied(plan: Plan, mesh: Mesh | None) -> tuple[Strategies, Mesh]:
     """The strategies and the mesh of a plan that is applied; `mesh` is what was given beside it."""
     check_form(plan)
     if plan.strategies is None:
-        found = f"the plan does not hold what made it ({plan.strategy})"
+        problem = f"the plan does not hold what made it ({plan.strategy})"
         needed = "one of wholestep's own strategies, in a file that this version writes"
-        raise PlanError(found, needed, "give the strategy as parallel=")
+        raise PlanError(problem, needed, "give the strategy as parallel=")
     ranks = plan.mesh.of_ranks
     if mesh is not None and mesh != ranks:
         raise MeshError(f"mesh {mesh} with a plan for {ranks}", "the plan's mesh", "leave out mesh=, or plan again")

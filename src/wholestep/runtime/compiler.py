@@ -134,51 +134,51 @@ class Compiler:
         """A number of Python at this place changes between calls: later programs take it as an input."""
         self._changing |= Promoted(frozenset([place]))
 
-    def compile(self, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture]) -> RankProgram:
-        """The program for a call. `held` are the numbers of the program that ran last; None before the first one.
-        `like` was captured for calls that differ in sizes of the batch alone, the latest first.
+    def compile(self, inputs: StepInputs, numbers: Numbers | None, earlier: Sequence[Capture]) -> RankProgram:
+        """The program for a call. `numbers` are those of the program that ran last; None before the first one.
+        `earlier` was captured for calls that differ in sizes of the batch alone, the latest first.
         """
         several = self.world.mesh.size > 1
         dump = Dump(self.name, self.world.rank, self.captures + 1)
         dims: Dims = {}
         try:
             dims = self.sizes.chosen(inputs)
-            made, planned = self._with_symbols(dims, inputs, held, like, dump)
-            if made is None:
-                captured = self._capture_call(inputs, held or (), dump)
-                made = self._plan_and_partition(captured, dump, first=held is None)
+            program, planned = self._with_symbols(dims, inputs, numbers, earlier, dump)
+            if program is None:
+                captured = self._capture_call(inputs, numbers or (), dump)
+                program = self._plan_and_partition(captured, dump, first=numbers is None)
         except BaseException as error:
-            known = isinstance(error, WholestepError)
+            typed = isinstance(error, WholestepError)
             if several:
-                self.consistency.fail(str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}")
+                self.consistency.fail(str(error).splitlines()[0] if typed else f"{type(error).__name__}: {error}")
             raise
         if several:
-            again = partial(self._capture, whole={}, held=held or ())
-            leaves = with_arrays(made.capture.effects.carried.arrays, inputs.names, inputs.leaves)
-            made = self.consistency.program(made, replace(inputs, leaves=leaves), again)
+            again = partial(self._capture, shapes={}, numbers=numbers or ())
+            leaves = with_arrays(program.capture.effects.carried.arrays, inputs.names, inputs.leaves)
+            program = self.consistency.program(program, replace(inputs, leaves=leaves), again)
         else:
-            made = self.consistency.alone(made)
+            program = self.consistency.alone(program)
         self.finalizer.forget(self.consistency.knows)
         self.finalizer.label = self.consistency.round_label
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         may_regather = self.options.may_regather and (keeps or not self._choice)
         finish = partial(self.finalizer.finish, may_regather=may_regather, calls=CallOrder())
-        before, made = made, finish(made, watch=watch)
+        before, program = program, finish(program, watch=watch)
         if planned and not self._same_after_passes(
-            dims, planned, made, lambda local: finish(replace(before, local=local))
+            dims, planned, program, lambda local: finish(replace(before, local=local))
         ):
-            return self.compile(inputs, held, like)  # ranks have compared the program: this one goes on alone
-        made = replace(made, planned=tuple(planned))
-        if note := said(before.local, made.local):
-            made = replace(made, plan=made.plan.with_notes(note))
-        dump.write("4-final-graph", made.local)
-        for name, program in zip(("first", "flush"), made.local.across or (), strict=False):
-            dump.write(f"4-final-graph-{name}", program)
-        return made
+            return self.compile(inputs, numbers, earlier)  # ranks have compared the program: this one goes on alone
+        program = replace(program, planned=tuple(planned))
+        if note := said(before.local, program.local):
+            program = replace(program, plan=program.plan.with_notes(note))
+        dump.write("4-final-graph", program.local)
+        for name, graph in zip(("first", "flush"), program.local.across or (), strict=False):
+            dump.write(f"4-final-graph-{name}", graph)
+        return program
 
     def _with_symbols(
-        self, dims: Dims, inputs: StepInputs, held: Numbers | None, like: Sequence[Capture], dump: Dump
+        self, dims: Dims, inputs: StepInputs, numbers: Numbers | None, earlier: Sequence[Capture], dump: Dump
     ) -> tuple[RankProgram | None, list[PlannedFor]]:
         """The program for a call and for other sizes of its batch, and what is planned for some of these; None where it
         has to be captured for its own.
@@ -186,36 +186,36 @@ class Compiler:
         if not dims:
             return None, []
         try:
-            captured = captured_for(inputs, dims, like)
+            captured = captured_for(inputs, dims, earlier)
             if captured is None:
-                captured = self._capture_call(inputs, held or (), dump, dims)
+                captured = self._capture_call(inputs, numbers or (), dump, dims)
                 if not self.sizes.left(captured):
                     return None, []
-                self._refuse_other_graph(captured, inputs, held or (), like, dump)
-                if paddings := self.options.given.paddings:
+                self._refuse_other_graph(captured, inputs, numbers or (), earlier, dump)
+                if paddings := self.options.user.paddings:
                     captured = exact(paddings, captured, other_sizes(captured, self.world.mesh.size))
                     dump.write("1-train-graph", captured.graph)
-            made = self._plan_and_partition(captured, dump, held is None)
+            program = self._plan_and_partition(captured, dump, numbers is None)
             planned = self._planned_for_others(captured)
-            for one in planned:
-                one.refuse_other(made.local, self.world)
+            for expected in planned:
+                expected.refuse_other(program.local, self.world)
         except (RankFailedError, RankMismatchError, PaddingError):  # is about other ranks, or all sizes
             raise
         except Exception as error:
             if self.sizes.failed(dims, error):
-                return self._with_symbols(self.sizes.chosen(inputs), inputs, held, like, dump)
+                return self._with_symbols(self.sizes.chosen(inputs), inputs, numbers, earlier, dump)
             return None, []
         self.sizes.captures += 1
-        return made, planned
+        return program, planned
 
     def _planned_for_others(self, captured: Capture) -> list[PlannedFor]:
         """What is planned for some of the sizes that a capture with symbols is for."""
-        found: list[PlannedFor] = []
-        for far in (False, True)[: 1 if self.options.given.passes is None else 2]:  # of passes= nothing is known
+        plans: list[PlannedFor] = []
+        for far in (False, True)[: 1 if self.options.user.passes is None else 2]:  # of passes= nothing is known
             budget = self.options.memory_bytes is not None
             sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
-            found.append(PlannedFor(sizes, self._planned_at(captured, sizes)))
-        return found
+            plans.append(PlannedFor(sizes, self._planned_at(captured, sizes)))
+        return plans
 
     def _planned_at(self, captured: Capture, sizes: dict[str, int]) -> LocalGraph:
         """The program that is planned for other sizes. Its numbers keep their expressions, unless torch has compared
@@ -228,17 +228,17 @@ class Compiler:
             return self._lowered(other.graph, self._plan(other))
 
     def _same_after_passes(
-        self, dims: Dims, planned: list[PlannedFor], made: RankProgram, finish: Callable[[LocalGraph], RankProgram]
+        self, dims: Dims, planned: list[PlannedFor], program: RankProgram, finish: Callable[[LocalGraph], RankProgram]
     ) -> bool:
         """Whether a program with symbols is, after its passes, at other sizes what they make of what is planned there;
         else its sizes are captured one by one.
         """
         try:
-            assert made.capture.symbols is not None, "captured with symbols"
-            if not all(made.capture.symbols.hold(one.sizes) for one in planned):  # passes have compared more sizes
-                planned = self._planned_for_others(made.capture)
-            for one in planned:
-                one.refuse_other_after(lambda local: finish(local).local, made.local, self.world)
+            assert program.capture.symbols is not None, "captured with symbols"
+            if not all(program.capture.symbols.hold(expected.sizes) for expected in planned):  # passes compared more
+                planned = self._planned_for_others(program.capture)
+            for expected in planned:
+                expected.refuse_other_after(lambda local: finish(local).local, program.local, self.world)
         except (RankFailedError, RankMismatchError):
             raise
         except Exception as error:  # a pass may raise for other sizes
@@ -252,35 +252,35 @@ class Compiler:
         self.sizes.failed(captured.symbols.record.by_name(), error)
 
     def _refuse_other_graph(
-        self, captured: Capture, inputs: StepInputs, held: Numbers, like: Sequence[Capture], dump: Dump
+        self, captured: Capture, inputs: StepInputs, numbers: Numbers, earlier: Sequence[Capture], dump: Dump
     ) -> None:
         """Raise SizesFixedError unless a capture with symbols is, at known sizes, what a capture for these is."""
-        for other in like:
+        for other in earlier:
             if (sizes := sizes_at(captured, other)) is not None:
                 return refuse_other_graph(captured.graph, sizes, other.traced)
-        fixed = self._capture_call(with_row_major(inputs, captured), held, dump)
+        fixed = self._capture_call(with_row_major(inputs, captured), numbers, dump)
         return refuse_other_graph(captured.graph, hints_of(captured), fixed.graph)
 
     def _capture_call(
-        self, inputs: StepInputs, held: Numbers, dump: Dump, dims: Mapping[str, tuple[int, ...]] | None = None
+        self, inputs: StepInputs, numbers: Numbers, dump: Dump, dims: Mapping[str, tuple[int, ...]] | None = None
     ) -> Capture:
         """Capture a call; with symbols for `dims` of its batch."""
         with self.stages.stage("capture"):
-            captured = self._capture(inputs.args, inputs.kwargs, inputs.whole, held, dims)
+            captured = self._capture(inputs.args, inputs.kwargs, inputs.global_shapes, numbers, dims)
         self.captures += 1
         self._carried |= captured.effects.carried
         dump.write("1-train-graph", captured.graph)
         return captured
 
     def _capture(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, tuple[int, ...]], held: Numbers,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], numbers: Numbers,
         dims: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Capture:  # fmt: skip
-        note_changed(held)
+        note_changed(numbers)
         options = replace(self.options.capture, device=self.world.device, branches=self.branches)
         carried, changing = self._carried, self._changing
         return capture_step(
-            self.fn, args, kwargs, options, whole=whole, carried=carried, changing=changing, dynamic=dims
+            self.fn, args, kwargs, options, whole=shapes, carried=carried, changing=changing, dynamic=dims
         )
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
@@ -313,10 +313,10 @@ class Compiler:
                 self.consistency.before_choosing(options.auto.describe(mesh))
             label = f"{self.consistency.label}/auto/{self.consistency.round}"
             with self.stages.stage("choose"):
-                found = choose_strategy(options.auto, captured, self.finalizer, label)
-            self._choice, self._strategies, self._chosen_on = found
+                choice = choose_strategy(options.auto, captured, self.finalizer, label)
+            self._choice, self._strategies, self._chosen_on = choice
         open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
-        priced_on = options.plan.hardware if options.plan is not None else options.given.hardware
+        priced_on = options.plan.hardware if options.plan is not None else options.user.hardware
         priced_on = self._chosen_on if self._choice else priced_on
         stages = self.strategies.pipeline
         has_order_to_choose = stages is not None and priced_on is None
@@ -331,7 +331,7 @@ class Compiler:
         with self.stages.stage("plan"):
             solved = choices.earlier.solved
             strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
-            names = {given.name for given in captured.graph.inputs}  # a frozen parameter's state is none
+            names = {spec.name for spec in captured.graph.inputs}  # a frozen parameter's state is none
             rests = {name: layout for name, layout in placed(captured.state, self.world).items() if name in names}
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
             if depends_on_batch and is_first:
@@ -348,12 +348,12 @@ class Compiler:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
         assert planned.strategies is not None, "it was planned by some"
         what = "which stages and layouts it chose"
-        label, own = f"{self.consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
-        said = self.rendezvous.broadcast(label, own, what, str)
-        if said == own:
+        label, text = f"{self.consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
+        first_text = self.rendezvous.broadcast(label, text, what, str)
+        if first_text == text:
             return planned
         with reading(label):
-            first = decode_parts(parse(said), planned.strategies)
+            first = decode_parts(parse(first_text), planned.strategies)
         if first == planned.strategies:
             return planned
         try:
@@ -363,12 +363,12 @@ class Compiler:
 
     def _key_values(self, captured: Capture) -> dict[str, object]:
         """The values that choices follow from: the key of the compile cache."""
-        options, given = self.options, self.options.given
+        options, user = self.options, self.options.user
         return {
             "versions": versions(), "hardware": hardware(self.world.device), "mesh": str(self.world.mesh),
             "measured machine": self.finalizer.hardware,
             "option backend": (options.backend.name, [getattr(options.backend, flag) for flag in CAPABILITIES]),
-            "option schedule": given.schedule, "option hardware": given.hardware,
+            "option schedule": user.schedule, "option hardware": user.hardware,
             "option parallel": options.auto or self.strategies,
             "option memory_bytes": (options.memory_bytes, options.may_regather),
             "layouts of what is placed": {k: str(v) for k, v in placed(captured.state, self.world).items()},

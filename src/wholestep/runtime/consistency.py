@@ -86,7 +86,7 @@ class ConsistencyCheck:
     before: tuple[str, Capture] | None = None
     _agreed: dict[str, None] = field(default_factory=dict[str, None])
     _options: set[str] = field(default_factory=set[str])
-    _read: list[list[Assumption]] = field(default_factory=list[list[Assumption]])
+    _assumptions: list[list[Assumption]] = field(default_factory=list[list[Assumption]])
 
     @property
     def is_new(self) -> bool:
@@ -105,13 +105,13 @@ class ConsistencyCheck:
     def forget(self) -> None:
         """Ranks, all of them, compare what they compile next."""
         self._agreed.clear()
-        self._read.clear()
+        self._assumptions.clear()
 
-    def alone(self, made: RankProgram) -> RankProgram:
+    def alone(self, program: RankProgram) -> RankProgram:
         """A program of a job of one rank."""
-        made = replace(made, compared=digest(made.lines))
-        self._remember(made.compared)
-        return made
+        program = replace(program, compared=digest(program.lines))
+        self._remember(program.compared)
+        return program
 
     def fail(self, failure: str) -> None:
         """Stop the other ranks: this rank has no program."""
@@ -124,31 +124,31 @@ class ConsistencyCheck:
             self._compare({LAYOUTS: section})
             self._remember(section.fingerprint)
 
-    def program(self, made: RankProgram, inputs: StepInputs, recapture: Recapture) -> RankProgram:
+    def program(self, program: RankProgram, inputs: StepInputs, recapture: Recapture) -> RankProgram:
         """Compare a program with those of all ranks, unless its layouts, collectives and options were compared before,
         and so was what Python says now where the step reads it: the other ranks do not compile when one rank gets a
         batch of another size, or one that it has forgotten.
         """
-        state = made.capture.state
-        baked, numbers = option_lines(state, made.capture.hypers, made.capture.effects.group_options())
-        given = {VERSIONS: Section.of(versions()), STEP: Section.of([self.which, *step_lines(self.options)])}
-        rests = {LAYOUTS: Section.of(made.lines), MEMBERS: Section.of(member_lines(state))}
-        key = digest([section.fingerprint for section in (*given.values(), *rests.values())])
-        is_known = any(all(one.holds for one in read) for read in self._read)
+        state = program.capture.state
+        baked, numbers = option_lines(state, program.capture.hypers, program.capture.effects.group_options())
+        settings = {VERSIONS: Section.of(versions()), STEP: Section.of([self.which, *step_lines(self.options)])}
+        rests = {LAYOUTS: Section.of(program.lines), MEMBERS: Section.of(member_lines(state))}
+        key = digest([section.fingerprint for section in (*settings.values(), *rests.values())])
+        is_known = any(all(assumption.holds for assumption in assumptions) for assumptions in self._assumptions)
         if key in self._agreed and self._options.issuperset(baked) and is_known:
-            return replace(made, compared=key)
+            return replace(program, compared=key)
         options = {OPTIMIZERS: Section.of(baked), NUMBERS: Section.of([*numbers, *state_lines(state)])}
-        graphs = graph_sections(made.capture, self.world.device)
-        call, news = call_fingerprint(inputs, made.capture), self._news(graphs[USER_LINES].lines)
-        causes_first = {**given, **options, **rests, **graphs}
+        graphs = graph_sections(program.capture, self.world.device)
+        call, news = call_fingerprint(inputs, program.capture), self._news(graphs[USER_LINES].lines)
+        causes_first = {**settings, **options, **rests, **graphs}
         calls = self._compare(causes_first, call=call, news=news)
         if calls.first_other:
-            reads = bool(made.capture.values and made.capture.values.reads)
+            reads = bool(program.capture.values and program.capture.values.reads)
             self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
         self._remember(key)
         self._options.update(baked)
-        self._read = [*self._read[1 - TUNING.kept_comparisons :], _read_outside(made.capture, inputs)]
-        return replace(made, compared=key)
+        self._assumptions = [*self._assumptions[1 - TUNING.kept_comparisons :], _read_outside(program.capture, inputs)]
+        return replace(program, compared=key)
 
     def _news(self, lines: Sequence[str]) -> str:
         if self.before is None:
@@ -171,30 +171,30 @@ class ConsistencyCheck:
         return calls
 
     def _for_first_call(
-        self, own: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
+        self, graphs: Mapping[str, Section] | None, inputs: StepInputs, reads: bool, recapture: Recapture
     ) -> None:
-        """Compare the graphs that all ranks have for the first rank's call; `own` is there where it is this rank's."""
+        """Compare the graphs that all ranks have for the first rank's call; `graphs` where that is this rank's."""
         call = said_of(inputs, reads) if self.world.rank == 0 else None
-        if self.world.rank == 0 or own is None:
+        if self.world.rank == 0 or graphs is None:
             what, kind = "for which call it compiled its step", tuple[SaidCall | None]
             (call,) = self.rendezvous.broadcast(f"{self.round_label}/call", (call,), what, kind)
-        if own is None:
+        if graphs is None:
             with self.stages.stage("capture for the first rank's batch"):
-                own = _recaptured(call, inputs, self.world.device, recapture)
-        self._compare(own)
+                graphs = _recaptured(call, inputs, self.world.device, recapture)
+        self._compare(graphs)
 
 
 def _read_outside(capture: Capture, inputs: StepInputs) -> list[Assumption]:
     """What the step has read on the host that is no part of an argument, which ranks may have of their own."""
     shared = nn.Module, Optimizer
-    own = [n for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if not isinstance(leaf, shared)]
-    return [one for one in capture.effects.expected if not any(one.place.path.startswith(name) for name in own)]
+    names = tuple(n for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if not isinstance(leaf, shared))
+    return [assumption for assumption in capture.effects.expected if not assumption.place.path.startswith(names)]
 
 
-def _recaptured(call: SaidCall | None, given: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
+def _recaptured(call: SaidCall | None, inputs: StepInputs, device: str, recapture: Recapture) -> dict[str, Section]:
     """Sections of this rank's step for another rank's call; UNKNOWN where it cannot be captured for that call."""
     try:
-        args, kwargs = as_said(call, given, device)
+        args, kwargs = as_said(call, inputs, device)
         capture = recapture(args, kwargs)
     except Exception:  # what this rank can do with its own batch it need not be able to do with that one
         return {CONSTANTS: Section(UNKNOWN), GRAPH: Section(UNKNOWN)}
@@ -204,29 +204,29 @@ def _recaptured(call: SaidCall | None, given: StepInputs, device: str, recapture
 def versions() -> list[str]:
     """Versions of the packages on this rank."""
     try:
-        own = metadata.version("wholestep")
+        version = metadata.version("wholestep")
     except metadata.PackageNotFoundError:  # run from a folder of sources
-        own = "not installed"
-    found = {"torch": torch.__version__, "wholestep": own, "Python": platform.python_version()}
-    return [f"{name}{SEPARATOR}{value}" for name, value in {**found, "source of wholestep": own_source()[:12]}.items()]
+        version = "not installed"
+    packages = {"torch": torch.__version__, "wholestep": version, "Python": platform.python_version()}
+    return [f"{name}{SEPARATOR}{text}" for name, text in {**packages, "source of wholestep": own_source()[:12]}.items()]
 
 
 def step_lines(options: StepOptions) -> list[str]:
     """Options of the step that shape what it computes."""
-    given, schedule = options.given, options.given.schedule
+    user, schedule = options.user, options.user.schedule
     return [
         f"backend{SEPARATOR}{options.backend.name}",
-        f"cuda_graphs{SEPARATOR}{given.cuda_graphs}",
+        f"cuda_graphs{SEPARATOR}{user.cuda_graphs}",
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
-        f"on_nonfinite{SEPARATOR}{'a function' if callable(given.on_nonfinite) else given.on_nonfinite}",
+        f"on_nonfinite{SEPARATOR}{'a function' if callable(user.on_nonfinite) else user.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
-        f"tune{SEPARATOR}{given.tune}",
-        f"check_every{SEPARATOR}{given.check_every}",
-        f"verify{SEPARATOR}{given.verifies}",
+        f"tune{SEPARATOR}{user.tune}",
+        f"check_every{SEPARATOR}{user.check_every}",
+        f"verify{SEPARATOR}{user.verifies}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
         f"float8{SEPARATOR}{options.capture.float8}",
         f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
-        f"passes{SEPARATOR}{_name(given.passes)}",
+        f"passes{SEPARATOR}{_name(user.passes)}",
         cache_line(options),
     ]
 
@@ -246,14 +246,14 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
             )
     for node, times in with_bodies(local.graph):
         if communicates(node):
-            given = [source for one in operands(node) if (source := meta.tensor(one)) is not None]
-            shapes = ", ".join(f"{short_dtype(one.dtype)}{list(one.shape)}" for one in given)
-            rest = ", ".join(str(one) for one in node.args[1:-1] if not isinstance(one, (Node, list)))
+            tensors = [source for operand in operands(node) if (source := meta.tensor(operand)) is not None]
+            shapes = ", ".join(f"{short_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+            rest = ", ".join(str(argument) for argument in node.args[1:-1] if not isinstance(argument, (Node, list)))
             often = f", {times} times" if times > 1 else ""
             lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}){often}")
-    own = {i.name for i in plan.inputs if i.role is Role.BUFFER}  # of each rank, under per-rank semantics
+    buffers = {i.name for i in plan.inputs if i.role is Role.BUFFER}  # of each rank, under per-rank semantics
     updated = {out.target for out in local.outputs if out.kind == "update"}
-    return lines + [f"update of {name}" for name in sorted(updated - own)]
+    return lines + [f"update of {name}" for name in sorted(updated - buffers)]
 
 
 def option_lines(
@@ -268,12 +268,12 @@ def option_lines(
     baked, numbers = [f"number of optimizers{SEPARATOR}{len(state.optimizers)}"], list[str]()
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         of = f" of {label}" if len(state.optimizers) > 1 else ""
-        own = cast(dict[str, object], getattr(optimizer, "defaults", {}))
+        defaults = cast(dict[str, object], getattr(optimizer, "defaults", {}))
         baked.append(f"kind of {label}{SEPARATOR}{_name(type(optimizer))}")
         for g, group in enumerate(optimizer.param_groups):
             for key in sorted(map(str, group)):
                 if key != "params":
-                    into = numbers if (o, g, key) in changing or key not in own else baked
+                    into = numbers if (o, g, key) in changing or key not in defaults else baked
                     into.append(f"{key} of group {g}{of}{SEPARATOR}{show(group[key])}")
     return baked, numbers
 
@@ -283,15 +283,15 @@ def state_lines(state: StepState) -> list[str]:
     return [
         f"{key} of {name} in the state of {label}{SEPARATOR}{value!r}"
         for label, optimizer in state.optimizers.items()
-        for name, held in state.params.items()
-        for key, value in in_order(optimizer.state.get(held.tensor, {}))
+        for name, param in state.params.items()
+        for key, value in in_order(optimizer.state.get(param.tensor, {}))
         if isinstance(value, (bool, int, float))
     ]
 
 
 def member_lines(state: StepState) -> list[str]:
     """Which parameters each group has."""
-    names = {id(held.tensor): name for name, held in state.params.items()}
+    names = {id(param.tensor): name for name, param in state.params.items()}
     return [
         f"parameter {i} of group {g} of {label}{SEPARATOR}{names.get(id(param), '?')}"
         for label, optimizer in state.optimizers.items()
@@ -324,11 +324,11 @@ def show_tensor(tensor: torch.Tensor) -> str:
     if tensor.is_meta or tensor.layout != torch.strided:
         return head
     flat = _torch.local_tensor(tensor.detach()).cpu().reshape(-1)
-    few = str(cast(list[Any], flat[:_SHOWN].tolist())).removesuffix("]")
+    values = str(cast(list[Any], flat[:_SHOWN].tolist())).removesuffix("]")
     if flat.numel() <= _SHOWN:
-        return f"{head} {few}]"
+        return f"{head} {values}]"
     data = flat.contiguous().view(torch.uint8).numpy().tobytes()
-    return f"{head} {few}, ...] with fingerprint {hashlib.sha256(data).hexdigest()[:12]}"
+    return f"{head} {values}, ...] with fingerprint {hashlib.sha256(data).hexdigest()[:12]}"
 
 
 def _name(value: object) -> str:
@@ -358,13 +358,13 @@ def graph_lines(capture: Capture, device: str) -> list[str]:
     return re.sub(r" at 0x[0-9a-f]+", "", text).splitlines()
 
 
-def call_fingerprint(given: StepInputs, capture: Capture) -> str:
+def call_fingerprint(inputs: StepInputs, capture: Capture) -> str:
     """A fingerprint of all that a graph may depend on in a call, as far as it is known: of other objects the class."""
-    lines = given.structure.lines()
-    for name, leaf in zip(given.names, given.leaves, strict=True):
+    lines = inputs.structure.lines()
+    for name, leaf in zip(inputs.names, inputs.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
-            parts = name in given.whole
-            shape = given.whole[name] if parts else tuple(leaf.shape)
+            parts = name in inputs.global_shapes
+            shape = inputs.global_shapes[name] if parts else tuple(leaf.shape)
             stride = leaf.stride() if not parts and leaf.layout == torch.strided else ()
             lines.append(f"{name} {leaf.dtype} {shape} {stride} {leaf.requires_grad}")
         elif isinstance(leaf, _PLAIN):
@@ -373,5 +373,6 @@ def call_fingerprint(given: StepInputs, capture: Capture) -> str:
             lines.append(name)
         else:
             lines.append(f"{name} {_name(cast(object, type(leaf)))}")
-    lines += [str(cast(list[Any], read.expected.tolist())) for read in (capture.values.reads if capture.values else ())]
+    reads = capture.values.reads if capture.values else ()
+    lines += [str(cast(list[Any], value_read.expected.tolist())) for value_read in reads]
     return Section.of(lines).fingerprint

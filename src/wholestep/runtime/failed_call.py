@@ -56,8 +56,8 @@ class FailedCall:
         if ranks.size == 1 or not any(program.meets for program in programs):
             return
         what = f"the question of whether call {self.number} of {self.name} raised on all ranks, as here {self.text}"
-        own = self.number, self.reached.begun, self.text
-        rows: list[tuple[int, int | None, str]] = ranks.gather(label, own, what, tuple[int, int | None, str])
+        here = self.number, self.reached.begun, self.text
+        rows: list[tuple[int, int | None, str]] = ranks.gather(label, here, what, tuple[int, int | None, str])
         if self.reached.begun is not None and all(row[:2] == rows[0][:2] for row in rows):
             return
         parts = [f"{show_ranks([rank])} in call {row[0]} ({row[2]})" for rank, row in enumerate(rows)]
@@ -76,27 +76,27 @@ def _reached(error: BaseException, program: Program | None) -> Reached:
     if phase is Phase.RUNS:
         return reached(error)
     is_whole = phase is Phase.AFTER or (phase is Phase.ACTS and isinstance(error, Exception))
-    told = isinstance(error, WholestepError) or phase is Phase.ACTS
-    return Reached(not is_whole, AFTER if told and is_whole else None)
+    deliberate = isinstance(error, WholestepError) or phase is Phase.ACTS
+    return Reached(not is_whole, AFTER if deliberate and is_whole else None)
 
 
 def params_of(state: StepState) -> Iterator[Tensor]:
     """The parameters of a state."""
-    return (held.tensor for held in state.params.values())
+    return (param.tensor for param in state.params.values())
 
 
-def mark_torn(state: StepState, found: str) -> None:
-    """What was `found` has left this state between two steps."""
+def mark_torn(state: StepState, cause: str) -> None:
+    """`cause` has left this state between two steps."""
     for param in params_of(state):
-        vars(param)[_TORN] = f"{found}, after it had begun to change parameters and optimizer state"
+        vars(param)[_TORN] = f"{cause}, after it had begun to change parameters and optimizer state"
 
 
 def refuse_torn(params: Iterable[Tensor]) -> None:
     """Raise StateError if a call that raised has left these parameters between two steps."""
     marks = (vars(param).get(_TORN) for param in params)
-    if found := next(filter(None, marks), None):
+    if mark := next(filter(None, marks), None):
         needed = "state as it was before a call, or as it is after it"
-        raise StateError(found, needed, "load a checkpoint with wholestep.load, or start again from one")
+        raise StateError(mark, needed, "load a checkpoint with wholestep.load, or start again from one")
 
 
 def restored(state: StepState) -> None:

@@ -69,50 +69,51 @@ class Finalizer:
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
         self.fused = {key: names for key, names in self.fused.items() if knows(key)}
-        self.tuned = {key: found for key, found in self.tuned.items() if knows(key)}
-        self._orders_of_blocks = {key: found for key, found in self._orders_of_blocks.items() if knows(key)}
+        self.tuned = {key: choice for key, choice in self.tuned.items() if knows(key)}
+        self._orders_of_blocks = {key: orders for key, orders in self._orders_of_blocks.items() if knows(key)}
         self._recalled = {key: None for key in self._recalled if knows(key)}
 
     def finish(
-        self, made: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
+        self, program: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
     ) -> RankProgram:
         """The program that this rank runs. `may_regather`: a budget may re-gather what the plan keeps gathered.
         Programs that are finished with the same `calls` have one order.
         """
-        key, budget, self._calls = made.compared, self.options.memory_bytes, calls
-        if made.local.stage_axis:
-            made = self._of_stage(made, key, watch)
+        key, budget, self._calls = program.compared, self.options.memory_bytes, calls
+        if program.local.stage_axis:
+            program = self._of_stage(program, key, watch)
         elif budget is None:
-            made = replace(made, local=self._scheduled(made.local, key, watch))
+            program = replace(program, local=self._scheduled(program.local, key, watch))
         else:
-            made = replace(made, local=self._fitted(made.local, key, budget, may_regather, watch))
+            program = replace(program, local=self._fitted(program.local, key, budget, may_regather, watch))
         self.choices.store()
-        return made
+        return program
 
-    def _of_stage(self, made: RankProgram, key: str, watch: Watch | None) -> RankProgram:
+    def _of_stage(self, program: RankProgram, key: str, watch: Watch | None) -> RankProgram:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
-        self._recall(made.local, key)
-        whole = self.ordered(made.local, key, self.tuned.get(key, (None, ""))[1], made.plan.hardware)
-        open_channels(self.world, whole.stage_axis, channels_of(whole))
-        plain = self.passes(whole)
+        self._recall(program.local, key)
+        full = self.ordered(program.local, key, self.tuned.get(key, (None, ""))[1], program.plan.hardware)
+        open_channels(self.world, full.stage_axis, channels_of(full))
+        plain = self.passes(full)
         if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):
-                return replace(made, local=self._stage_within(whole, plain, key, budget, watch))
+                return replace(program, local=self._stage_within(full, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            return replace(made, local=run_passes(self.own_stage(whole), self._agreed(plain, key), watch), before=whole)
+            local = run_passes(self.own_stage(full), self._agreed(plain, key), watch)
+            return replace(program, local=local, before=full)
 
     def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
         """The program of all stages in the order of blocks of this name; without one, in that of the first rank, whose
         batch may have another size. Programs known as `key` have the order of the first of them, as ranks compile some
         alone.
         """
-        known = self._orders_of_blocks.setdefault(key, {}).setdefault(blocks, [])
-        if known:
-            return in_order(local, blocks, hardware, known)
+        orders = self._orders_of_blocks.setdefault(key, {}).setdefault(blocks, [])
+        if orders:
+            return in_order(local, blocks, hardware, orders)
         local = in_order(local, blocks, hardware, []) if blocks else local
         label, what = f"{self.label}/blocks/{key}/{blocks}", "in which order stages run blocks"
         local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what, tuple[Said, ...]), hardware)
-        note_orders(local, known)
+        note_orders(local, orders)
         return local
 
     def own_stage(self, local: LocalGraph) -> LocalGraph:
@@ -127,36 +128,36 @@ class Finalizer:
         over the budget, which stops all others.
         """
         stage, failure = self.world.coordinate[local.stage_axis], ""
-        known, label = key in self.fits, f"{self.label}/memory"
+        is_known, label = key in self.fits, f"{self.label}/memory"
 
-        def peak(made: LocalGraph) -> PeakMemory:
-            return peak_memory(bound_to_rank(made, self.world))
+        def peak(candidate: LocalGraph) -> PeakMemory:
+            return peak_memory(bound_to_rank(candidate, self.world))
 
         def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
             """As the first rank of the stage chooses, with the smallest buckets of any rank; the smallest of all if
             nothing fits.
             """
-            if not known:
+            if not is_known:
                 try:
-                    own = choose()
+                    choice = choose()
                 except PlanError:  # reported below, with this rank's peak
-                    own = Fitting(len(smaller_buckets(plain)) - 1, ())
-                asked = self.rendezvous.gather(f"{label}/buckets", own, "what it rematerializes", Fitting)
-                self.fits[key] = replace(asked[self._first_of(stage)], way=max(one.way for one in asked))
+                    choice = Fitting(len(smaller_buckets(plain)) - 1, ())
+                by_rank = self.rendezvous.gather(f"{label}/buckets", choice, "what it rematerializes", Fitting)
+                self.fits[key] = replace(by_rank[self._first_of(stage)], way=max(rank_fit.way for rank_fit in by_rank))
             return self.fits[key]
 
         fit = FitMemory(budget_bytes, self._hardware(), False, plain, peak, fitting, stage)
         try:
-            made = run_passes(fit(local), self._agreed(plain, key), watch)
-            if (size := peak(made).size_bytes) > budget_bytes:
+            program = run_passes(fit(local), self._agreed(plain, key), watch)
+            if (size := peak(program).size_bytes) > budget_bytes:
                 raise _over(f"stage {stage}", self.world.rank, size, budget_bytes)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
-            if not known:
+            if not is_known:
                 self.rendezvous.all_equal(f"{label}/fits", {}, failure)
-        return made
+        return program
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
         """The hardware that programs are scheduled on, measured where it is not given, and the schedule."""
@@ -165,18 +166,18 @@ class Finalizer:
 
     def _schedule(self) -> Schedule | None:
         """How collectives are merged and ordered; None where they are not. All ranks measure or none."""
-        given = self.options.given.schedule
-        if not isinstance(given, str):
-            return given
+        schedule = self.options.user.schedule
+        if not isinstance(schedule, str):
+            return schedule
         if self.world.mesh.size > 1:
             hardware = self._hardware()
-            self.schedule = self.schedule or Schedule(hardware, across_steps=given == "across_steps")
+            self.schedule = self.schedule or Schedule(hardware, across_steps=schedule == "across_steps")
         return self.schedule
 
     def _hardware(self) -> Hardware:
         """The hardware as given, or as measured by all ranks once, or by an earlier start."""
-        if self.options.given.hardware is not None:
-            return self.options.given.hardware
+        if self.options.user.hardware is not None:
+            return self.options.user.hardware
         if self.hardware is None:
             self.choices.look_up()
             with self.stages.stage("measure"):
@@ -195,10 +196,10 @@ class Finalizer:
         """What schedules `local`, or a stage of it, without a budget."""
         backend, axis = self.options.backend, local.stage_axis
         if axis:
-            made = stage_pipeline(self.world.mesh, axis, self._schedule, backend=backend)
+            passes = stage_pipeline(self.world.mesh, axis, self._schedule, backend=backend)
         else:
-            made = pipeline(schedule=self._schedule(), backend=backend)
-        return edited(made, self.options.given.passes)
+            passes = pipeline(schedule=self._schedule(), backend=backend)
+        return edited(passes, self.options.user.passes)
 
     def keep(self, key: str, before: LocalGraph, stays: TriedSchedule, choices: CachedChoices) -> None:
         """Programs known as `key` have this schedule from now on, in later starts too."""
@@ -221,21 +222,21 @@ class Finalizer:
             return
         self._recalled[key] = None
         self.choices.look_up()
-        if (found := self.choices.tuned_for(local)) is not None:
-            self.tuned[key] = found
+        if (tuned := self.choices.tuned_for(local)) is not None:
+            self.tuned[key] = tuned
 
     def _fitted(
         self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
-        known = key in self.fits
+        is_known = key in self.fits
         label = f"{self.label}/memory"
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
 
-        def peak(made: LocalGraph) -> PeakMemory:
-            return peak_memory(bound_to_rank(made, self.world))
+        def peak(candidate: LocalGraph) -> PeakMemory:
+            return peak_memory(bound_to_rank(candidate, self.world))
 
         def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
             """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
@@ -251,22 +252,22 @@ class Finalizer:
         plain = pipeline(
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
-        passes = fitted_with(edited(plain, self.options.given.passes), peak, fitting)  # it tries orders of its own
+        passes = fitted_with(edited(plain, self.options.user.passes), peak, fitting)  # it tries orders of its own
         passes = self._agreed(passes, key)
         failure = ""
         try:
             with self.stages.stage("memory"):
-                made = run_passes(local, passes, watch)
-            size = peak(made).size_bytes
+                program = run_passes(local, passes, watch)
+            size = peak(program).size_bytes
             if size > budget_bytes:
                 raise _over("the step", self.world.rank, size, budget_bytes)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
-            if not known:
+            if not is_known:
                 rendezvous.all_equal(f"{label}/fits", {}, failure)
-        return made
+        return program
 
     def _agreed(self, passes: Sequence[Pass], key: str) -> tuple[Pass, ...]:
         """`passes` that decide alike on all ranks."""
@@ -277,8 +278,8 @@ class Finalizer:
         """The collectives that all ranks would fuse with products next to them."""
         if key not in self.fused:
             what = "which collectives are fused with products"
-            asked = self.rendezvous.gather(f"{self.label}/fused", tuple(names), what, tuple[str, ...])
-            self.fused[key] = set(names).intersection(*asked)
+            by_rank = self.rendezvous.gather(f"{self.label}/fused", tuple(names), what, tuple[str, ...])
+            self.fused[key] = set(names).intersection(*by_rank)
         return self.fused[key]
 
     def _first_of(self, stage: int) -> int:
@@ -288,24 +289,24 @@ class Finalizer:
 
     def _order(self, local: LocalGraph, key: str) -> list[str]:
         """The collectives by name in the order of the first rank, whose batch may have another size."""
-        own = collectives_of(local)
-        if self.world.mesh.size == 1 or self.options.given.schedule is None:
-            return own
+        order = collectives_of(local)
+        if self.world.mesh.size == 1 or self.options.user.schedule is None:
+            return order
         if key not in self.orders:
             what = "in which order collectives run"
             if local.stage is None:
-                self.orders[key] = list(self.rendezvous.broadcast(f"{self.label}/order", own, what, tuple[str, ...]))
+                self.orders[key] = list(self.rendezvous.broadcast(f"{self.label}/order", order, what, tuple[str, ...]))
             else:
-                asked = self.rendezvous.gather(f"{self.label}/order", own, what, tuple[str, ...])
-                self.orders[key] = list(asked[self._first_of(local.stage)])
+                by_rank = self.rendezvous.gather(f"{self.label}/order", order, what, tuple[str, ...])
+                self.orders[key] = list(by_rank[self._first_of(local.stage)])
         return self.orders[key]
 
 
 def _over(what: str, rank: int, size_bytes: int, budget_bytes: int) -> PlanError:
     """The error for a rank whose order of collectives, that of the first rank, takes it over the budget."""
     why = f"collectives run in the first rank's order, which takes {human(size_bytes - budget_bytes)} more here"
-    found, needed = f"{what} holds {human(size_bytes)} on rank {rank}", f"at most {human(budget_bytes)}"
-    return PlanError(found, needed, f"give memory_bytes={human_at_least(size_bytes)!r} or more: {why}")
+    problem, needed = f"{what} holds {human(size_bytes)} on rank {rank}", f"at most {human(budget_bytes)}"
+    return PlanError(problem, needed, f"give memory_bytes={human_at_least(size_bytes)!r} or more: {why}")
 
 
 def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:

@@ -107,7 +107,7 @@ class LeafGuard:
         value = as_given(value) if self.kind is np.ndarray else value
         if type(value) is not self.kind or not self.contents:
             return type(value) is self.kind
-        return (read := opaque(value)) is not None and bool(read() == self.value)
+        return (reader := opaque(value)) is not None and bool(reader() == self.value)
 
 
 class Condition:
@@ -131,8 +131,8 @@ class Condition:
 
     def failed(self) -> str:
         """What the first term that does not hold says. A term may be false where nothing changed, and then says ""."""
-        said = (says() for term, says in self._terms if not self._function(term)())
-        return next(filter(None, said), "")
+        texts = (says() for term, says in self._terms if not self._function(term)())
+        return next(filter(None, texts), "")
 
     def _function(self, body: str) -> Callable[[], bool]:
         absent = "KeyError, IndexError, AttributeError, ValueError"
@@ -143,21 +143,21 @@ class Condition:
 def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     """One function that is true when all expected objects are in place; where it is false, each is looked at."""
     condition = Condition()
-    for one in expected:
-        holder, key, value = one.place.holder, one.place.key, one.value
+    for assumption in expected:
+        holder, key, value = assumption.place.holder, assumption.place.key, assumption.value
         holder = holder.now() if isinstance(holder, TensorAttributes) else holder
-        if one.kind in ("content", "tensor") or holder is os.environ:  # a variable is a new string in each read
-            condition.add("{}.holds", one)
-        elif one.kind == "attributes":
+        if assumption.kind in ("content", "tensor") or holder is os.environ:  # a variable is a new string in each read
+            condition.add("{}.holds", assumption)
+        elif assumption.kind == "attributes":
             condition.add("len({}) == {}", holder, len(holder))
-        elif one.kind == "size":
+        elif assumption.kind == "size":
             condition.add("len({}) == {}", holder, value)
-        elif one.kind == "type":
+        elif assumption.kind == "type":
             condition.add("type({}[{}]) is {}", holder, key, value)
         elif value is MISSING and isinstance(holder, dict):
             condition.add("{} not in {}", key, holder)
         elif value is MISSING:
-            condition.add("{}.holds", one)
+            condition.add("{}.holds", assumption)
         elif isinstance(holder, Slots) and key == "cell_contents":  # a closure variable
             condition.add("{}.cell_contents is {}", holder.owner, value)
         else:
@@ -197,8 +197,8 @@ class HookGuard:
         return not same
 
     def _now(self) -> list[tuple[int, Any]]:
-        found = [item for holder in self._holders for table in _torch.hook_tables(holder) for item in table.items()]
-        return [(key, hook) for key, hook in found if not _torch.only_looks(hook)]
+        entries = [item for holder in self._holders for table in _torch.hook_tables(holder) for item in table.items()]
+        return [(key, hook) for key, hook in entries if not _torch.only_looks(hook)]
 
 
 def ambient(device: str) -> tuple[Any, ...]:
@@ -239,7 +239,7 @@ class Guards:
     def _hold_state(self, capture: Capture) -> None:
         """Compare what modules, parameters and optimizers are set to."""
         state, add = capture.state, self._held.add
-        params = {name: held.tensor for name, held in state.params.items()}
+        params = {name: param.tensor for name, param in state.params.items()}
         add("{}()", _torch.flags_check([*params.values()]), says=partial(_other_flag, _flags(params), params))
         for optimizer in state.optimizers.values():
             members = [list(group["params"]) for group in optimizer.param_groups]
@@ -278,9 +278,9 @@ class Guards:
         for leaf, guard, name in zip(leaves, self._leaves, self._names, strict=True):
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
-                    found, was = _about(leaf), f"{tuple(guard.shape)} {guard.dtype}"
-                    more = " in other strides, on another device, with another requires_grad or other attributes"
-                    return Miss(f"argument {name} is {found}, it was {was}{more * found.endswith(was)}")
+                    actual, was = _about(leaf), f"{tuple(guard.shape)} {guard.dtype}"
+                    detail = " in other strides, on another device, with another requires_grad or other attributes"
+                    return Miss(f"argument {name} is {actual}, it was {was}{detail * actual.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return self._miss_of(name, leaf, guard, leaves)
         for i in self._effects.given:
@@ -301,11 +301,11 @@ class Guards:
 
     def _miss_of(self, name: str, leaf: Any, guard: Any, leaves: Sequence[Any]) -> Miss:
         rows = zip(self._names, leaves, self._leaves, strict=True)
-        others = tuple(n for n, v, g in rows if not isinstance(g, TensorGuard) and not _same_value(v, g))
+        changed = tuple(n for n, v, g in rows if not isinstance(g, TensorGuard) and not _same_value(v, g))
         kind = guard.kind if isinstance(guard, LeafGuard) else None
         text = f"is {_about(leaf)}, it was {kind.__name__ if kind is not None else _about(guard)}"
         text = "has other contents" if kind is not None and guard.contents else text
-        return Miss(f"argument {name} {text}", where=name, arguments=others)
+        return Miss(f"argument {name} {text}", where=name, arguments=changed)
 
     def differ_in_sizes(self, structure: Structure, leaves: Sequence[Any], now: tuple[Any, ...]) -> bool:
         """True if a call, that missed, differs in nothing but sizes of the batch."""
@@ -323,11 +323,11 @@ class Guards:
     def _check_host(self) -> Miss | None:
         """The first value of Python, or choice of the host's program, that is another one."""
         effects = self._effects
-        one = None if self._assumptions_hold() else next((e for e in effects.expected if not e.holds), None)
-        if one is not None:
-            number, use = one.number, "depends on a value of Python"
-            replaced = one.kind != "equal" and not number
-            return Miss(one.difference, use, number or one.place.path, bool(number), replaced)
+        assumption = None if self._assumptions_hold() else next((e for e in effects.expected if not e.holds), None)
+        if assumption is not None:
+            number, use = assumption.number, "depends on a value of Python"
+            replaced = assumption.kind != "equal" and not number
+            return Miss(assumption.difference, use, number or assumption.place.path, bool(number), replaced)
         where = effects.program.decided_otherwise() if effects.program.decisions else ""
         if not where:
             return None
@@ -366,8 +366,8 @@ def _other_members(optimizer: torch.optim.Optimizer, had: list[list[torch.Tensor
 
 
 def _other_option(optimizer: torch.optim.Optimizer, number: int, key: str, value: object) -> str:
-    found = optimizer.param_groups[number].get(key)
-    return f"option {key!r} of a parameter group is {found!r}, it was {value!r}"
+    current = optimizer.param_groups[number].get(key)
+    return f"option {key!r} of a parameter group is {current!r}, it was {value!r}"
 
 
 def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:

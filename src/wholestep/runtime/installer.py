@@ -45,38 +45,36 @@ class Installer:
     def __init__(self, options: StepOptions, stages: Stages, clock: WaitClock | None) -> None:
         self.state: StepState | None = None
         self.recordings: Recordings | None = None
-        self.not_recorded = "cuda_graphs=False" if options.given.cuda_graphs is False else ""
+        self.not_recorded = "cuda_graphs=False" if options.user.cuda_graphs is False else ""
         self._options, self._stages, self.clock = options, stages, clock
         self._optimizers = WeakSet[Optimizer]()
         self._flushes = False
         self._rng: SharedRng | None = None
         self._check: ReplicaCheck | None = None
 
-    def place(self, made: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Program:
+    def place(self, program: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Program:
         """Move the state to where the plan says, and take the guards of the call; `finish` makes what it runs."""
-        state, offload, timeout_s = (
-            made.capture.state,
-            self._options.capture.offload,
-            self._options.given.agree_timeout_s,
-        )
+        state, offload = program.capture.state, self._options.capture.offload
+        timeout_s = self._options.user.agree_timeout_s
         refuse_torn(params_of(state))
         with self._stages.stage("place"):
-            place(state, made.plan, world, strategies.options.sync_state and self.state is None)
+            place(state, program.plan, world, strategies.options.sync_state and self.state is None)
             if world.devices is not None or offload is not None:
                 gather_before_eager_call(state.modules, timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._optimizers):
                 gather_before_eager_step(optimizer)
                 self._optimizers.add(optimizer)
         self.state = state
-        guards = Guards(made.capture, inputs, world.device)
+        guards = Guards(program.capture, inputs, world.device)
         shard = None
         if guards.sizes is not None:
             shard = guards.sizes.row_major
         elif inputs.sharder is not None and inputs.sizes:
             shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
-        rng = self._shared_rng(made.before, world, strategies)  # the program of all stages, alike on all ranks
+        rng = self._shared_rng(program.before, world, strategies)  # the program of all stages, alike on all ranks
         return Program(
-            made.capture, made.plan, made.local, world, guards, inputs.names, shard, rng, made.compared, made.before
+            program.capture, program.plan, program.local, world, guards, inputs.names, shard, rng, program.compared,
+            program.before,
         )  # fmt: skip
 
     def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies, ranks: Rendezvous) -> Program:
@@ -94,7 +92,7 @@ class Installer:
             program.guards.sizes.prove()
             if self._options.memory_bytes is not None:
                 program.guards.sizes.besides = partial(_over, self._options.memory_bytes, program)
-        every = self._options.given.check_every
+        every = self._options.user.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
             self._check = self._check or ReplicaCheck(every, world, strategies.options)
             program.check = self._check.before
@@ -106,7 +104,7 @@ class Installer:
         if not self._flushes:
             modules = [module for root in state.modules.values() for module in root.modules()]
             flush_before_use(modules, state.optimizers.values())
-            gather_before_eager_call(state.modules, self._options.given.agree_timeout_s)
+            gather_before_eager_call(state.modules, self._options.user.agree_timeout_s)
             self._flushes = True
         first, flush = parts
         count = sum(out.kind == "carry" for out in program.local.outputs)
@@ -135,10 +133,10 @@ class Installer:
 
     def _prepare_recordings(self, world: World, ranks: Rendezvous) -> None:
         """Decide whether programs are recorded: the same on all ranks, at the first program (collective)."""
-        given = self._options.given
-        asked, kind = given.cuda_graphs is True, torch.device(world.device).type
-        self.not_recorded = not_recorded(self._options.backend, given)
-        if not self.not_recorded and not asked and kind != "cuda":
+        user = self._options.user
+        explicit, kind = user.cuda_graphs is True, torch.device(world.device).type
+        self.not_recorded = not_recorded(self._options.backend, user)
+        if not self.not_recorded and not explicit and kind != "cuda":
             self.not_recorded = f"the step runs on {kind}"
         if self._options.strategies.pipeline is not None:
             self.not_recorded = self.not_recorded or STAGES_RUN_OP_BY_OP
@@ -154,7 +152,7 @@ class Installer:
                 return
             agree = memory.extremes
         recorder = cuda_recorder(world.device if kind == "cuda" else "cuda:0")
-        self.recordings = Recordings(recorder, asked, given.max_recordings, agree)
+        self.recordings = Recordings(recorder, explicit, user.max_recordings, agree)
 
     def _shared_rng(self, local: LocalGraph, world: World, strategies: Strategies) -> SharedRng | None:
         """Random numbers of ranks that compute one thing together."""
@@ -171,6 +169,6 @@ def _over(budget_bytes: int, program: Program, sizes: Mapping[str, int]) -> str:
     """Why a batch of these sizes does not fit into the budget with what the program recomputes; empty if it does."""
     bound = bound_to_rank(program.local.copy(), program.world)
     at_sizes(bound.graph, sizes)
-    held = peak_memory(bound).size_bytes
-    found = f"the step holds {human(held)} at these sizes, of memory_bytes={human(budget_bytes)}"
-    return found if held > budget_bytes else ""
+    peak_bytes = peak_memory(bound).size_bytes
+    problem = f"the step holds {human(peak_bytes)} at these sizes, of memory_bytes={human(budget_bytes)}"
+    return problem if peak_bytes > budget_bytes else ""

@@ -63,25 +63,25 @@ class NonfiniteWatch:
         while self._unread:
             self._read(self._unread.popleft())
 
-    def _read(self, found: _Found) -> None:
-        if found.ready is not None:
-            found.ready.synchronize()
-        if not found.skipped:
+    def _read(self, outcome: _Found) -> None:
+        if outcome.ready is not None:
+            outcome.ready.synchronize()
+        if not outcome.skipped:
             return
         self.skipped += 1
-        flags = cast("list[bool]", found.flags.tolist())
-        names = tuple(dict.fromkeys(name for name, flag in zip(found.names, flags, strict=True) if flag))
+        flags = cast("list[bool]", outcome.flags.tolist())
+        names = tuple(dict.fromkeys(name for name, flag in zip(outcome.names, flags, strict=True) if flag))
         if callable(self.action):
-            self.action(found.number, names)
+            self.action(outcome.number, names)
         elif self.action == "raise":
-            raise NonFiniteError(found.number, names)
+            raise NonFiniteError(outcome.number, names)
         elif self.skipped == 1:
-            text = f"{self.name} skips call {found.number}: {not_finite(names)}; step.skipped counts such calls"
+            text = f"{self.name} skips call {outcome.number}: {not_finite(names)}; step.skipped counts such calls"
             warnings.warn(text, stacklevel=4)
 
 
-def _to_host(made: torch.Tensor) -> torch.Tensor:
-    return torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 _watches = WeakSet[NonfiniteWatch]()

@@ -26,7 +26,7 @@ class PaddedCall:
 
 
 def with_lengths(
-    given: Sequence[PadTo], call: StepCall, names: Sequence[str]
+    paddings: Sequence[PadTo], call: StepCall, names: Sequence[str]
 ) -> tuple[StepCall, tuple[Any, ...], dict[str, Any]]:
     """A call with the lengths of its batch as one more argument, which programs read: its leaves, and its arguments.
 
@@ -35,59 +35,59 @@ def with_lengths(
     at, leaves = {name: i for i, name in enumerate(names)}, call.leaves
     args, kwargs = put_together(call.structure, leaves)
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    kwargs[LENGTHS] = [torch.full((), _length(one, leaves, at), device=device) for one in given]
+    kwargs[LENGTHS] = [torch.full((), _length(pad, leaves, at), device=device) for pad in paddings]
     return take_apart((args, kwargs)), args, kwargs
 
 
 def padded(
-    given: Sequence[PadTo], call: StepCall, names: Sequence[str], longest: Callable[[int], int] = int
+    paddings: Sequence[PadTo], call: StepCall, names: Sequence[str], longest: Callable[[int], int] = int
 ) -> PaddedCall | None:
     """A call that has its lengths, with its batch padded; None if a length of it is longer than all that it could be
     padded to. `longest`: the greatest of the lengths that ranks give which share a batch.
     """
     at, leaves = {name: i for i, name in enumerate(names)}, list(call.leaves)
     lengths: dict[tuple[str, int], int] = {}
-    for one, kept in zip(given, length_names(given), strict=True):
-        own = _length(one, leaves, at)
-        length = longest(own)
-        if length > max(one.lengths):
+    for pad, length_name in zip(paddings, length_names(paddings), strict=True):
+        local_length = _length(pad, leaves, at)
+        length = longest(local_length)
+        if length > max(pad.lengths):
             return None
-        if length != own:
-            leaves[at[kept]] = torch.full_like(leaves[at[kept]], length)
-        for name, dim in one.dims.items():
+        if length != local_length:
+            leaves[at[length_name]] = torch.full_like(leaves[at[length_name]], length)
+        for name, dim in pad.dims.items():
             lengths[name, dim] = length
-            leaves[at[name]] = _longer(leaves[at[name]], dim, one.length(length), one.fill.get(name, 0))
+            leaves[at[name]] = _longer(leaves[at[name]], dim, pad.length(length), pad.fill.get(name, 0))
     args, kwargs = put_together(call.structure, leaves)
     return PaddedCall(StepCall(call.structure, tuple(leaves)), args, kwargs, lengths)
 
 
-def length_names(given: Sequence[PadTo]) -> list[str]:
+def length_names(paddings: Sequence[PadTo]) -> list[str]:
     """The inputs of a step that have the lengths before padding."""
-    return [f"{LENGTHS}[{i}]" for i in range(len(given))]
+    return [f"{LENGTHS}[{i}]" for i in range(len(paddings))]
 
 
-def refuse_cut(given: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> None:
+def refuse_cut(paddings: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> None:
     """Raise PlanError for a dim that ranks share: each has a part, behind which padding would lie."""
-    for name, dim in [place for one in given for place in one.dims.items() if place in cut]:
-        found = f"pad_to: dim {dim} of {name!r}, of which each rank has a part"
+    for name, dim in [place for pad in paddings for place in pad.dims.items() if place in cut]:
+        problem = f"pad_to: dim {dim} of {name!r}, of which each rank has a part"
         raise PlanError(
-            found, "another dim than that of rows", "leave out pad_to: ranks may have other numbers of rows"
+            problem, "another dim than that of rows", "leave out pad_to: ranks may have other numbers of rows"
         )
 
 
-def _length(one: PadTo, leaves: Sequence[Any], at: dict[str, int]) -> int:
-    found = {name: _size(name, dim, leaves, at) for name, dim in one.dims.items()}
-    if len(set(found.values())) > 1:
-        sizes = ", ".join(f"{n} of {name}" for name, n in found.items())
+def _length(pad: PadTo, leaves: Sequence[Any], at: dict[str, int]) -> int:
+    lengths = {name: _size(name, dim, leaves, at) for name, dim in pad.dims.items()}
+    if len(set(lengths.values())) > 1:
+        sizes = ", ".join(f"{n} of {name}" for name, n in lengths.items())
         raise PlanError(f"pad_to: lengths {sizes}", "one length", "give each length a PadTo of its own")
-    return next(iter(found.values()))
+    return next(iter(lengths.values()))
 
 
 def _size(name: str, dim: int, leaves: Sequence[Any], at: dict[str, int]) -> int:
     value = leaves[at[name]] if name in at else None
     if not isinstance(value, torch.Tensor) or value.dim() <= dim:
-        known = ", ".join(n for n, i in at.items() if isinstance(leaves[i], torch.Tensor)) or "none"
-        raise PlanError(f"pad_to: dim {dim} of {name!r}", f"a dim of a tensor of the batch: {known}", "correct it")
+        tensors = ", ".join(n for n, i in at.items() if isinstance(leaves[i], torch.Tensor)) or "none"
+        raise PlanError(f"pad_to: dim {dim} of {name!r}", f"a dim of a tensor of the batch: {tensors}", "correct it")
     return value.shape[dim]
 
 
@@ -95,39 +95,39 @@ def _longer(value: torch.Tensor, dim: int, length: int, fill: float) -> torch.Te
     if value.shape[dim] == length:
         return value
     if value.requires_grad:
-        found = "pad_to: a tensor of the batch that asks for a gradient"
-        raise PlanError(found, "tensors without gradients", "leave out pad_to, or detach it")
-    made = value.new_full((*value.shape[:dim], length, *value.shape[dim + 1 :]), fill)
-    made.narrow(dim, 0, value.shape[dim]).copy_(value)
-    return made
+        problem = "pad_to: a tensor of the batch that asks for a gradient"
+        raise PlanError(problem, "tensors without gradients", "leave out pad_to, or detach it")
+    longer = value.new_full((*value.shape[:dim], length, *value.shape[dim + 1 :]), fill)
+    longer.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return longer
 
 
-def exact(given: Sequence[PadTo], captured: Capture, others: Mapping[str, int]) -> Capture:
+def exact(paddings: Sequence[PadTo], captured: Capture, sizes: Mapping[str, int]) -> Capture:
     """A captured step that computes on a padded batch what it computes on the batch; PaddingError if there is none.
-    `others` are sizes beside those of the capture for which it holds.
+    It holds for `sizes` beside those of the capture.
     """
-    refuse_fixed(given, captured)
+    refuse_fixed(paddings, captured)
     symbols = captured.symbols
     assert symbols is not None, "not refused"
-    places, batches = {place: symbol for symbol, place in symbols.record.dims.items()}, [symbols.record.hints, others]
+    places, batches = {place: symbol for symbol, place in symbols.record.dims.items()}, [symbols.record.hints, sizes]
     dims = [
-        PaddedDims(one.lengths, one.dims, one.fill, [places[place] for place in one.dims.items()], name, batches)
-        for one, name in zip(given, length_names(given), strict=True)
+        PaddedDims(pad.lengths, pad.dims, pad.fill, [places[place] for place in pad.dims.items()], name, batches)
+        for pad, name in zip(paddings, length_names(paddings), strict=True)
     ]
     graph = filled_where_padded(captured.graph, dims, symbols)
     symbols.end_of_trace()
     return replace(captured, graph=graph, unfilled=captured.graph)
 
 
-def refuse_fixed(given: Sequence[PadTo], captured: Capture) -> None:
+def refuse_fixed(paddings: Sequence[PadTo], captured: Capture) -> None:
     """Raise PaddingError unless all lengths are symbols of a capture."""
     symbols = captured.symbols
     places = {} if symbols is None else {place: symbol for symbol, place in symbols.record.dims.items()}
     fixed = {} if symbols is None else symbols.fixed()
-    for one in given:
-        wrong = [place for place in one.dims.items() if place not in places or place in fixed]
+    for pad in paddings:
+        wrong = [place for place in pad.dims.items() if place not in places or place in fixed]
         if wrong or symbols is None:
-            name, dim = wrong[0] if wrong else next(iter(one.dims.items()))
+            name, dim = wrong[0] if wrong else next(iter(pad.dims.items()))
             where = fixed.get((name, dim), "")
             raise PaddingError(
                 f"pad_to: dim {dim} of {name} is fixed by the step",

@@ -35,22 +35,22 @@ def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if is_apart(plan.storage[i.name])}
     sharded |= {name.rpartition("/")[0] for name, layout in plan.created_storage.items() if is_apart(layout)}
-    for name, held in state.params.items():
-        if _PLACED in vars(held.tensor) or isinstance(held.tensor, DTensor):
+    for name, param in state.params.items():
+        if _PLACED in vars(param.tensor) or isinstance(param.tensor, DTensor):
             continue
         if shared:
-            _from_first_rank(held.tensor.detach(), world)
+            _from_first_rank(param.tensor.detach(), world)
         if name in sharded:
-            _shard_param(state, held, plan.storage[name], world)
+            _shard_param(state, param, plan.storage[name], world)
         else:
-            held.tensor.data = _at_home(held.tensor.data, world)
-        vars(held.tensor)[_PLACED] = plan.storage[name]
-    for name, held in state.buffers.items():
-        if held.tensor.device.type != torch.device(world.device).type:
-            held_state.put(held, held.tensor.to(world.device))
-        if shared and _PLACED not in vars(held.tensor):
-            _from_first_rank(held.tensor.detach(), world)
-        vars(held.tensor)[_PLACED] = plan.storage[name]
+            param.tensor.data = _at_home(param.tensor.data, world)
+        vars(param.tensor)[_PLACED] = plan.storage[name]
+    for name, buffer in state.buffers.items():
+        if buffer.tensor.device.type != torch.device(world.device).type:
+            held_state.put(buffer, buffer.tensor.to(world.device))
+        if shared and _PLACED not in vars(buffer.tensor):
+            _from_first_rank(buffer.tensor.detach(), world)
+        vars(buffer.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
 
 
@@ -77,9 +77,9 @@ def _from_first_rank(tensor: torch.Tensor, world: World) -> None:
 def placed(state: StepState, world: World) -> dict[str, Layout]:
     """Layouts of parameters and optimizer state that another step, or another call, has placed."""
     out: dict[str, Layout] = {}
-    held = {n: h.tensor for n, h in state.params.items()}
-    held |= {h.input.name: h.tensor for h in held_state.optimizer_state(state)}
-    for name, tensor in held.items():
+    tensors = {n: h.tensor for n, h in state.params.items()}
+    tensors |= {h.input.name: h.tensor for h in held_state.optimizer_state(state)}
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             out[name] = dtensor.layout_of(tensor, world.mesh)
         elif _PLACED in vars(tensor):
@@ -87,22 +87,22 @@ def placed(state: StepState, world: World) -> dict[str, Layout]:
     return out
 
 
-def _shard_param(state: StepState, held: StepTensor, layout: Layout, world: World) -> None:
-    old = held.tensor
+def _shard_param(state: StepState, param: StepTensor, layout: Layout, world: World) -> None:
+    old = param.tensor
     new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
     _torch.move_hooks(old, new)
     if old.grad is not None:
         new.grad = shard(old.grad, layout, world)
-    held_state.replace(state, held, new)
+    held_state.replace(state, param, new)
 
 
 def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     """This rank's piece of a whole tensor, as a DTensor that owns its storage, on `world.home`."""
     assert world.devices is not None, "only a world of several ranks shards"
     piece = cut(tensor, layout, world.mesh, world.coordinate)
-    own = piece.clone(memory_format=torch.contiguous_format) if is_apart(layout) else piece
-    return wrap(_at_home(own, world), world.devices, dtensor.placements(layout, world.mesh), tensor.shape)
+    owned = piece.clone(memory_format=torch.contiguous_format) if is_apart(layout) else piece
+    return wrap(_at_home(owned, world), world.devices, dtensor.placements(layout, world.mesh), tensor.shape)
 
 
 def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -114,12 +114,12 @@ def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
     """Create the optimizer state that the graph takes, on this rank's pieces; place what exists."""
-    wanted = {(i.optimizer, i.owner): i for i in plan.inputs if i.role is Role.STATE}
+    state_inputs = {(i.optimizer, i.owner): i for i in plan.inputs if i.role is Role.STATE}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = state.param_name(param)
-                if (o, name) in wanted and not optimizer.state.get(param):
+                if (o, name) in state_inputs and not optimizer.state.get(param):
                     held_state.prime(optimizer, param, group, world.device)
                 elif shared:
                     for value in Entry(optimizer.state.get(param, {})).leaves().values():
@@ -165,29 +165,29 @@ def _resharded(value: torch.Tensor, have: Layout, layout: Layout, world: World) 
     if not isinstance(value, DTensor) or not have.owned:
         return shard(value.full_tensor() if isinstance(value, DTensor) else value, layout, world)
     if have.is_sharded or have.owned != layout.owned:
-        found = f"optimizer state stored as {have} where the step has {layout}"
-        raise StateError(found, "state of the same stages", "load it with wholestep.load, or start without it")
+        problem = f"optimizer state stored as {have} where the step has {layout}"
+        raise StateError(problem, "state of the same stages", "load it with wholestep.load, or start without it")
     assert world.devices is not None, "stages are several ranks"
     piece = cut(value.to_local(), layout, world.mesh, world.coordinate).clone(memory_format=torch.contiguous_format)
     return wrap(_at_home(piece, world), world.devices, dtensor.placements(layout, world.mesh), value.shape)
 
 
-def find_input(given: Input, state: StepState) -> tuple[Any, Any]:
+def find_input(spec: Input, state: StepState) -> tuple[Any, Any]:
     """Container and key that hold an input now. Raises StateError: it is gone."""
-    if given.role is Role.PARAM:
-        return state.params[given.name].places[0]
-    if given.role is Role.BUFFER:
-        return state.buffers[given.name].places[0]
-    return Entry(entry_of(given, state)).place(given.key)
+    if spec.role is Role.PARAM:
+        return state.params[spec.name].places[0]
+    if spec.role is Role.BUFFER:
+        return state.buffers[spec.name].places[0]
+    return Entry(entry_of(spec, state)).place(spec.key)
 
 
-def entry_of(given: Input, state: StepState) -> dict[str, Any]:
+def entry_of(spec: Input, state: StepState) -> dict[str, Any]:
     """What an optimizer has for the parameter of an input of its state. Raises StateError: it is gone."""
-    entry = list(state.optimizers.values())[given.optimizer].state.get(state.params[given.owner].tensor, {})
-    if not Entry(entry).has(given.key):
-        found = f"optimizer state {given.key!r} of parameter {given.owner!r} is gone"
+    entry = list(state.optimizers.values())[spec.optimizer].state.get(state.params[spec.owner].tensor, {})
+    if not Entry(entry).has(spec.key):
+        problem = f"optimizer state {spec.key!r} of parameter {spec.owner!r} is gone"
         needed = f"the state that the compiled step updates (found {sorted(entry) or 'nothing'})"
-        raise StateError(found, needed, "load a whole optimizer state, or compile the step again")
+        raise StateError(problem, needed, "load a whole optimizer state, or compile the step again")
     return entry
 
 
@@ -196,17 +196,17 @@ def materialize(state: StepState, device: str) -> None:
     on_meta = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
     if not on_meta:
         return
-    for held in on_meta.values():
-        old = held.tensor
+    for step_tensor in on_meta.values():
+        old = step_tensor.tensor
         new = torch.empty_like(old, device=device)
         new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
         _torch.move_hooks(old, new)
-        held_state.replace(state, held, new)
+        held_state.replace(state, step_tensor, new)
     ours = {id(h.tensor) for h in on_meta.values()}
     for prefix, root in state.modules.items():
         for path, module in walk({prefix: root}):
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if any(id(t) in ours for t in own):
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(id(t) in ours for t in tensors):
                 _initialize(root, module, path)
 
 
@@ -220,19 +220,19 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
             reset()
         else:
             kind = type(module).__name__
-            found = f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()"
+            text = f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()"
             needed = "a way to initialize its parameters"
-            raise StateError(found, needed, "give it a reset_parameters() method, or build the model on a real device")
+            raise StateError(text, needed, "give it a reset_parameters() method, or build the model on a real device")
 
 
-def pack_buckets(local: LocalGraph, held: Sequence[Tensor], ours: Set[int] = frozenset()) -> frozenset[int]:
-    """Move the shards of each bucket into one buffer, as the same tensors; `held` are the first inputs of `local`.
+def pack_buckets(local: LocalGraph, tensors: Sequence[Tensor], ours: Set[int] = frozenset()) -> frozenset[int]:
+    """Move the shards of each bucket into one buffer, as the same tensors; `tensors` are the first inputs of `local`.
     Where a shard is a view of a larger buffer, as another program leaves it, the bucket stays: `side_by_side` copies.
-    Addresses of buffers that were made for `held` before are `ours`: their shards move. Returns these addresses.
+    Addresses of buffers that were made for `tensors` before are `ours`: their shards move. Returns these addresses.
     """
-    made = set(ours)
+    addresses = set(ours)
     for numbers in buckets(local):
-        pieces = [held[number] for number in numbers]
+        pieces = [tensors[number] for number in numbers]
         if all(
             piece.is_contiguous()
             and (piece.untyped_storage().nbytes() == piece.nbytes or piece.untyped_storage().data_ptr() in ours)
@@ -243,5 +243,5 @@ def pack_buckets(local: LocalGraph, held: Sequence[Tensor], ours: Set[int] = fro
                 for piece in pieces:
                     piece.set_(storage, start, piece.shape, piece.stride())  # pyright: ignore[reportUnknownMemberType]
                     start += piece.numel()
-                made.add(storage.data_ptr())
-    return frozenset(made & {piece.untyped_storage().data_ptr() for piece in held})
+                addresses.add(storage.data_ptr())
+    return frozenset(addresses & {piece.untyped_storage().data_ptr() for piece in tensors})

@@ -93,8 +93,8 @@ class Program:
         ends = [(out, node) for out, node in self.capture.graph.results() if out.target in self._created]
         self._created_shapes = {out.target: meta.one_tensor(node).shape for out, node in ends}
         self._single = list(self.capture.result_leaves) == [TensorLeaf] and self.capture.results.is_leaf
-        own = kept_if_it_raises if draws_random(self.local) else None
-        self._drawing = own if self.stream is None else self.stream.drawing
+        drawing = kept_if_it_raises if draws_random(self.local) else None
+        self._drawing = drawing if self.stream is None else self.stream.drawing
         self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
         params = self.capture.state.params
         self._params = [
@@ -102,19 +102,19 @@ class Program:
         ]
         self._built = self._structures()
         self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        made = (leaf for write in effects.writes if write.made for leaf in write.made.leaves)
-        self._in_containers = {leaf.index for leaf in made if isinstance(leaf, Extra)}
+        leaves = (leaf for write in effects.writes if write.made for leaf in write.made.leaves)
+        self._in_containers = {leaf.index for leaf in leaves if isinstance(leaf, Extra)}
         self.bind_state()
 
-    def _bind_numbers(self, given: Sequence[Input]) -> None:
+    def _bind_numbers(self, inputs: Sequence[Input]) -> None:
         """Where each number comes from: an option of a parameter group, or the host's program."""
-        self._numbers = [torch.zeros((), dtype=i.meta.dtype) for i in given]
+        self._numbers = [torch.zeros((), dtype=i.meta.dtype) for i in inputs]
         optimizers = list(self.capture.state.optimizers.values())
-        hypers, made = {h.name: h for h in self.capture.hypers}, self.capture.effects.program.inputs
-        sources = [(at, hypers[i.name]) for at, i in enumerate(given) if i.name not in made]
+        hypers, computed = {h.name: h for h in self.capture.hypers}, self.capture.effects.program.inputs
+        sources = [(at, hypers[i.name]) for at, i in enumerate(inputs) if i.name not in computed]
         self._sources = [(at, optimizers[h.optimizer], h.group, h.key, h.index) for at, h in sources]
-        self._computed = [(at, made[i.name]) for at, i in enumerate(given) if i.name in made]
-        self._last: list[Any] = [None] * len(given)
+        self._computed = [(at, computed[i.name]) for at, i in enumerate(inputs) if i.name in computed]
+        self._last: list[Any] = [None] * len(inputs)
         self._host: list[Any] = []
         self._read_numbers()
 
@@ -122,26 +122,25 @@ class Program:
         """Look up every tensor the program updates; those that someone replaced are placed as planned."""
         state = self.capture.state
         labels = list(state.optimizers)
-        for given in self._kept:
-            if given.role is Role.STATE:
-                place_entry(
-                    entry_of(given, state), given.optimizer, labels[given.optimizer], given.owner, self.plan, self.world
-                )
-        self._slots = [(held, key, held[key]) for held, key in (find_input(given, state) for given in self._kept)]
+        for spec in self._kept:
+            if spec.role is Role.STATE:
+                entry, number = entry_of(spec, state), spec.optimizer
+                place_entry(entry, number, labels[number], spec.owner, self.plan, self.world)
+        self._slots = [(holder, key, holder[key]) for holder, key in (find_input(spec, state) for spec in self._kept)]
         tensors = [tensor for _, _, tensor in self._slots]  # not detached: the program sees `t.data = ...`
         self._held = [_torch.local_tensor(t) if isinstance(t, DTensor) else t for t in tensors]
         for i in self._rebound:
             self._held[i] = self._held[i].clone()  # the program's own: each call leaves another tensor at the place
         condition, stay = Condition(), {i: tensor for i, tensor in enumerate(tensors) if i not in self._rebound}
-        known, each = {id(None), *map(id, stay.values())}, {id(held): held for held, *_ in self._slots}
-        dicts: dict[int, dict[Any, Any]] = {at: held for at, held in each.items() if type(held) is dict}
-        dicts = {at: held for at, held in dicts.items() if known.issuperset(map(id, held.values()))}
-        condition.add("{}({}, {})", same_tensors, [*dicts.values()], [held.copy() for held in dicts.values()])
-        for i, (held, key, tensor) in enumerate(self._slots):
+        ids, holders = {id(None), *map(id, stay.values())}, {id(holder): holder for holder, *_ in self._slots}
+        dicts: dict[int, dict[Any, Any]] = {at: holder for at, holder in holders.items() if type(holder) is dict}
+        dicts = {at: holder for at, holder in dicts.items() if ids.issuperset(map(id, holder.values()))}
+        condition.add("{}({}, {})", same_tensors, [*dicts.values()], [holder.copy() for holder in dicts.values()])
+        for i, (holder, key, tensor) in enumerate(self._slots):
             if i in self._rebound:  # the tensor that the last call has put there
-                condition.add("{}[{}] is {}[{}][2]", held, key, self._slots, i)
-            elif id(held) not in dicts:
-                condition.add("{}[{}] is {}", held, key, tensor)
+                condition.add("{}[{}] is {}[{}][2]", holder, key, self._slots, i)
+            elif id(holder) not in dicts:
+                condition.add("{}[{}] is {}", holder, key, tensor)
         cut = [i for i, tensor in stay.items() if isinstance(tensor, DTensor)]  # `module.to(...)` swaps what is inside
         pieces = [tensors[i] for i in cut], [self._held[i] for i in cut]
         condition.add("{}([*{}({})], {})", same_tensors, _torch.local_tensors, *pieces)
@@ -151,8 +150,8 @@ class Program:
             condition.add("all(map({}, {}.values(), {}))", is_, entries, [*entries.values()])
         for optimizer in state.optimizers.values() if self._built else ():
             for entry in optimizer.state.values():
-                for holder, key, held in Entry(entry).containers():  # the program has their items
-                    condition.add("{}[{}] is {} and len({}) == {}", holder, key, held, held, len(held))
+                for holder, key, container in Entry(entry).containers():  # the program has their items
+                    condition.add("{}[{}] is {} and len({}) == {}", holder, key, container, container, len(container))
         self._holds = condition.compiled()
         self._check_pieces()
         self._packed = pack_buckets(self.local, self._held)
@@ -166,30 +165,30 @@ class Program:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""
         rest = self.plan.storage
         return {
-            given.name: _torch.local_tensor(held[key])
-            for given, (held, key, _) in zip(self._kept, self._slots, strict=True)
-            if rest[given.name].state(axis) == REPLICATED
+            spec.name: _torch.local_tensor(holder[key])
+            for spec, (holder, key, _) in zip(self._kept, self._slots, strict=True)
+            if rest[spec.name].state(axis) == REPLICATED
         }
 
-    def shared_along(self, axis: str, leaves: Sequence[Any], whole: bool) -> dict[str, torch.Tensor]:
-        """Tensors of a batch of which ranks along `axis` are given the same, by name. `whole`: also those of which each
-        takes a part.
+    def shared_along(self, axis: str, leaves: Sequence[Any], with_parts: bool) -> dict[str, torch.Tensor]:
+        """Tensors of a batch of which ranks along `axis` are given the same, by name. `with_parts`: also those of
+        which each takes a part.
         """
-        given = dict(zip(self.names, leaves, strict=True))
+        by_name = dict(zip(self.names, leaves, strict=True))
         states = {i.name: self.plan.storage[i.name].state(axis) for i in self.plan.inputs if i.role is Role.BATCH}
-        shared = [n for n, at in states.items() if at == REPLICATED or (whole and at.kind == "S")]
-        return {f"argument {name}": given[name] for name in shared}
+        shared = [n for n, at in states.items() if at == REPLICATED or (with_parts and at.kind == "S")]
+        return {f"argument {name}": by_name[name] for name in shared}
 
     def _check_pieces(self) -> None:
         """Every rank's piece has the shape that the plan gives it."""
-        for given, piece in zip(self._kept, self._held, strict=True):
-            layout = self.plan.storage[given.name]
+        for spec, piece in zip(self._kept, self._held, strict=True):
+            layout = self.plan.storage[spec.name]
             here = self.world.coordinate
-            planned = layout.local_shape(given.meta.shape, self.world.mesh, here) if layout.is_held_at(here) else (0,)
+            planned = layout.local_shape(spec.meta.shape, self.world.mesh, here) if layout.is_held_at(here) else (0,)
             if tuple(piece.shape) != planned:
-                needed = f"{list(planned)}: the plan lays it out as {layout.show(given.meta.shape)}"
+                needed = f"{list(planned)}: the plan lays it out as {layout.show(spec.meta.shape)}"
                 next_step = "leave the placing of what a compiled step holds to wholestep, or load whole tensors"
-                raise StateError(f"{given.name!r} rests on this rank as {list(piece.shape)}", needed, next_step)
+                raise StateError(f"{spec.name!r} rests on this rank as {list(piece.shape)}", needed, next_step)
 
     def refresh(self) -> Miss | None:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
@@ -203,15 +202,15 @@ class Program:
     def _changed(self) -> str:
         """Which tensor that the program takes was replaced; empty if none was."""
         state = self.capture.state
-        for given, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
-            if given.role is Role.PARAM and not state.params[given.name].is_at_its_place(tensor):
-                return f"parameter {given.name!r} was replaced"
-            if given.role is Role.STATE and not self._entry(given.optimizer, given.owner).has(given.key):
-                return f"optimizer state {given.key!r} of {given.owner!r} is gone"
-            if given.role is not Role.PARAM:
-                now = Location("", *find_input(given, state)).get()
+        for spec, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
+            if spec.role is Role.PARAM and not state.params[spec.name].is_at_its_place(tensor):
+                return f"parameter {spec.name!r} was replaced"
+            if spec.role is Role.STATE and not self._entry(spec.optimizer, spec.owner).has(spec.key):
+                return f"optimizer state {spec.key!r} of {spec.owner!r} is gone"
+            if spec.role is not Role.PARAM:
+                now = Location("", *find_input(spec, state)).get()
                 if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
-                    return f"{given.name!r} is {shown(now)}, it was {shown(tensor)}"
+                    return f"{spec.name!r} is {shown(now)}, it was {shown(tensor)}"
         return ""
 
     def _appeared(self) -> str:
@@ -228,11 +227,11 @@ class Program:
     def _structures(self) -> dict[tuple[str, str], dict[Any, Structure]]:
         """How the containers in the state of optimizers are built, by optimizer and parameter."""
         optimizers, params = self.capture.state.optimizers.items(), self.capture.state.params.items()
-        found = {
-            (label, name): Entry(optimizer.state.get(held.tensor, {})).structures()
-            for label, optimizer in optimizers for name, held in params
+        structures = {
+            (label, name): Entry(optimizer.state.get(param.tensor, {})).structures()
+            for label, optimizer in optimizers for name, param in params
         }  # fmt: skip
-        return {at: built for at, built in found.items() if built}
+        return {at: built for at, built in structures.items() if built}
 
     def _made_by(self, name: str) -> tuple[int, str, str]:
         """Number of the optimizer, parameter and key of state that the step creates."""
@@ -260,9 +259,9 @@ class Program:
         """Those of the flat inputs that outlast a call. Raises StateError: some were replaced meanwhile."""
         if not self._holds():
             if changed := self._changed():
-                found = f"the end of the last step, which was left to the next one, cannot run: {changed}"
+                problem = f"the end of the last step, which was left to the next one, cannot run: {changed}"
                 needed = "the parameters and the state that it began with"
-                raise StateError(found, needed, "call step.flush() before replacing them")
+                raise StateError(problem, needed, "call step.flush() before replacing them")
             self.bind_state()
         return [*self._held, *self._constants]
 
@@ -285,21 +284,21 @@ class Program:
         self.phase = Phase.KEEPS
         for param in stale:
             param.grad = None
-        made = dict(zip(self._created, out[self._first_created :], strict=True))
-        made = self._keep_created(made) if made else {}
+        created = dict(zip(self._created, out[self._first_created :], strict=True))
+        created = self._keep_created(created) if created else {}
         if self.acts:
-            self._act({**made, **dict(enumerate(out[self._count : self._all_results]))})
+            self._act({**created, **dict(enumerate(out[self._count : self._all_results]))})
         if self.capture.checked:
             self.nonfinite = out[self._first_nonfinite : self._first_created]
         self.phase = Phase.AFTER
         if self._single:
             return out[0]
         results = iter(out)
-        made = [
+        returned = [
             next(results) if leaf is TensorLeaf else self._host[leaf.index] if type(leaf) is At else leaf
             for leaf in self.capture.result_leaves
         ]
-        return put_together(self.capture.results, made)
+        return put_together(self.capture.results, returned)
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the program. Raises OtherBranchError: another one has to, and this one has changed nothing."""
@@ -314,9 +313,9 @@ class Program:
                 raise other_branch(self.capture.branches, number, bool(same[number]))
         return out
 
-    def follows(self, taken: tuple[bool, ...]) -> bool:
+    def follows(self, branches: tuple[bool, ...]) -> bool:
         """Whether the program takes these branches, and may take others behind them."""
-        return tuple(branch.expected for branch in self.capture.branches[: len(taken)]) == taken
+        return tuple(branch.expected for branch in self.capture.branches[: len(branches)]) == branches
 
     def _prepare(self, leaves: Sequence[Any]) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
@@ -324,9 +323,9 @@ class Program:
             self.capture.effects.given[i] = leaves[i]
         for place in self._gradients:
             if place.get() is not None:
-                found = f"{place.path} is set before a step that adds to it"
+                problem = f"{place.path} is set before a step that adds to it"
                 needed = "a tensor of the batch without a gradient"
-                raise StateError(found, needed, f"set `{place.path} = None` before the call, or at the step's begin")
+                raise StateError(problem, needed, f"set `{place.path} = None` before the call, or at the step's begin")
         if self.capture.branches:
             self._before = self.capture.effects.program.saved()
         self._host = self.capture.effects.program.run()
@@ -339,8 +338,8 @@ class Program:
         """Replace the tensors that the step replaces; then make its assignments, and its callbacks in order."""
         for i in self._rebound:
             container, key = find_input(self._kept[i], self.capture.state)
-            container[key] = made = self._held[i].clone()
-            self._slots[i] = container, key, made
+            container[key] = tensor = self._held[i].clone()
+            self._slots[i] = container, key, tensor
         effects = self.capture.effects
         for write in effects.writes:
             write.place.set(MISSING if write.made is None else write.made.value(self._host, extra))
@@ -352,27 +351,27 @@ class Program:
             called.fn(*args, **kwargs)
         effects.arguments.clear()
 
-    def _keep_created(self, made: dict[str, torch.Tensor]) -> dict[int | str, Any]:
+    def _keep_created(self, created: dict[str, torch.Tensor]) -> dict[int | str, Any]:
         """State and gradients that this step created go where the optimizer would have put them; those inside of lists,
         tuples and dicts, which are made later, are returned.
         """
         inside: dict[int | str, Any] = {}
         state = self.capture.state
         optimizers = list(state.optimizers.values())
-        for name, tensor in made.items():
+        for name, tensor in created.items():
             number, owner, key = self._made_by(name)
             value: torch.Tensor = tensor
-            like = state.params[owner].tensor
+            param = state.params[owner].tensor
             layout = self.plan.created_storage[name]
-            as_param = isinstance(like, DTensor) and tensor.dim()
+            as_param = isinstance(param, DTensor) and tensor.dim()
             if self.world.devices is not None and (is_apart(layout) or as_param):
                 shape = torch.Size(self._created_shapes[name])
                 value = wrap(tensor, self.world.devices, placements(layout, self.world.mesh), shape)
             if key == "grad":
-                like.grad = value
+                param.grad = value
             elif name in self._in_containers:
                 inside[name] = value
-                optimizers[number].state[like].setdefault(key.partition(".")[0])  # in the order of the optimizer
+                optimizers[number].state[param].setdefault(key.partition(".")[0])  # in the order of the optimizer
             else:
-                optimizers[number].state[like][key] = value
+                optimizers[number].state[param][key] = value
         return inside

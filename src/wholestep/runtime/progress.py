@@ -29,7 +29,7 @@ class ProgressLine:
     out: TextIO
     _stages: list[str] = field(default_factory=list[str])
     _shown: bool = False
-    _done: threading.Event = field(default_factory=threading.Event)
+    _finished: threading.Event = field(default_factory=threading.Event)
     _start: float = field(default_factory=time.monotonic)
 
     def __call__(self, stage: str, what: str, seconds: float) -> None:
@@ -47,14 +47,14 @@ class ProgressLine:
         try:
             yield
         finally:
-            self._done.set()
+            self._finished.set()
             thread.join()
             if self._shown:
                 self._write(_ERASE)
 
     def _rewrite(self) -> None:
         wait = _QUIET_S
-        while not self._done.wait(wait):
+        while not self._finished.wait(wait):
             stages = list(self._stages)
             stage = f"{stages[-1]}, " if stages else ""
             text = f"wholestep compiles {self.name}: {stage}{time.monotonic() - self._start:.0f} s"
@@ -67,14 +67,14 @@ class ProgressLine:
             self.out.write(text)
             self.out.flush()
         except (OSError, ValueError):  # the terminal is gone
-            self._done.set()
+            self._finished.set()
 
 
 @dataclass
 class Stages:
     """Reports the stages of the compiles of a step, called `name`, to what was given as `progress=`."""
 
-    given: Progress | Literal["auto"] | None
+    progress: Progress | Literal["auto"] | None
     name: str
     _progress: Progress | None = None
 
@@ -82,9 +82,9 @@ class Stages:
     def reporting(self) -> Generator[None]:
         """Stages inside are reported: to the user's function, in a line on a terminal, or not at all."""
         line = None
-        if self.given == "auto" and os.environ.get("WHOLESTEP_PROGRESS") != "0" and job()[0] == 0 and _is_terminal():
+        if self.progress == "auto" and os.environ.get("WHOLESTEP_PROGRESS") != "0" and job()[0] == 0 and _is_terminal():
             line = ProgressLine(self.name, sys.stderr)
-        self._progress = line if self.given == "auto" else self.given
+        self._progress = line if self.progress == "auto" else self.progress
         with nullcontext() if line is None else line.showing():
             yield
 

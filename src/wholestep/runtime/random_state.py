@@ -40,8 +40,8 @@ def take() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    for name, found in of_steps.items():
-        states |= {f"{_STEP}{name}-{kind}": state for kind, state in found.items()}
+    for name, by_kind in of_steps.items():
+        states |= {f"{_STEP}{name}-{kind}": state for kind, state in by_kind.items()}
     return states
 
 
@@ -96,9 +96,9 @@ class SharedRng:
         name = "+".join(sorted(per_rank)) or "all"
         restored = name in of_steps
         states = of_steps.setdefault(name, {})
-        known = torch.tensor([restored and "cpu" in states], dtype=torch.int32, device=world.device)
-        dist.all_reduce(known, dist.ReduceOp.MIN)
-        if not known.item():  # a rank that the checkpoint does not know starts all of them anew
+        flag = torch.tensor([restored and "cpu" in states], dtype=torch.int32, device=world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        if not flag.item():  # a rank that the checkpoint does not know starts all of them anew
             states |= SharedRng._start(world, per_rank)
         return SharedRng(states)
 

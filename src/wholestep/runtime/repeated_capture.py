@@ -38,25 +38,25 @@ _FIRST = 8  # the last call that is verified whatever it takes
 @dataclass
 class Verification:
     """When to trace a step again: at calls 2, 5 and 8, and at 17, 32, 65, ... while `TUNING.verify_share` of the time
-    since the first call is not used up on any rank; at all of them if `given` is True. Every second one is odd: what
+    since the first call is not used up on any rank; at all of them if `option` is True. Every second one is odd: what
     alternates is found too.
     """
 
     fn: Callable[..., Any]
     name: str
     options: CaptureOptions
-    given: bool | str
+    option: bool | str
     _spent: float = 0.0
     _longest: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _last: int = 1
     _seen: int = 1
-    _told: int = 0
+    _exchanges: int = 0
 
     def is_due(self, call: int) -> bool:
         """Whether it may be the turn of a call, counted from 1. The same on all ranks."""
         power = call.bit_length() - 1
-        return bool(self.given) and call == 2**power + (power % 2 == 0) and call > self._seen
+        return bool(self.option) and call == 2**power + (power % 2 == 0) and call > self._seen
 
     def verify(self, call: int, program: Program, inputs: StepInputs | None, ranks: Rendezvous, label: str) -> None:
         """Raise CaptureError, on all ranks, if the step, traced now, is not what the program of one of them runs.
@@ -67,36 +67,36 @@ class Verification:
         tell = partial(self._told_by_all, call, ranks if program.meets else None, label)
         begin, self._seen = time.monotonic(), call
         allowed = self._spent + self._longest <= TUNING.verify_share * (begin - self._began)
-        if call > _FIRST and self.given is not True and any(tell(() if allowed else ("no time",))):
+        if call > _FIRST and self.option is not True and any(tell(() if allowed else ("no time",))):
             return
-        own: WholestepError | None = None
+        failure: WholestepError | None = None
         try:
             difference = self._difference(program.capture, inputs, program) if inputs is not None else None
-            own = None if difference is None else self._error(call, *difference)
+            failure = None if difference is None else self._error(call, *difference)
         except WholestepError as error:
-            own = error
+            failure = error
         took = time.monotonic() - begin
         self._spent, self._longest = self._spent + took, max(self._longest, took)
-        texts = tell(() if own is None else (own.found, own.needed, own.next_step, own.where))
-        if own is not None:
-            raise own
-        for rank, told in enumerate(texts):
-            if told:
-                raise CaptureError(f"on {show_ranks([rank])}: {told[0]}", *told[1:])
+        texts = tell(() if failure is None else (failure.found, failure.needed, failure.next_step, failure.where))
+        if failure is not None:
+            raise failure
+        for rank, parts in enumerate(texts):
+            if parts:
+                raise CaptureError(f"on {show_ranks([rank])}: {parts[0]}", *parts[1:])
         self._last = call
 
     def _told_by_all(self, call: int, ranks: Rendezvous | None, label: str, texts: tuple[str, ...]) -> list[Any]:
         if ranks is None or ranks.size == 1:
             return [texts]
-        self._told += 1
+        self._exchanges += 1
         what = f"what call {call} of {self.name} is, traced again"
         rows: list[tuple[int, tuple[str, ...]]] = ranks.gather(
-            f"{label}/verify/{self._told}", (call, texts), what, tuple[int, tuple[str, ...]]
+            f"{label}/verify/{self._exchanges}", (call, texts), what, tuple[int, tuple[str, ...]]
         )
         if any(number != call for number, _ in rows):
-            found = f"ranks trace {self.name} again at different calls: {[number for number, _ in rows]}"
-            raise RankMismatchError(found, "the same calls on all ranks", "call the step equally often on every rank")
-        return [told for _, told in rows]
+            problem = f"ranks trace {self.name} again at different calls: {[number for number, _ in rows]}"
+            raise RankMismatchError(problem, "the same calls on all ranks", "call the step equally often on every rank")
+        return [parts for _, parts in rows]
 
     def _error(self, call: int, was: str, now: str, where: str) -> CaptureError:
         return CaptureError(
@@ -112,7 +112,7 @@ class Verification:
     def _difference(self, captured: Capture, inputs: StepInputs, program: Program) -> tuple[str, str, str] | None:
         options = replace(self.options, device=program.world.device)
         try:
-            again = capture_again(self.fn, inputs.args, inputs.kwargs, options, captured, inputs.whole)
+            again = capture_again(self.fn, inputs.args, inputs.kwargs, options, captured, inputs.global_shapes)
         except CaptureError as error:
             return "no such line", error.found, error.where
         if captured.symbols is not None:
@@ -192,8 +192,8 @@ def _called(line: partial[Any]) -> str:
     return f"{_name(line.func)}{where}({', '.join(map(_text, line.args))})"
 
 
-def _made(made: Made) -> str:
-    return f"({', '.join(map(_text, made.leaves))})"
+def _made(recipe: Made) -> str:
+    return f"({', '.join(map(_text, recipe.leaves))})"
 
 
 def _text(value: object) -> str:

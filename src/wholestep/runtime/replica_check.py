@@ -98,9 +98,9 @@ class ReplicaCheck:
         state = program.capture.state
         lines = [*chain(*option_lines(state, ())), *state_lines(state)]
         axes = [axis.name for axis in self.world.mesh.axes if axis.size > 1]
-        held = {axis: program.alike_along(axis) for axis in axes}
+        tensors = {axis: program.alike_along(axis) for axis in axes}
         batch = {axis: self._shared(program, leaves, axis) for axis in axes}
-        sums = {axis: self._sums(map(checksum, held[axis].values())) for axis in axes}
+        sums = {axis: self._sums(map(checksum, tensors[axis].values())) for axis in axes}
         of_batch = {axis: self._sums(map(ordered_checksum, batch[axis].values())) for axis in axes}
         number = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") & _POSITIVE
         differs = {axis: self._differs(torch.cat([sums[axis], of_batch[axis]]), number, axis) for axis in axes}
@@ -113,14 +113,14 @@ class ReplicaCheck:
         ranks = Rendezvous.of_job(_TIMEOUT_S)
         label, what = ranks.next_label("replicas"), "the search for what differs"
         numbers = {axis: cast("list[int]", of_batch[axis].tolist()) for axis in flagged}
-        shared = [(a, name, one) for a in flagged for name, one in zip(batch[a], numbers[a], strict=True)]
-        said: list[_Said] = ranks.gather(label, (tuple(lines), tuple(shared)), what, _Said)
-        own = [self._explain(axis, held[axis], sums[axis], said) for axis in flagged]  # all take part in each
-        texts = ranks.gather(f"{label}/texts", next(filter(any, own), _ALIKE), what, tuple[str, str, str])
-        found, needed, next_step = next(filter(any, texts), _ALIKE)
-        if found:
-            found = f"{found}; found before call {self.calls + 1}, with check_every={self.every}"
-            raise RankMismatchError(found, needed, next_step)
+        shared = [(a, name, total) for a in flagged for name, total in zip(batch[a], numbers[a], strict=True)]
+        rows: list[_Said] = ranks.gather(label, (tuple(lines), tuple(shared)), what, _Said)
+        explained = [self._explain(axis, tensors[axis], sums[axis], rows) for axis in flagged]  # all take part in each
+        texts = ranks.gather(f"{label}/texts", next(filter(any, explained), _ALIKE), what, tuple[str, str, str])
+        problem, needed, next_step = next(filter(any, texts), _ALIKE)
+        if problem:
+            problem = f"{problem}; found before call {self.calls + 1}, with check_every={self.every}"
+            raise RankMismatchError(problem, needed, next_step)
 
     def _shared(self, program: Program, leaves: Sequence[object], axis: str) -> dict[str, torch.Tensor]:
         """What has to be alike along `axis` of a call: arguments; and the step, as Python numbers among these are
@@ -136,14 +136,14 @@ class ReplicaCheck:
 
     def _sums(self, sums: Iterable[torch.Tensor]) -> torch.Tensor:
         """Checksums as one tensor, on the device of the collectives."""
-        moved = [one.to(self.world.device, non_blocking=True) for one in sums]
+        moved = [tensor.to(self.world.device, non_blocking=True) for tensor in sums]
         return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=self.world.device)
 
     def _differs(self, sums: torch.Tensor, number: int, axis: str) -> torch.Tensor:
         """1 where ranks along `axis` have other checksums, or other numbers; else 0."""
         odd = 2 * torch.arange(len(sums), device=sums.device) + 1
-        own = torch.stack([(sums * odd).sum() & _POSITIVE, torch.tensor(number, device=sums.device)])
-        most = torch.cat([own, -own])
+        local = torch.stack([(sums * odd).sum() & _POSITIVE, torch.tensor(number, device=sums.device)])
+        most = torch.cat([local, -local])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group(axis))
         return (most[:2] != -most[2:]).any().to(torch.int64)
 
@@ -152,29 +152,29 @@ class ReplicaCheck:
         return self.world.devices.get_group(axis)
 
     def _explain(
-        self, axis: str, held: Mapping[str, torch.Tensor], sums: torch.Tensor, said: Sequence[_Said]
+        self, axis: str, tensors: Mapping[str, torch.Tensor], sums: torch.Tensor, rows: Sequence[_Said]
     ) -> tuple[str, str, str]:
-        """What differs first along `axis`, of what each rank `said` and of what it holds, what was needed and what to
+        """What differs first along `axis`, of the `rows` of each rank and of what it holds, what was needed and what to
         do; empty where nothing does but rounding.
         """
         group, of_data = self._group(axis), axis in self.data.axes(self.world.mesh)
         ranks = dist.get_process_group_ranks(group)
-        lines = [said[rank][0] for rank in ranks]
-        other = next((i for i, one in enumerate(lines) if one != lines[0]), 0)
+        lines = [rows[rank][0] for rank in ranks]
+        other = next((i for i, rank_lines in enumerate(lines) if rank_lines != lines[0]), 0)
         if other:
-            theirs = [rank for rank, one in zip(ranks, lines, strict=True) if one == lines[other]]
-            ours = [rank for rank, one in zip(ranks, lines, strict=True) if one == lines[0]]
+            theirs = [rank for rank, rank_lines in zip(ranks, lines, strict=True) if rank_lines == lines[other]]
+            ours = [rank for rank, rank_lines in zip(ranks, lines, strict=True) if rank_lines == lines[0]]
             return other_value(OPTIMIZERS, ours, lines[0], theirs, lines[other]).found, *_DRIFTS
-        shared = [{name: one for along, name, one in said[rank][1] if along == axis} for rank in ranks]
+        shared = [{name: total for along, name, total in rows[rank][1] if along == axis} for rank in ranks]
         for name in shared[0]:
-            if text := _sides([one.get(name, 0) for one in shared], ranks):
-                found = f"{name} is not the same on ranks that share a batch along axis {axis!r}: {text}"
+            if text := _sides([by_name.get(name, 0) for by_name in shared], ranks):
+                problem = f"{name} is not the same on ranks that share a batch along axis {axis!r}: {text}"
                 needed, next_step = _OF_PARTS if of_data else _OF_ONE_BATCH
-                return found, needed, next_step
-        rows = [torch.zeros_like(sums) for _ in ranks]
-        dist.all_gather(rows, sums, group=group)
-        table = cast("list[list[int]]", torch.stack(rows).tolist())
-        for i, (name, tensor) in enumerate(held.items()):
+                return problem, needed, next_step
+        parts = [torch.zeros_like(sums) for _ in ranks]
+        dist.all_gather(parts, sums, group=group)
+        table = cast("list[list[int]]", torch.stack(parts).tolist())
+        for i, (name, tensor) in enumerate(tensors.items()):
             text = _sides([row[i] for row in table], ranks)
             if text and (of_data or self._is_far(tensor, ranks[0], group)):
                 return f"{name!r} is not the same on ranks that hold the same of it: {text}", *_DRIFTS
@@ -182,12 +182,12 @@ class ReplicaCheck:
 
     def _is_far(self, tensor: torch.Tensor, first: int, group: dist.ProcessGroup) -> bool:
         """True where a tensor differs from the first rank's by more than rounding."""
-        own = tensor.detach().to(self.world.device).contiguous()
-        other = own.clone()
+        local = tensor.detach().to(self.world.device).contiguous()
+        other = local.clone()
         dist.broadcast(other, first, group=group)
-        if own.is_complex() or not own.is_floating_point() or not own.numel():
+        if local.is_complex() or not local.is_floating_point() or not local.numel():
             return True
-        apart = (own - other).abs().max().double()
+        apart = (local - other).abs().max().double()
         far = (~(apart <= TUNING.checksum_rounding * other.abs().max().double())).to(torch.int64)
         dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
         return bool(far)
@@ -195,9 +195,9 @@ class ReplicaCheck:
 
 def _sides(values: Sequence[int], ranks: Sequence[int]) -> str:
     """`one value on rank 0, another on rank 1`; empty where all values are equal."""
-    first, *others = [[r for r, v in zip(ranks, values, strict=True) if v == one] for one in dict.fromkeys(values)]
+    first, *later = [[r for r, v in zip(ranks, values, strict=True) if v == value] for value in dict.fromkeys(values)]
     return (
-        ", ".join([f"one value on {show_ranks(first)}", *(f"another on {show_ranks(s)}" for s in others[:2])])
-        if others
+        ", ".join([f"one value on {show_ranks(first)}", *(f"another on {show_ranks(s)}" for s in later[:2])])
+        if later
         else ""
     )

@@ -61,35 +61,35 @@ class SaidCall:
     leaves: tuple[SaidTensor | SaidOwn | SaidValue, ...]
 
 
-def said_of(given: StepInputs, reads: bool) -> SaidCall | None:
+def said_of(inputs: StepInputs, reads: bool) -> SaidCall | None:
     """A call for other ranks, with integers where the step `reads` some. None: it has no form as text, or is large."""
-    leaves = [_said(given, name, leaf, reads) for name, leaf in zip(given.names, given.leaves, strict=True)]
-    said = [leaf for leaf in leaves if leaf is not None]
-    size = sum(len(leaf.values or b"") for leaf in said if isinstance(leaf, SaidTensor))
-    size += sum(len(leaf.text) for leaf in said if isinstance(leaf, SaidValue))
-    if len(said) < len(leaves) or size > TUNING.guarded_call_bytes:
+    leaves = [_said(inputs, name, leaf, reads) for name, leaf in zip(inputs.names, inputs.leaves, strict=True)]
+    encoded = [leaf for leaf in leaves if leaf is not None]
+    size = sum(len(leaf.values or b"") for leaf in encoded if isinstance(leaf, SaidTensor))
+    size += sum(len(leaf.text) for leaf in encoded if isinstance(leaf, SaidValue))
+    if len(encoded) < len(leaves) or size > TUNING.guarded_call_bytes:
         return None
-    plain = _outline(put_together(given.structure, range(len(leaves)))) if given.structure.is_plain else None
+    plain = _outline(put_together(inputs.structure, range(len(leaves)))) if inputs.structure.is_plain else None
     containers = "" if plain is None else json.dumps(plain)
-    return SaidCall(containers, digest(given.structure.lines()), tuple(said))
+    return SaidCall(containers, digest(inputs.structure.lines()), tuple(encoded))
 
 
-def as_said(call: SaidCall | None, given: StepInputs, device: str) -> tuple[Any, Any]:
+def as_said(call: SaidCall | None, inputs: StepInputs, device: str) -> tuple[Any, Any]:
     """The arguments of that call, with the modules and optimizers of this rank. Raises StateError: it was not said."""
-    if call is None or not (call.containers or call.fingerprint == digest(given.structure.lines())):
+    if call is None or not (call.containers or call.fingerprint == digest(inputs.structure.lines())):
         raise StateError("the first rank's call is not known here", "a call that has a form as text")
-    own = dict(zip(given.names, given.leaves, strict=True))
-    leaves = [_leaf(one, own, device) for one in call.leaves]
-    made = _built(parse(call.containers), leaves) if call.containers else put_together(given.structure, leaves)
-    return cast(tuple[Any, Any], made)
+    by_name = dict(zip(inputs.names, inputs.leaves, strict=True))
+    leaves = [_leaf(leaf, by_name, device) for leaf in call.leaves]
+    arguments = _built(parse(call.containers), leaves) if call.containers else put_together(inputs.structure, leaves)
+    return cast(tuple[Any, Any], arguments)
 
 
-def _said(given: StepInputs, name: str, leaf: Any, reads: bool) -> SaidTensor | SaidOwn | SaidValue | None:
+def _said(inputs: StepInputs, name: str, leaf: Any, reads: bool) -> SaidTensor | SaidOwn | SaidValue | None:
     if isinstance(leaf, Tensor):
-        integers, parts = not leaf.is_floating_point(), name in given.whole
+        integers, parts = not leaf.is_floating_point(), name in inputs.global_shapes
         if leaf.layout != torch.strided or (reads and integers and parts):
             return None
-        shape = given.whole.get(name, tuple(leaf.shape))
+        shape = inputs.global_shapes.get(name, tuple(leaf.shape))
         stride = torch.empty(shape, device="meta").stride() if parts else leaf.stride()
         values = _bytes(leaf) if reads and integers else None
         dtype = str(leaf.dtype).removeprefix("torch.")
@@ -113,22 +113,22 @@ def _is_literal(value: Any) -> bool:
         return False
 
 
-def _leaf(said: SaidTensor | SaidOwn | SaidValue, own: Mapping[str, Any], device: str) -> Any:
-    if isinstance(said, SaidOwn):
-        return own[said.name]
-    if isinstance(said, SaidTensor):
-        where = device if torch.device(device).type == said.device else said.device
-        dtype = getattr(torch, said.dtype)
-        made = torch.empty_strided(said.shape, said.stride, dtype=dtype, device=where)
+def _leaf(encoded: SaidTensor | SaidOwn | SaidValue, by_name: Mapping[str, Any], device: str) -> Any:
+    if isinstance(encoded, SaidOwn):
+        return by_name[encoded.name]
+    if isinstance(encoded, SaidTensor):
+        where = device if torch.device(device).type == encoded.device else encoded.device
+        dtype = getattr(torch, encoded.dtype)
+        tensor = torch.empty_strided(encoded.shape, encoded.stride, dtype=dtype, device=where)
         values = torch.zeros((), dtype=dtype)
-        if said.values is not None and made.numel():
-            values = torch.frombuffer(bytearray(said.values), dtype=dtype).view(said.shape)
-        return made.copy_(values).requires_grad_(said.requires_grad)
-    if said.kind == "dtype":
-        return getattr(torch, said.text)
-    if said.kind == "device":
-        return torch.device(said.text)
-    return float.fromhex(said.text) if said.kind == "float" else ast.literal_eval(said.text)
+        if encoded.values is not None and tensor.numel():
+            values = torch.frombuffer(bytearray(encoded.values), dtype=dtype).view(encoded.shape)
+        return tensor.copy_(values).requires_grad_(encoded.requires_grad)
+    if encoded.kind == "dtype":
+        return getattr(torch, encoded.text)
+    if encoded.kind == "device":
+        return torch.device(encoded.text)
+    return float.fromhex(encoded.text) if encoded.kind == "float" else ast.literal_eval(encoded.text)
 
 
 def _outline(value: Any) -> Any:
@@ -137,12 +137,12 @@ def _outline(value: Any) -> Any:
         return value
     if type(value) is dict:
         named = cast(dict[Any, Any], value)
-        inner = [_outline(one) for one in named.values()]
+        inner = [_outline(child) for child in named.values()]
         plain = {*map(type, named)} <= {str, int} and None not in inner
-        return ["dict", [[key, one] for key, one in zip(named, inner, strict=True)]] if plain else None
+        return ["dict", [[key, child] for key, child in zip(named, inner, strict=True)]] if plain else None
     if type(value) not in (tuple, list):
         return None
-    inner = [_outline(one) for one in cast(Sequence[Any], value)]
+    inner = [_outline(child) for child in cast(Sequence[Any], value)]
     return None if None in inner else [type(value).__name__, inner]
 
 
@@ -151,6 +151,6 @@ def _built(outline: Any, leaves: Sequence[Any]) -> Any:
         return leaves[outline]
     kind, inner = outline
     if kind == "dict":
-        return {key: _built(one, leaves) for key, one in inner}
-    made = [_built(one, leaves) for one in inner]
-    return tuple(made) if kind == "tuple" else made
+        return {key: _built(child, leaves) for key, child in inner}
+    children = [_built(child, leaves) for child in inner]
+    return tuple(children) if kind == "tuple" else children

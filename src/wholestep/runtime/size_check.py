@@ -33,7 +33,7 @@ class SizeCheck:
         chosen = set(record.dims.values())
         self._fixed = [
             (name, dim, size)
-            for name, shape in inputs.whole.items()
+            for name, shape in inputs.global_shapes.items()
             for dim, size in enumerate(shape)
             if (name, dim) not in chosen
         ]
@@ -66,11 +66,11 @@ class SizeCheck:
             for i, dim, size in self._own:
                 if leaves[i].shape[dim] != size:
                     return f"dim {dim} of argument {self._names[i]} is {leaves[i].shape[dim]}, it was {size}"
-            whole = self._whole(leaves, sizes)
+            shapes = self._whole(leaves, sizes)
             for name, dim, size in self._fixed:
-                if whole[name][dim] != size:
-                    return f"dim {dim} of the whole of {name} is {whole[name][dim]}, it was {size}"
-            now = tuple(whole[name][dim] if name in whole else leaves[i].shape[dim] for i, name, dim in self._places)
+                if shapes[name][dim] != size:
+                    return f"dim {dim} of the whole of {name} is {shapes[name][dim]}, it was {size}"
+            now = tuple(shapes[name][dim] if name in shapes else leaves[i].shape[dim] for i, name, dim in self._places)
             if (broken := self.broken(now)) is not None:
                 where = f", at {broken.where}" if broken.where else ""
                 return f"sizes break the guard {self.record.shown(broken.text)}{where}"
@@ -84,16 +84,16 @@ class SizeCheck:
 
     def broken(self, now: Sequence[int]) -> SizeGuard | None:
         """The first guard that does not hold for the sizes of all symbols."""
-        held = self._holds(*now)
-        return next((term for term, holds in zip(self._terms, held, strict=True) if not holds), None)
+        outcomes = self._holds(*now)
+        return next((term for term, holds in zip(self._terms, outcomes, strict=True) if not holds), None)
 
     def broken_at(self, lengths: Mapping[tuple[str, int], int]) -> SizeGuard | None:
         """The first comparison of the step that ends otherwise where these dims have other lengths than in the call
         that was checked. Ranks agree on that; what their programs compare besides may differ.
         """
         pairs = zip(self.record.dims.values(), self.record.now, strict=True)
-        held = self._step_holds(*(lengths.get(place, size) for place, size in pairs))
-        return next((term for term, holds in zip(self._symbols.traced, held, strict=True) if not holds), None)
+        outcomes = self._step_holds(*(lengths.get(place, size) for place, size in pairs))
+        return next((term for term, holds in zip(self._symbols.traced, outcomes, strict=True) if not holds), None)
 
     def _whole(self, leaves: Sequence[Any], sizes: BatchSizes | None) -> Mapping[str, tuple[int, ...]]:
         sharder: BatchSharder | None = self._sharder
@@ -119,5 +119,5 @@ def other_dims(before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[in
     """The dims in which batch tensors of as many dims differ, by name; empty if one has other dims."""
     if before.keys() != now.keys() or any(len(before[name]) != len(shape) for name, shape in now.items()):
         return {}
-    found = {n: tuple(d for d, size in enumerate(shape) if size != before[n][d]) for n, shape in now.items()}
-    return {name: dims for name, dims in found.items() if dims}
+    changed = {n: tuple(d for d, size in enumerate(shape) if size != before[n][d]) for n, shape in now.items()}
+    return {name: dims for name, dims in changed.items() if dims}

@@ -79,16 +79,16 @@ class CompiledStep:
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
-        watch(options.given.timeout_s)
+        watch(options.user.timeout_s)
         ACTIVITY.compiled[self.__name__] += 1
         self.number = ACTIVITY.compiled[self.__name__]
-        self._clock = WaitClock() if options.given.measure else None
-        self._stages = Stages(options.given.progress, self.__name__)
+        self._clock = WaitClock() if options.user.measure else None
+        self._stages = Stages(options.user.progress, self.__name__)
         self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
         self._compiler: Compiler | None = None
         self._tuner: Tuner | None = None
         self._installer = Installer(options, self._stages, self._clock)
-        self._shares_batches, self._pads = options.strategies.shares_batches, bool(options.given.paddings)
+        self._shares_batches, self._pads = options.strategies.shares_batches, bool(options.user.paddings)
         self._cuts_batches = options.auto is not None or options.strategies.micro_batches is not None
         self._pieces: PieceCheck | None = None
         self._missed = Counter[str]()
@@ -96,11 +96,11 @@ class CompiledStep:
         self._failures = 0
         self._weak = weakref.ref(self)
         self._evicted = False
-        action = options.given.on_nonfinite
+        action = options.user.on_nonfinite
         self._nonfinite = None if action is None else NonfiniteWatch(self.__name__, action)
         self._sharder: tuple[Structure, BatchSharder | None] | None = None
         self._known_sizes: KnownSizes | None = None
-        self._verification = Verification(fn, self.__name__, options.capture, options.given.verifies)
+        self._verification = Verification(fn, self.__name__, options.capture, options.user.verifies)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; returns what the function returns."""
@@ -121,14 +121,14 @@ class CompiledStep:
             padding: tuple[PaddedCall, Program, GivenSizes | None] | None = None
             if self._pads:
                 names = leaf_names(self.fn, call.structure)
-                call, args, kwargs = with_lengths(self.options.given.paddings, call, names)
+                call, args, kwargs = with_lengths(self.options.user.paddings, call, names)
                 padding = self._padding(call, args, kwargs)
             if padding is not None:
-                made, fits, given = padding
-                call, args, kwargs = made.call, made.args, made.kwargs
+                padded_call, fits, sizes = padding
+                call, args, kwargs = padded_call.call, padded_call.args, padded_call.kwargs
             else:
-                given = self._given_sizes(call, args, kwargs) if self._shares_batches else None
-                fits = self._program(call, args, kwargs, given)
+                sizes = self._given_sizes(call, args, kwargs) if self._shares_batches else None
+                fits = self._program(call, args, kwargs, sizes)
             tries = 0
             while True:
                 flush_pending(but=fits.run)
@@ -152,7 +152,7 @@ class CompiledStep:
                     tries += 1
                     if tries == MOST_TRIES:
                         raise too_many_branches(other, tries) from None
-                    fits = self._along(other, call, args, kwargs, given)
+                    fits = self._along(other, call, args, kwargs, sizes)
         except BaseException as error:
             self._note_failed(error, program)
             if isinstance(error, Exception):
@@ -229,8 +229,8 @@ class CompiledStep:
         node: times of ops are right, what overlaps is not. All ranks call it.
 
         Example:
-            >>> found = step.profile(model, optimizer, batch)
-            >>> print(found), found.save("step.json")
+            >>> profile = step.profile(model, optimizer, batch)
+            >>> print(profile), profile.save("step.json")
 
         Raises:
             PlanError: the schedule is across steps, there is no hardware to predict for, or it has stages on GPUs.
@@ -250,7 +250,7 @@ class CompiledStep:
         world, usual, clock = program.world, program.run, SpanClock(program.world.device.startswith("cuda"))
         inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
         program.run = self._installer.compiled(program.local, world, inputs, clock)
-        found: list[Timeline] = []
+        timelines: list[Timeline] = []
         stages = StageProfile(program, world) if program.local.stage_axis else None
         try:
             for _ in range(repeat + 1):  # the first one checks strides, and does not count
@@ -263,12 +263,12 @@ class CompiledStep:
                 if stages is not None:
                     stages.note(clock, begin, took)
                 else:
-                    found.append(measured_timeline(program.local, clock.spans, begin, took))
+                    timelines.append(measured_timeline(program.local, clock.spans, begin, took))
         finally:
             program.run = usual
         if stages is not None:
             return Profile(stages.measured(), stages.predicted(hardware))
-        middle = sorted(found[1:], key=lambda one: one.simulated.step_us)[(repeat - 1) // 2]
+        middle = sorted(timelines[1:], key=lambda measured: measured.simulated.step_us)[(repeat - 1) // 2]
         tried = str(self.tuning) if self.tuning.tried else ""
         kernels = measured_kernels(program.local, middle)
         return Profile(replace(middle, title="measured"), timeline(program.local, hardware), tried, kernels)
@@ -276,9 +276,9 @@ class CompiledStep:
     @property
     def schedule(self) -> Schedule | None:
         """What orders its collectives: as it was given, or as measured at the first call; None where nothing does."""
-        given = self.options.given.schedule
-        if not isinstance(given, str):
-            return given
+        schedule = self.options.user.schedule
+        if not isinstance(schedule, str):
+            return schedule
         return self._compiler.finalizer.schedule if self._compiler else None
 
     @property
@@ -369,7 +369,8 @@ class CompiledStep:
             self._pieces = piece_check(compiler.strategies, compiler.world.mesh, compiler.rendezvous)
             self._cuts_batches = self._pieces is not None
         if self._pieces is not None:
-            self._pieces.check(call, partial(leaf_names, self.fn, call.structure), [one.local for one in self.programs])
+            names, programs = partial(leaf_names, self.fn, call.structure), [program.local for program in self.programs]
+            self._pieces.check(call, names, programs)
 
     def _sharder_of(self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSharder | None:
         """What makes this rank's part of such a batch; None where each rank runs on what it is given."""
@@ -386,23 +387,23 @@ class CompiledStep:
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[PaddedCall, Program, GivenSizes | None] | None:
         """A call whose batch was padded, and its program; None where the batch runs as it is."""
-        given = self.options.given.paddings
+        paddings = self.options.user.paddings
         sharder = self._sharder_of(call, args, kwargs) if self._shares_batches else None
         greatest = int if sharder is None else sharder.greatest
         if sharder is not None:
-            refuse_cut(given, {(sharder.names[cut.leaf], cut.dim) for cut in sharder.shared})
-        made = padded(given, call, leaf_names(self.fn, call.structure), greatest)
-        if made is None:
+            refuse_cut(paddings, {(sharder.names[cut.leaf], cut.dim) for cut in sharder.shared})
+        padded_call = padded(paddings, call, leaf_names(self.fn, call.structure), greatest)
+        if padded_call is None:
             return None
-        sizes = None if sharder is None else sharder.give(made.call.leaves)
-        program = self._program(made.call, made.args, made.kwargs, sizes)
+        sizes = None if sharder is None else sharder.give(padded_call.call.leaves)
+        program = self._program(padded_call.call, padded_call.args, padded_call.kwargs, sizes)
         check = program.guards.sizes
-        if check is None or not set(made.lengths) <= set(check.record.dims.values()):
-            refuse_fixed(given, program.capture)  # raises: a length is no symbol of this program
+        if check is None or not set(padded_call.lengths) <= set(check.record.dims.values()):
+            refuse_fixed(paddings, program.capture)  # raises: a length is no symbol of this program
         assert check is not None, "a program with symbols"
-        broken = check.broken_at(made.lengths)
+        broken = check.broken_at(padded_call.lengths)
         if not greatest(int(broken is not None)):
-            return made, program, sizes
+            return padded_call, program, sizes
         text = check.record.shown(broken.text) if broken is not None else "that another rank has"
         why = f"not padded: without padding, sizes break the guard {text}"
         if why not in self.misses:
@@ -411,7 +412,7 @@ class CompiledStep:
 
     def _along(
         self, other: OtherBranchError, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-        given: GivenSizes | None,
+        sizes: GivenSizes | None,
     ) -> Program:  # fmt: skip
         """The program that takes other branches than one that ran and has changed nothing. Where the step raises on
         these, its error is raised.
@@ -419,11 +420,11 @@ class CompiledStep:
         assert self._compiler is not None, "a program ran"
         self._compiler.branches = other.taken
         try:
-            return self._program(call, args, kwargs, given, Miss(other.found, "takes a branch", other.where))
+            return self._program(call, args, kwargs, sizes, Miss(other.found, "takes a branch", other.where))
         except CaptureError as error:
             raised = error.__cause__
-            own = raised is not None and not isinstance(raised, WholestepError) and not error.reads_value
-            if not own or error.branches != other.taken:
+            from_user = raised is not None and not isinstance(raised, WholestepError) and not error.reads_value
+            if not from_user or error.branches != other.taken:
                 raise
             raise cast(BaseException, raised) from None
         finally:
@@ -437,15 +438,15 @@ class CompiledStep:
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: BatchSizes | None) -> StepInputs:
         sharder = self._sharder[1] if self._sharder else None
         state, call, names = find_state(self.fn, args, kwargs, self.options.capture.extra)
-        whole = sharder.global_shapes(call.leaves, sizes) if sharder is not None and sizes else {}
-        return StepInputs(args, kwargs, call.structure, call.leaves, tuple(names), state, sharder, sizes, whole)
+        shapes = sharder.global_shapes(call.leaves, sizes) if sharder is not None and sizes else {}
+        return StepInputs(args, kwargs, call.structure, call.leaves, tuple(names), state, sharder, sizes, shapes)
 
     def _start(self, inputs: StepInputs) -> Compiler:
         """Join the job."""
         options = self.options
-        given, device = options.given, options.capture.device or device_of(inputs.state)
-        wait = given.agree_timeout_s, self._stages.waits
-        world = join(options.mesh, device, options.capture.offload, given.timeout_s, *wait)
+        user, device = options.user, options.capture.device or device_of(inputs.state)
+        wait = user.agree_timeout_s, self._stages.waits
+        world = join(options.mesh, device, options.capture.offload, user.timeout_s, *wait)
         ranks = Rendezvous.of_job(*wait)
         who, log = (self.fn, self.__name__, self.number), self.misses.append
         self._compiler = Compiler(*who, options, world, ranks, self._stages, self._cache, log)
@@ -454,7 +455,7 @@ class CompiledStep:
         return self._compiler
 
     def _program(
-        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: GivenSizes | None,
+        self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: GivenSizes | None,
         other: Miss | None = None,
     ) -> Program:  # fmt: skip
         """The program that fits a call, compiled where there is none. What others have given is taken once the rest
@@ -463,30 +464,30 @@ class CompiledStep:
         if self.programs:
             now = ambient(self.programs[-1].world.device)
             newest = other
-            taken = self._compiler.branches if self._compiler else ()
+            branches = self._compiler.branches if self._compiler else ()
             last = len(self.programs) - 1
             for i in range(last, -1, -1) if self._installer.recordings is None else self._in_order():
                 program = self.programs[i]
-                if not program.follows(taken):
+                if not program.follows(branches):
                     continue
                 miss = program.guards.check(call.structure, call.leaves, now) or program.refresh()
-                miss = miss or program.guards.check_sizes(call.leaves, given and given.of_all)
+                miss = miss or program.guards.check_sizes(call.leaves, sizes and sizes.of_all)
                 if miss is None:
                     if i != last:
                         self.programs.append(self.programs.pop(i))
                     ACTIVITY.meets = (self.calls + 1) * program.meets
                     if self._verification.is_due(self.calls + 1):
-                        self._verify(program, self._inputs(args, kwargs, given and given.of_all))
+                        self._verify(program, self._inputs(args, kwargs, sizes and sizes.of_all))
                     return program
                 newest = newest or miss
             assert newest is not None, "no program fits"
             self._note_miss(newest)
             self._note_change(newest)
         ACTIVITY.meets = 0
-        busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.given.agree_timeout_s)
+        busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.user.agree_timeout_s)
         with self._stages.reporting(), busy, collected_after(), source_lines_dropped():
             flush_pending()
-            inputs = self._inputs(args, kwargs, given and given.of_all)
+            inputs = self._inputs(args, kwargs, sizes and sizes.of_all)
             program = self._compile(inputs, self._other_sizes(inputs))
         ACTIVITY.meets = (self.calls + 1) * program.meets
         if self._verification.is_due(self.calls + 1):
@@ -498,7 +499,7 @@ class CompiledStep:
         compiler = self._compiler
         assert compiler is not None, "joined"
         ranks = compiler.consistency
-        busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.given.agree_timeout_s)
+        busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.user.agree_timeout_s)
         with self._stages.reporting(), busy, self._stages.stage("trace again"):
             flush_pending()  # on all ranks: what a trace calls would do it, with tensors of the trace in their places
             try:
@@ -517,51 +518,51 @@ class CompiledStep:
 
     def _other_sizes(self, inputs: StepInputs) -> list[Capture]:
         """Captures of calls that differ in sizes alone, the latest first: these sizes are symbols from now on."""
-        found: list[Program] = []
+        programs: list[Program] = []
         if self.programs and self._compiler is not None:
             now = ambient(self.programs[-1].world.device)
             fits = (p for p in reversed(self.programs) if p.refresh() is None)
-            found = [p for p in fits if p.guards.differ_in_sizes(inputs.structure, inputs.leaves, now)]
-            for program in found[:1]:
+            programs = [p for p in fits if p.guards.differ_in_sizes(inputs.structure, inputs.leaves, now)]
+            for program in programs[:1]:
                 self._compiler.sizes.note(other_dims(program.guards.shapes, batch_shapes(inputs)))
-        return [program.capture for program in found]
+        return [program.capture for program in programs]
 
-    def _compile(self, inputs: StepInputs, like: Sequence[Capture] = ()) -> Program:
+    def _compile(self, inputs: StepInputs, earlier: Sequence[Capture] = ()) -> Program:
         compiler = self._compiler or self._start(inputs)
         ranks = compiler.consistency
         try:
-            held = self.programs[-1].guards.numbers if self.programs else None
+            numbers = self.programs[-1].guards.numbers if self.programs else None
             ranks.before = (self.misses[-1], self.programs[-1].capture) if self.programs else None
-            made = compiler.compile(inputs, held, like)
+            rank_program = compiler.compile(inputs, numbers, earlier)
         finally:  # ranks have to compare these again: none may run one that the others let go of
             ranks.before = None
             self.programs[:] = [program for program in self.programs if ranks.knows(program.compared)]
         drawn = random_state.take() if self.on_placed else None
         with uninterrupted():
-            program = self._installer.place(made, inputs, compiler.world, compiler.strategies)
+            program = self._installer.place(rank_program, inputs, compiler.world, compiler.strategies)
         if drawn is not None:
             miss = self._call_on_placed(program, inputs)
             random_state.put(drawn)
             if miss is not None:
                 self._note_miss(miss)
-                return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), like)
+                return self._compile(self._inputs(inputs.args, inputs.kwargs, inputs.sizes), earlier)
         program = self._installer.finish(program, inputs.leaves, compiler.strategies, compiler.rendezvous)
         if isinstance(program.run, CrossStepRunner):
             weak = self._weak
             program.run.settle = lambda: (step := weak()) and step._settle()  # no cycle keeps a step that is dropped
         if self._tuner is not None:
             try:
-                self._tuner.add(made, program, ranks.knows)
+                self._tuner.add(rank_program, program, ranks.knows)
             except SizesFixedError as error:
-                compiler.capture_one_by_one(made.capture, error)
-                return self._compile(inputs, like)
+                compiler.capture_one_by_one(rank_program.capture, error)
+                return self._compile(inputs, earlier)
         self.programs.append(program)
         self._evict()
         return self.programs[-1]
 
     def _evict(self) -> None:
         """Let go of the programs that were not used for longest. This rank compiles them alone where it needs them."""
-        most = self.options.given.max_programs
+        most = self.options.user.max_programs
         if len(self.programs) > most and not self._evicted:
             self._evicted = True
             text = f"{self.__name__} met more than max_programs={most} kinds of calls, and keeps the latest programs"
@@ -613,7 +614,7 @@ class CompiledStep:
                     stacklevel=4,
                 )
         elif count >= MOST_VALUES:
-            found = f"the step {miss.use} that keeps changing: {MOST_VALUES} captures so far"
+            problem = f"the step {miss.use} that keeps changing: {MOST_VALUES} captures so far"
             needed = "values that say what kind of call it is, of which there are few"
             next_step = "compute with the tensor instead of its value, or pass the value as a Python number"
-            raise CaptureError(found, needed, next_step, miss.where)
+            raise CaptureError(problem, needed, next_step, miss.where)

@@ -59,9 +59,9 @@ class KnownSizes:
         """None are known yet (collective)."""
         return KnownSizes(HostExchange.of(ranks, MOST_TENSORS + 1))
 
-    def give(self, given: Hashable, row: Sequence[int]) -> None:
-        """Tell the others what this rank is `given`: `row` are its sizes (collective)."""
-        self.exchange.give(self.newest.get(given, 0), row)
+    def give(self, key: Hashable, row: Sequence[int]) -> None:
+        """Tell the others the sizes of this rank's batch, as a `row` (collective)."""
+        self.exchange.give(self.newest.get(key, 0), row)
 
     def agreed(self) -> BatchSizes | None:
         """The sizes on all ranks, which have given theirs; None where these are new."""
@@ -72,65 +72,65 @@ class KnownSizes:
         """Of the exchange that begins. Forgets an old one."""
         self.exchanges = self.exchanges % _MOST_EXCHANGES + 1
         if len(self.sizes) == _MOST_KNOWN:
-            number, (given, _) = next(iter(self.sizes.items()))
+            number, (key, _) = next(iter(self.sizes.items()))
             del self.sizes[number]
-            if self.newest[given] == number:
-                del self.newest[given]
+            if self.newest[key] == number:
+                del self.newest[key]
         return self.exchanges
 
-    def note(self, number: int, given: Hashable, sizes: BatchSizes) -> None:
+    def note(self, number: int, key: Hashable, sizes: BatchSizes) -> None:
         """What ranks have exchanged."""
-        self.newest[given], self.sizes[number] = number, (given, sizes)
+        self.newest[key], self.sizes[number] = number, (key, sizes)
 
 
 @dataclass(frozen=True)
 class BatchSharder:
-    """Makes this rank's part of a batch. Ranks at different coordinates along `own` have separate batches. `whole`:
-    each rank is given the whole batch. `known`: parts may differ in size. `tensors`: leaves that are tensors.
+    """Makes this rank's part of a batch. Ranks at different coordinates along `own_axes` have separate batches.
+    `is_global`: each rank is given the full batch. `known_sizes`: parts may differ in size. `tensors`: those leaves.
     """
 
     shared: tuple[ShardedDim, ...]
     names: tuple[str, ...]
     world: World
-    own: tuple[str, ...]
-    whole: bool
-    known: KnownSizes | None
+    own_axes: tuple[str, ...]
+    is_global: bool
+    known_sizes: KnownSizes | None
     tensors: tuple[int, ...] = ()
 
     def give(self, leaves: Sequence[Any]) -> GivenSizes:
         """Tell the others the sizes of this rank's part (collective where parts may differ)."""
-        own = tuple(int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared)
-        if self.known is None:
-            equal = tuple((n,) * cut.parts.size for n, cut in zip(own, self.shared, strict=True))
-            return GivenSizes(self, leaves, own, (), equal)
+        local_sizes = tuple(int(leaves[cut.leaf].shape[cut.dim]) for cut in self.shared)
+        if self.known_sizes is None:
+            equal = tuple((n,) * cut.parts.size for n, cut in zip(local_sizes, self.shared, strict=True))
+            return GivenSizes(self, leaves, local_sizes, (), equal)
         rest = self._rest(leaves)
-        self.known.give((self.shared, own, rest), (*own, hash(rest) & _SIZES))
-        return GivenSizes(self, leaves, own, rest)
+        self.known_sizes.give((self.shared, local_sizes, rest), (*local_sizes, hash(rest) & _SIZES))
+        return GivenSizes(self, leaves, local_sizes, rest)
 
-    def taken(self, leaves: Sequence[Any], own: tuple[int, ...], rest: Hashable) -> BatchSizes:
+    def taken(self, leaves: Sequence[Any], local_sizes: tuple[int, ...], rest: Hashable) -> BatchSizes:
         """Sizes of all parts, where ranks have given theirs. Raises RankMismatchError: ranks with the same part were
         given different sizes, or ranks that share a batch parts that differ in other dims.
         """
-        assert self.known is not None, "parts may differ"
-        sizes = self.known.agreed()
+        assert self.known_sizes is not None, "parts may differ"
+        sizes = self.known_sizes.agreed()
         if sizes is None:
-            number = self.known.next_number()
-            rows = self.known.exchange.rows()
+            number = self.known_sizes.next_number()
+            rows = self.known_sizes.exchange.rows()
             self._check_rest(rows, leaves)
-            sizes = self._found([row[:-1] for row in rows], own)
-            self.known.note(number, (self.shared, own, rest), sizes)
+            sizes = self._found([row[:-1] for row in rows], local_sizes)
+            self.known_sizes.note(number, (self.shared, local_sizes, rest), sizes)
         return sizes
 
     def greatest(self, length: int) -> int:
         """The greatest of the lengths that ranks give (collective where parts may differ)."""
-        if self.known is None:
+        if self.known_sizes is None:
             return length
-        self.known.exchange.give(min(length, MOST_LENGTH))
-        return self.known.exchange.extremes()[1]
+        self.known_sizes.exchange.give(min(length, MOST_LENGTH))
+        return self.known_sizes.exchange.extremes()[1]
 
     def _rest(self, leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """The sizes of the dims that are not cut."""
-        cut = {(one.leaf, one.dim) for one in self.shared}
+        cut = {(sharded.leaf, sharded.dim) for sharded in self.shared}
         return tuple(
             tuple(size for dim, size in enumerate(leaves[i].shape) if (i, dim) not in cut) for i in self.tensors
         )
@@ -138,32 +138,32 @@ class BatchSharder:
     def _shares(self, rank: int) -> bool:
         """True for a rank that shares its batch with this one."""
         theirs = self.world.mesh.coordinate(rank)
-        return all(theirs[axis] == self.world.coordinate[axis] for axis in self.own)
+        return all(theirs[axis] == self.world.coordinate[axis] for axis in self.own_axes)
 
     def _check_rest(self, rows: Sequence[Sequence[int]], leaves: Sequence[Any]) -> None:
         here = rows[self.world.rank][-1]
         other = next((rank for rank, row in enumerate(rows) if self._shares(rank) and row[-1] != here), None)
         if other is not None:
             shapes = ", ".join(f"{self.names[i]} of {list(leaves[i].shape)}" for i in self.tensors)
-            dims = ", ".join(f"dim {one.dim} of {self.names[one.leaf]}" for one in self.shared) or "none"
+            dims = ", ".join(f"dim {cut.dim} of {self.names[cut.leaf]}" for cut in self.shared) or "none"
             text = f"rank {other} was given a batch of other sizes than rank {self.world.rank}, with {shapes}"
             needed = f"one batch of which ranks have parts: they differ in the dims that ranks share alone ({dims})"
             raise RankMismatchError(text, needed, "pad the batch of each rank to one length (compile(pad_to=...) does)")
 
-    def _found(self, rows: Sequence[Sequence[int]], own: tuple[int, ...]) -> BatchSizes:
+    def _found(self, rows: Sequence[Sequence[int]], local_sizes: tuple[int, ...]) -> BatchSizes:
         """Sizes of all parts, from what each rank was given."""
-        found: list[dict[int, int]] = [{} for _ in self.shared]
-        for rank, given in enumerate(rows):
+        by_part: list[dict[int, int]] = [{} for _ in self.shared]
+        for rank, row in enumerate(rows):
             theirs = self.world.mesh.coordinate(rank)
             if self._shares(rank):
                 parts = [cut.parts.rank(theirs) for cut in self.shared]
-                known = [f.setdefault(p, n) for f, p, n in zip(found, parts, given, strict=False)]
-                if len(given) != len(own) or known != given:
+                agreed = [f.setdefault(p, n) for f, p, n in zip(by_part, parts, row, strict=False)]
+                if len(row) != len(local_sizes) or agreed != row:
                     axes = ", ".join(dict.fromkeys(axis for cut in self.shared for axis in cut.parts.names))
-                    text = f"rank {rank} was given a batch of sizes {given}, another one {known}"
+                    text = f"rank {rank} was given a batch of sizes {row}, another one {agreed}"
                     needed = f"the same batch on ranks that differ only outside {axes}"
                     raise RankMismatchError(text, needed, f"give ranks the batch of their coordinate on {axes}")
-        return tuple(tuple(f[p] for p in range(cut.parts.size)) for f, cut in zip(found, self.shared, strict=True))
+        return tuple(tuple(f[p] for p in range(cut.parts.size)) for f, cut in zip(by_part, self.shared, strict=True))
 
     def global_shapes(self, leaves: Sequence[Any], sizes: BatchSizes) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole batch, by name of the leaf."""
@@ -171,7 +171,7 @@ class BatchSharder:
         for cut, lengths in zip(self.shared, sizes, strict=True):
             name = self.names[cut.leaf]
             shape: list[int] = list(out.get(name, tuple(leaves[cut.leaf].shape)))
-            shape[cut.dim] = lengths[0] if self.whole else sum(lengths)
+            shape[cut.dim] = lengths[0] if self.is_global else sum(lengths)
             out[name] = tuple(shape)
         return out
 
@@ -180,16 +180,16 @@ class BatchSharder:
         out = list(leaves)
         often = Counter(cut.leaf for cut in self.shared)
         for cut, lengths in zip(self.shared, sizes, strict=True):
-            total = lengths[0] if self.whole else sum(lengths)
+            total = lengths[0] if self.is_global else sum(lengths)
             start, length = self._piece(total, cut)
-            if self.whole:
+            if self.is_global:
                 out[cut.leaf] = out[cut.leaf].narrow(cut.dim, start, length)
             elif list(lengths) != [self._piece(total, cut, part)[1] for part in range(cut.parts.size)]:
                 if often[cut.leaf] > 1:
                     name, axes = self.names[cut.leaf], ", ".join(cut.parts.names)
-                    found = f"parts of {name!r} along {axes} have sizes {list(lengths)}"
+                    problem = f"parts of {name!r} along {axes} have sizes {list(lengths)}"
                     needed = "parts as torch.chunk makes them where a tensor is cut along two dims"
-                    raise RankMismatchError(found, needed, "give every rank as much, or cut one dim only")
+                    raise RankMismatchError(problem, needed, "give every rank as much, or cut one dim only")
                 out[cut.leaf] = self._gathered(leaves[cut.leaf], cut, lengths).narrow(cut.dim, start, length)
                 out[cut.leaf] = out[cut.leaf].contiguous()
         return out
@@ -216,20 +216,20 @@ class BatchSharder:
 
 @dataclass(slots=True)
 class GivenSizes:
-    """Sizes of the parts of a batch, of which this rank has given its `own` to the others."""
+    """Sizes of the parts of a batch, of which this rank has given its `local_sizes` to the others."""
 
     sharder: BatchSharder
     leaves: Sequence[Any]
-    own: tuple[int, ...]
+    local_sizes: tuple[int, ...]
     rest: Hashable
-    _found: BatchSizes | None = None
+    _agreed: BatchSizes | None = None
 
     @property
     def of_all(self) -> BatchSizes:
         """On all ranks; waits for those that have not given theirs. Raises RankMismatchError: see `taken`."""
-        if self._found is None:
-            self._found = self.sharder.taken(self.leaves, self.own, self.rest)
-        return self._found
+        if self._agreed is None:
+            self._agreed = self.sharder.taken(self.leaves, self.local_sizes, self.rest)
+        return self._agreed
 
 
 def batch_sharder(
@@ -237,10 +237,10 @@ def batch_sharder(
     names: Sequence[str],
     leaves: Sequence[Any],
     world: World,
-    known: Callable[[], KnownSizes],
+    known_sizes: Callable[[], KnownSizes],
 ) -> BatchSharder | None:
     """How batches of this kind are sharded; None where each rank runs on its own batch. Ranks whose parts may differ
-    in size use `known`.
+    in size use `known_sizes`.
     """
     options, mesh, on_host = strategies.options, world.mesh, world.device.startswith("cpu")
     tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and (on_host or not v.is_cpu))
@@ -252,13 +252,13 @@ def batch_sharder(
     several = [a for a in options.axes(mesh) if mesh.axis_size(a) > 1]
     if not shared and (options.semantics == "per_rank" or not several):
         return None
-    own = options.axes(mesh) if options.semantics == "per_rank" else ()
-    whole, exchange = options.inputs == "global", options.inputs == "local" and options.uneven_batches
+    own_axes = options.axes(mesh) if options.semantics == "per_rank" else ()
+    is_global, exchange = options.inputs == "global", options.inputs == "local" and options.uneven_batches
     if exchange and len(shared) > MOST_TENSORS:
-        found = f"the batch has {len(shared)} tensors that are cut"
+        problem = f"the batch has {len(shared)} tensors that are cut"
         needed = f"at most {MOST_TENSORS} with uneven_batches=True"
-        raise PlanError(found, needed, "give equal batches and uneven_batches=False, or fewer tensors")
-    return BatchSharder(shared, tuple(names), world, own, whole, known() if exchange else None, tensors)
+        raise PlanError(problem, needed, "give equal batches and uneven_batches=False, or fewer tensors")
+    return BatchSharder(shared, tuple(names), world, own_axes, is_global, known_sizes() if exchange else None, tensors)
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class StepInputs:
     """The arguments of a call as leaves with names, and the modules and optimizers that the step uses.
 
     `sharder` makes this rank's part of a batch that ranks share; `sizes` are those of the parts on all ranks, and
-    `whole` the shapes of the batch tensors that leaves are parts of, by name.
+    `global_shapes` the shapes of the batch tensors that leaves are parts of, by name.
     """
 
     args: tuple[Any, ...]
@@ -277,11 +277,11 @@ class StepInputs:
     state: StepState
     sharder: BatchSharder | None
     sizes: BatchSizes | None
-    whole: Mapping[str, tuple[int, ...]]
+    global_shapes: Mapping[str, tuple[int, ...]]
 
 
 def batch_shapes(inputs: StepInputs) -> dict[str, tuple[int, ...]]:
     """Shapes of the batch tensors of a call by name, of the whole where ranks have parts."""
     pairs = zip(inputs.names, inputs.leaves, strict=True)
     shapes = {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, torch.Tensor)}
-    return {**shapes, **inputs.whole}
+    return {**shapes, **inputs.global_shapes}

@@ -61,21 +61,21 @@ class SymbolicSizes:
 
     def note(self, dims: Dims) -> None:
         """These dims had two sizes."""
-        if isinstance(self.options.given.dynamic, bool):
-            for name, found in dims.items():
-                self.varying.setdefault(name, set()).update(found)
-                for place in {(name, dim) for dim in found} & self._unsaid.keys():
+        if isinstance(self.options.user.dynamic, bool):
+            for name, changed in dims.items():
+                self.varying.setdefault(name, set()).update(changed)
+                for place in {(name, dim) for dim in changed} & self._unsaid.keys():
                     del self.fixed[place]
                     if where := self._unsaid.pop(place):
                         self._fix(place, where)
-                for dim in found if self.options.given.dynamic and self.why_not else ():
+                for dim in changed if self.options.user.dynamic and self.why_not else ():
                     self._fix((name, dim), self.why_not)
 
     @property
     def why_not(self) -> str:
         """Why no size can be a symbol with these options; empty if they can."""
-        given = self.options.given
-        if given.dynamic is False:
+        user = self.options.user
+        if user.dynamic is False:
             return "dynamic=False"
         if type(self.options.backend) not in BACKENDS.values():
             return f"backend {self.options.backend.name!r} may read sizes"
@@ -85,50 +85,50 @@ class SymbolicSizes:
         """The dims to capture as symbols for a call."""
         shapes = batch_shapes(inputs)
         self._check_names(shapes)
-        if self.options.given.paddings and self.why_not:
+        if self.options.user.paddings and self.why_not:
             needed = "sizes that are symbols"
             raise PlanError(f"pad_to: {self.why_not}", needed, "leave out pad_to, or what stands against symbols")
         if self.why_not or self.captures >= TUNING.most_captures:
             return {}
-        asked = {name: self._asked(name) for name in shapes}
-        found = self._free(inputs, shapes, asked)
+        requested = {name: self._asked(name) for name in shapes}
+        free = self._free(inputs, shapes, requested)
         self._guessed = set()
-        if not found or not self.varying:
-            return found
+        if not free or not self.varying:
+            return free
         pairs = zip(inputs.names, inputs.leaves, strict=True)
-        likely = {name: _likely(leaf) | {*asked[name]} for name, leaf in pairs if name in shapes}
-        more = self._free(inputs, shapes, likely)
-        self._guessed = {(n, dim) for n, dims in more.items() for dim in dims if dim not in found.get(n, ())}
-        return more
+        likely = {name: _likely(leaf) | {*requested[name]} for name, leaf in pairs if name in shapes}
+        extended = self._free(inputs, shapes, likely)
+        self._guessed = {(n, dim) for n, dims in extended.items() for dim in dims if dim not in free.get(n, ())}
+        return extended
 
     def _free(
-        self, inputs: StepInputs, shapes: Mapping[str, tuple[int, ...]], asked: Mapping[str, Collection[int]]
+        self, inputs: StepInputs, shapes: Mapping[str, tuple[int, ...]], requested: Mapping[str, Collection[int]]
     ) -> dict[str, tuple[int, ...]]:
         """Those of the dims that no capture has fixed, and whose size can be a symbol."""
-        found: dict[str, tuple[int, ...]] = {}
+        free: dict[str, tuple[int, ...]] = {}
         for name, leaf in zip(inputs.names, inputs.leaves, strict=True):
-            if asked.get(name):
-                given = meta.with_shape(meta_of(leaf), shapes[name])
-                dims = (dim for dim in sorted(asked[name]) if dim < len(given.shape) and (name, dim) not in self.fixed)
-                found[name] = dynamic_dims(given, tuple(dims))
-        return {name: dims for name, dims in found.items() if dims}
+            if numbers := requested.get(name):
+                shaped = meta.with_shape(meta_of(leaf), shapes[name])
+                dims = (dim for dim in sorted(numbers) if dim < len(shaped.shape) and (name, dim) not in self.fixed)
+                free[name] = dynamic_dims(shaped, tuple(dims))
+        return {name: dims for name, dims in free.items() if dims}
 
     def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise PlanError if `dynamic` names what is no dim of a batch tensor; warn if it is not honoured."""
-        dynamic = self.options.given.dynamic
-        given: Mapping[str, Sequence[int]] = {} if isinstance(dynamic, bool) else dynamic
-        for key, dims in given.items():
+        dynamic = self.options.user.dynamic
+        named: Mapping[str, Sequence[int]] = {} if isinstance(dynamic, bool) else dynamic
+        for key, dims in named.items():
             of = [shape for name, shape in shapes.items() if name == key or name.startswith((f"{key}[", f"{key}."))]
             if not of or any(not 0 <= dim < len(shape) for shape in of for dim in dims):
-                found = f"dynamic={{{key!r}: {tuple(dims)}}}"
-                known = ", ".join(f"{name} of {len(shape)} dims" for name, shape in shapes.items()) or "none"
-                raise PlanError(found, f"dims of tensors that the step is given: {known}", "correct it")
+                problem = f"dynamic={{{key!r}: {tuple(dims)}}}"
+                tensors = ", ".join(f"{name} of {len(shape)} dims" for name, shape in shapes.items()) or "none"
+                raise PlanError(problem, f"dims of tensors that the step is given: {tensors}", "correct it")
             if self.why_not:
                 warnings.warn(f"dynamic={{{key!r}: ...}} has no effect: {self.why_not}", stacklevel=2)
 
     def _asked(self, name: str) -> Collection[int]:
-        dynamic = self.options.given.dynamic
-        padded = {one.dims[name] for one in self.options.given.paddings if name in one.dims}
+        dynamic = self.options.user.dynamic
+        padded = {pad.dims[name] for pad in self.options.user.paddings if name in pad.dims}
         if isinstance(dynamic, bool):
             return padded | self.varying.get(name, set())
         named = (dims for key, dims in dynamic.items() if name == key or name.startswith((f"{key}[", f"{key}.")))
@@ -147,7 +147,7 @@ class SymbolicSizes:
 
     def _compiling(self) -> AbstractContextManager[object]:
         """This rank compiles a region alone, in a call."""
-        return ACTIVITY.doing("compiling a region for other sizes", self.options.given.agree_timeout_s)
+        return ACTIVITY.doing("compiling a region for other sizes", self.options.user.agree_timeout_s)
 
     def failed(self, dims: Mapping[str, Sequence[int]], error: Exception) -> bool:
         """A capture with these dims as symbols failed. True if it may do with fewer: those of which one size is known
@@ -159,10 +159,10 @@ class SymbolicSizes:
             self._unsaid.update(left_out)
             return True
         where = getattr(error, "where", "") or ""
-        found = getattr(error, "found", f"{type(error).__name__}: {error}").splitlines()[0]
-        for name, those in dims.items():
-            for dim in those:
-                self._fix((name, dim), f"{where}: {found}" if where else found)
+        problem = getattr(error, "found", f"{type(error).__name__}: {error}").splitlines()[0]
+        for name, numbers in dims.items():
+            for dim in numbers:
+                self._fix((name, dim), f"{where}: {problem}" if where else problem)
         return False
 
     def _fix(self, place: tuple[str, int], where: str) -> None:
@@ -185,8 +185,8 @@ def _likely(leaf: Any) -> set[int]:
 def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
     """The sizes of the symbols of a capture in the batch that another one was made for; None if it is not for that."""
     assert captured.symbols is not None, "captured with symbols"
-    metas = {given.name: given.meta for given in other.graph.inputs if given.role is Role.BATCH}
-    shapes = {name: tuple(map(int, found.shape)) for name, found in metas.items()}
+    metas = {spec.name: spec.meta for spec in other.graph.inputs if spec.role is Role.BATCH}
+    shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in metas.items()}
     symbolic = {name for name, _ in captured.symbols.record.dims.values()}
     if any(metas[name].stride != row_major(metas[name].shape) for name in symbolic):
         return None
@@ -194,12 +194,12 @@ def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
     return sizes if sizes is not None and captured.symbols.hold(sizes) else None
 
 
-def captured_for(inputs: StepInputs, dims: Dims, like: Sequence[Capture]) -> Capture | None:
+def captured_for(inputs: StepInputs, dims: Dims, earlier: Sequence[Capture]) -> Capture | None:
     """A capture with symbols for these dims that applies to a call, though its program does not; None without one."""
-    asked = {(name, dim) for name, those in dims.items() for dim in those}
-    for captured in like:
+    requested = {(name, dim) for name, tensor_dims in dims.items() for dim in tensor_dims}
+    for captured in earlier:
         sizes = None if captured.symbols is None else _sizes_in(captured, batch_shapes(inputs))
-        if captured.symbols is not None and sizes is not None and asked <= {*captured.symbols.record.dims.values()}:
+        if captured.symbols is not None and sizes is not None and requested <= {*captured.symbols.record.dims.values()}:
             return at_other_sizes(captured, sizes)
     return None
 
@@ -208,8 +208,8 @@ def _sizes_in(captured: Capture, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     """The sizes of the symbols of a capture in a batch of these shapes; None if another size is not that of it."""
     assert captured.symbols is not None, "captured with symbols"
     places = captured.symbols.record.dims
-    of_batch = [given for given in captured.graph.inputs if given.role is Role.BATCH]
-    sizes = [(given.name, dim, int(size)) for given in of_batch for dim, size in enumerate(given.meta.shape)]
+    of_batch = [spec for spec in captured.graph.inputs if spec.role is Role.BATCH]
+    sizes = [(spec.name, dim, int(size)) for spec in of_batch for dim, size in enumerate(spec.meta.shape)]
     if any(shapes[name][dim] != size for name, dim, size in sizes if (name, dim) not in places.values()):
         return None
     return {symbol: shapes[name][dim] for symbol, (name, dim) in places.items()}
@@ -225,15 +225,15 @@ def other_sizes(captured: Capture, ranks: int, far: bool = False, smaller: bool 
     fixed, places = captured.symbols.fixed(), captured.symbols.record.dims
     holds = evaluator(terms, list(hints))
     free = [symbol for symbol in hints if places[symbol] not in fixed]
-    near, multiples = [(1, more) for more in range(1, _MOST_TRIED)], [(times, 0) for times in (2, 3, 4)]
+    near, multiples = [(1, added) for added in range(1, _MOST_TRIED)], [(times, 0) for times in (2, 3, 4)]
     changes = multiples[::-1] + near[::-1] if far else near + multiples
     less = [(1, -less) for less in range(1, _MOST_TRIED)]
     changes = less + changes if smaller else changes + less
     alike = dict.fromkeys(hints[symbol] for symbol in free)  # rows may be bound where lengths are not
     possible: list[dict[str, int]] = []
     for moved in (free, *([s for s in free if hints[s] == size] for size in alike)):
-        for times, more in changes:
-            sizes = {**hints, **{symbol: times * hints[symbol] + more for symbol in moved}}
+        for times, added in changes:
+            sizes = {**hints, **{symbol: times * hints[symbol] + added for symbol in moved}}
             if min(sizes.values()) > 1 and all(holds(*sizes.values())):
                 if all(math.gcd(size, ranks) == 1 for size in sizes.values()):
                     return sizes
@@ -261,13 +261,13 @@ def hints_of(captured: Capture) -> dict[str, int]:
     return captured.symbols.record.hints
 
 
-def refuse_other_graph(made: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
+def refuse_other_graph(symbolic: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
     """Raise SizesFixedError unless a graph with symbols is, at these sizes, the graph captured for them."""
-    filled = instantiated(made, sizes)
-    ours, theirs = (str(one).splitlines() for one in (filled, fixed))
+    filled = instantiated(symbolic, sizes)
+    ours, theirs = (str(graph).splitlines() for graph in (filled, fixed))
     if ours != theirs:
-        others = (line for line in theirs if line not in {*ours} and line.strip().startswith("%"))
-        where = meta.line_behind(fixed.graph, next(others, ""))
+        differing = (line for line in theirs if line not in {*ours} and line.strip().startswith("%"))
+        where = meta.line_behind(fixed.graph, next(differing, ""))
         raise SizesFixedError("with symbols for sizes, another graph is captured", where)
 
 
@@ -278,30 +278,30 @@ class PlannedFor:
     sizes: dict[str, int]
     local: LocalGraph
 
-    def refuse_other(self, made: LocalGraph, world: World) -> None:
+    def refuse_other(self, local: LocalGraph, world: World) -> None:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
-        if made.async_axes:
+        if local.async_axes:
             raise SizesFixedError(ASYNC)
-        if _bound_lines(made, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
+        if _bound_lines(local, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
-    def refuse_other_after(self, finish: Callable[[LocalGraph], LocalGraph], made: LocalGraph, world: World) -> None:
-        """Raise SizesFixedError unless the same holds after the passes that `finish` applies, which made `made` of the
+    def refuse_other_after(self, finish: Callable[[LocalGraph], LocalGraph], local: LocalGraph, world: World) -> None:
+        """Raise SizesFixedError unless the same holds after the passes that `finish` applies, which made `local` of the
         program with symbols. They order ops by prices: an order is not compared.
         """
-        mine = _bound_lines(made, self.sizes, world.coordinate)
+        mine = _bound_lines(local, self.sizes, world.coordinate)
         if sorted(mine) != sorted(_bound_lines(finish(self.local), self.sizes, world.coordinate)):
             raise SizesFixedError("with symbols for sizes, passes make another program")
 
 
 def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[str]:
     """The calls of this rank with their results, at these sizes; those of loops, and of other calls, after them."""
-    found: list[str] = []
+    lines: list[str] = []
     for program in (local, *(local.across or ())):
         graph = bound_calls(program.graph, coordinate)
         at_sizes(graph, sizes)
-        found += [_line(node) for node, _ in with_bodies(graph)]
-    return found
+        lines += [_line(node) for node, _ in with_bodies(graph)]
+    return lines
 
 
 def _line(node: Node) -> str:
@@ -314,9 +314,9 @@ def _line(node: Node) -> str:
 def _about(part: StagePart) -> str:
     """What a part of a stage does, besides the bodies of its blocks."""
     blocks = [(block.name, block.takes, block.gives) for block in part.running]
-    messages = [(one.name, one.value, one.source, one.target, one.shape, one.dtype) for one in part.messages.values()]
+    messages = [replace(message, size_bytes=0) for message in part.messages.values()]
     ends = part.operands, part.totals, part.returned, part.given, part.taken, part.begins
-    return f"{part.pieces} {blocks} {messages} {[str(one) for one in part.actions]} {ends}"
+    return f"{part.pieces} {blocks} {messages} {[str(action) for action in part.actions]} {ends}"
 
 
 def _is_state(node: Node) -> bool:

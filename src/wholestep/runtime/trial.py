@@ -42,11 +42,11 @@ class Trial:
         order = (*self.left[shift:], *self.left[:shift])
         return tuple(number for number in order for _ in range(TUNING.turn_calls))
 
-    def after(self, found: Round) -> Trial:
+    def after(self, latest: Round) -> Trial:
         """With one more round. What is slower than the fastest beyond the noise is out."""
-        more = replace(self, rounds=(*self.rounds, found))
-        lost = tuple(one for one in more.left if one != more.fastest and more.loses(one, more.fastest))
-        return replace(more, out=(*self.out, *lost))
+        trial = replace(self, rounds=(*self.rounds, latest))
+        lost = tuple(number for number in trial.left if number != trial.fastest and trial.loses(number, trial.fastest))
+        return replace(trial, out=(*self.out, *lost))
 
     def is_over(self, calls: int) -> bool:
         """True once one is left, or another round would exceed the calls that a trial may take; `calls` so far."""
@@ -57,29 +57,29 @@ class Trial:
         """Of those left, the one with the least median of times relative to those of its round; the first where one was
         never timed.
         """
-        found: dict[int, list[float]] = {number: [] for number in self.left}
-        for one in self.rounds:
-            times = {number: one.get(number, ()) for number in self.left}
+        relative: dict[int, list[float]] = {number: [] for number in self.left}
+        for timed in self.rounds:
+            times = {number: timed.get(number, ()) for number in self.left}
             usual = statistics.median([t for of in times.values() for t in of] or [1.0])
             for number, of in times.items():
-                found[number] += [t / usual for t in of]
-        if not all(found.values()):
+                relative[number] += [t / usual for t in of]
+        if not all(relative.values()):
             return self.left[0]
-        return min(self.left, key=lambda number: statistics.median(found[number]))
+        return min(self.left, key=lambda number: statistics.median(relative[number]))
 
     def seconds(self, number: int) -> list[float]:
         """All times of a schedule that counted."""
-        return [one for found in self.rounds for one in found.get(number, ())]
+        return [seconds for timed in self.rounds for seconds in timed.get(number, ())]
 
-    def loses(self, one: int, other: int) -> bool:
-        """True where `one` is slower beyond the noise: of the pairs of their times in a round, it wins so few that
+    def loses(self, number: int, other: int) -> bool:
+        """True where `number` is slower beyond the noise: of the pairs of their times in a round, it wins so few that
         equal schedules would show it with a probability below 3 % (two rounds of two times: none of 8 pairs).
         """
         pairs = [
             (mine, theirs)
-            for found in self.rounds
-            for mine in found.get(one, ())
-            for theirs in found.get(other, ())
+            for timed in self.rounds
+            for mine in timed.get(number, ())
+            for theirs in timed.get(other, ())
         ]  # fmt: skip
         wins = sum(mine < theirs for mine, theirs in pairs)
         return len(pairs) >= TUNING.fewest_pairs and wins < TUNING.lost_share * len(pairs)
@@ -96,8 +96,8 @@ def for_one_batch(rows: Sequence[Sequence[Call]], usual_us: float) -> tuple[list
     A call takes as long as that of the rank with the largest batch.
     """
     largest = [max((call[1] for call in calls if call is not None), default=0.0) for calls in zip(*rows, strict=True)]
-    usual_us = usual_us or next((one for one in largest if one), 0.0)
-    share = [usual_us / one if one else 1.0 for one in largest]
+    usual_us = usual_us or next((predicted for predicted in largest if predicted), 0.0)
+    share = [usual_us / predicted if predicted else 1.0 for predicted in largest]
     return [[call and call[0] * times for call, times in zip(row, share, strict=True)] for row in rows], usual_us
 
 
@@ -107,9 +107,9 @@ def merged(turns: Sequence[int], rows: Sequence[Sequence[float | None]]) -> Roun
 
     The least of the ranks counts: a rank that was late for a call of its own accord finds the others waiting for it.
     """
-    found: dict[int, list[float]] = {number: [] for number in turns}
+    counted: dict[int, list[float]] = {number: [] for number in turns}
     for at, (number, times) in enumerate(zip(turns, zip(*rows, strict=True), strict=True)):
-        known = [one for one in times if one is not None]
-        if at % TUNING.turn_calls and len(known) == len(times):
-            found[number].append(min(known))
-    return {number: tuple(times) for number, times in found.items()}
+        timed = [seconds for seconds in times if seconds is not None]
+        if at % TUNING.turn_calls and len(timed) == len(times):
+            counted[number].append(min(timed))
+    return {number: tuple(times) for number, times in counted.items()}

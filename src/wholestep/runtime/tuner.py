@@ -65,15 +65,15 @@ class ScheduleTuning:
         if not self.tried:
             return f"not tuned yet: schedules take turns after {TUNING.calls_before_trial} calls"
         state = "takes turns" if self.chosen is None else "tuned"
-        names = [one.blocks or f"schedule {number}" for number, one in enumerate(self.tried)]
+        names = [tried.blocks or f"schedule {number}" for number, tried in enumerate(self.tried)]
         width = max(map(len, names)) + len(", stays")
         heads = f"{'collectives':>13}{'buckets':>10}{'predicted ms':>14}{'measured ms':>14}"
         rows = [f"{f'{state}, {self.calls} calls':{width}}{heads}"]
-        for number, (one, times) in enumerate(zip(self.tried, self.seconds, strict=True)):
+        for number, (tried, times) in enumerate(zip(self.tried, self.seconds, strict=True)):
             name = f"{names[number]}{', stays' if number == self.chosen else ''}"
-            found = f"{1e3 * statistics.median(times):.1f} of {len(times)}" if times else "-"
-            size = human(max(one.sizes.bucket_bytes, one.sizes.summed_bytes)) if one.sizes else "-"
-            rows.append(f"{name:{width}}{len(one.order):>13}{size:>10}{one.predicted_us / 1e3:>14.1f}{found:>14}")
+            timing = f"{1e3 * statistics.median(times):.1f} of {len(times)}" if times else "-"
+            size = human(max(tried.sizes.bucket_bytes, tried.sizes.summed_bytes)) if tried.sizes else "-"
+            rows.append(f"{name:{width}}{len(tried.order):>13}{size:>10}{tried.predicted_us / 1e3:>14.1f}{timing:>14}")
         return "\n".join(rows)
 
 
@@ -98,17 +98,17 @@ class Tuner:
     started: int = 0
     _label: str = ""
 
-    def add(self, made: RankProgram, program: Program, knows: Callable[[str], bool]) -> None:
+    def add(self, rank_program: RankProgram, program: Program, knows: Callable[[str], bool]) -> None:
         """From now on `program` takes part in the trial of its kind, if there is one. Raises SizesFixedError: another
         schedule of it is not right for all sizes.
         """
-        self.running = {key: one for key, one in self.running.items() if knows(key)}
-        key = made.compared
+        self.running = {key: trial for key, trial in self.running.items() if knows(key)}
+        key = rank_program.compared
         if self.why_not or key in self.finalizer.tuned or _fixed(program):
             return
         if key not in self.running:
             self.running[key] = RunningTrial(self, key, self.finalizer.choices)
-        taker = TurnTaker(program, made, self.running[key])
+        taker = TurnTaker(program, rank_program, self.running[key])
         for number in range(1, len(taker.running.tried)):
             taker.make(number)
         taker.running.takers.append(taker)
@@ -193,7 +193,7 @@ class RunningTrial:
     def _make_all(self) -> None:
         """Make the schedules on all ranks, and try none of them if one cannot be made somewhere."""
         rendezvous, failed = self.tuner.rendezvous, ""
-        asked: list[str]
+        failures: list[str]
         with ACTIVITY.doing("compiling schedules to try", rendezvous.timeout_s):
             try:
                 for taker in self.takers:
@@ -202,8 +202,8 @@ class RunningTrial:
                         taker.make(number)
             except Exception as error:
                 failed = first_line(error)
-            asked = rendezvous.gather(f"{self.label}/made", failed, "whether schedules can be made", str)
-        if why_not := next((why for why in asked if why), ""):
+            failures = rendezvous.gather(f"{self.label}/made", failed, "whether schedules can be made", str)
+        if why_not := next((why for why in failures if why), ""):
             self.tried, self.why_not = (), f"another schedule cannot be made: {why_not}"
 
     def _choose(self, taker: TurnTaker) -> tuple[tuple[TriedSchedule, ...], str]:
@@ -212,14 +212,14 @@ class RunningTrial:
         before, why_not = taker.compiled.before, "no other buckets give the same bits in as much memory"
         passes = finalizer.passes(before)
 
-        def peak_bytes(made: LocalGraph) -> int:
-            return peak_memory(bound_to_rank(made, self.tuner.world)).size_bytes
+        def peak_bytes(candidate: LocalGraph) -> int:
+            return peak_memory(bound_to_rank(candidate, self.tuner.world)).size_bytes
 
         try:
             if before.stage_axis:
                 why_not = "no other order of blocks gives the same bits in as much memory, or the pipeline names one"
                 tried = orders_to_try(
-                    before, passes, taker.compiled.plan.hardware, lambda made: simulate_all(made, hardware).step_us
+                    before, passes, taker.compiled.plan.hardware, lambda local: simulate_all(local, hardware).step_us
                 )
             else:
                 tried = schedules_to_try(before, passes, hardware, peak_bytes)
@@ -274,9 +274,9 @@ class TurnTaker:
 
     def refuse_other_bits(self) -> None:
         """Raise PlanError: an order that the first rank chose computes other bits for the sizes of this rank."""
-        known = blocks_to_try(self.compiled.before) if self.compiled.before.stage_axis else [""]
-        if other := next((one.blocks for one in self.running.tried if one.blocks not in known), ""):
-            raise PlanError(f"order of blocks {other!r} adds up pieces otherwise", f"one of {', '.join(known)}")
+        names = blocks_to_try(self.compiled.before) if self.compiled.before.stage_axis else [""]
+        if other := next((tried.blocks for tried in self.running.tried if tried.blocks not in names), ""):
+            raise PlanError(f"order of blocks {other!r} adds up pieces otherwise", f"one of {', '.join(names)}")
 
     def make(self, number: int) -> None:
         """Make a schedule to try. Raises SizesFixedError: it is not right for all sizes for which the program is."""
@@ -291,17 +291,17 @@ class TurnTaker:
         finalizer, before, priced_on = tuner.finalizer, self.compiled.before, self.compiled.plan.hardware
         passes = with_calls_in(finalizer.passes(before), CallOrder())
 
-        def ordered(whole: LocalGraph) -> LocalGraph:
-            return finalizer.ordered(whole, self.running.key, tried.blocks, priced_on)
+        def ordered(full: LocalGraph) -> LocalGraph:
+            return finalizer.ordered(full, self.running.key, tried.blocks, priced_on)
 
-        def scheduled(whole: LocalGraph) -> LocalGraph:
-            return scheduled_with(finalizer.own_stage(ordered(whole)), passes, tried)
+        def scheduled(full: LocalGraph) -> LocalGraph:
+            return scheduled_with(finalizer.own_stage(ordered(full)), passes, tried)
 
         local = scheduled(before)
-        for one in self.compiled.planned:
-            if symbols is None or not symbols.hold(one.sizes):
+        for expected in self.compiled.planned:
+            if symbols is None or not symbols.hold(expected.sizes):
                 raise SizesFixedError("another schedule is for fewer sizes")
-            one.refuse_other_after(scheduled, local, tuner.world)
+            expected.refuse_other_after(scheduled, local, tuner.world)
         run = tuner.installer.compiled(local, tuner.world, (), tuner.installer.clock)
         self.schedules[number] = local, ordered(before), run
 

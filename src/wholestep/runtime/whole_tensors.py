@@ -59,7 +59,7 @@ def whole(
             dtype; the model is still on `meta`.
     """
     state = collect(by_name("model", model, nn.Module), by_name("optimizer", optimizer, Optimizer), {})
-    names = ", ".join(dict.fromkeys(type(one).__name__ for one in state.modules.values()))
+    names = ", ".join(dict.fromkeys(type(module).__name__ for module in state.modules.values()))
     rendezvous = Rendezvous.of_job(timeout)
     rendezvous.barrier(f"`with ws.whole({names})`")
     flush_pending()
@@ -80,38 +80,38 @@ class _Swap:
 
     def __init__(self, state: StepState) -> None:
         self.state = state
-        self.helds = [*state.params.values(), *state.buffers.values()]
-        self.outside = [held.tensor for held in self.helds]
-        self.entries = [(one, one.state, dict(one.state)) for one in state.optimizers.values()]
+        self.slots = [*state.params.values(), *state.buffers.values()]
+        self.outside = [slot.tensor for slot in self.slots]
+        self.entries = [(optimizer, optimizer.state, dict(optimizer.state)) for optimizer in state.optimizers.values()]
         self.inside: list[Tensor] = []
 
     def enter(self) -> None:
         """Gather, and put the copies everywhere."""
-        for name, held in self.state.params.items():
-            if held.tensor.is_meta:
+        for name, slot in self.state.params.items():
+            if slot.tensor.is_meta:
                 raise StateError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
         values = [v for _, _, entries in self.entries for entry in entries.values() for _, v in _tensors(entry)]
         tensors = [*self.outside, *values]
         plain = {id(t): t.detach().clone() for t in tensors if not isinstance(t, DTensor)}
-        whole = gather(tensors, at_home=True) | plain
+        full = gather(tensors, at_home=True) | plain
         for old in self.outside:
-            new = whole[id(old)]
+            new = full[id(old)]
             is_param = isinstance(old, nn.Parameter)
             self.inside.append(stand_in(old, new, old.requires_grad, _INSIDE) if is_param else new)
-        for held, new in zip(self.helds, self.inside, strict=True):
-            put(held, new)
+        for slot, new in zip(self.slots, self.inside, strict=True):
+            put(slot, new)
         stand_ins = {id(old): new for old, new in zip(self.outside, self.inside, strict=True)}
         for optimizer, state, entries in self.entries:
             state.clear()
             for key, entry in entries.items():
-                state[stand_ins.get(id(key), key)] = _copied(entry, whole) if id(key) in stand_ins else entry
+                state[stand_ins.get(id(key), key)] = _copied(entry, full) if id(key) in stand_ins else entry
             assert optimizer.state is state, "nobody runs meanwhile"
 
     def leave(self) -> None:
         """Put back what was there, with what `keep` has written to it."""
         originals = {id(new): old for old, new in zip(self.outside, self.inside, strict=True)}
-        for held, old in zip(self.helds, self.outside, strict=True):
-            put(held, old)
+        for slot, old in zip(self.slots, self.outside, strict=True):
+            put(slot, old)
         for optimizer, state, entries in self.entries:
             for group in optimizer.param_groups:
                 group["params"][:] = [originals.get(id(p), p) for p in group["params"]]
@@ -122,10 +122,10 @@ class _Swap:
     def check(self, rendezvous: Rendezvous) -> None:
         """Raise StateError where what was written does not fit here, RankMismatchError where it differs elsewhere."""
         failure, sums = self._misfit(), dict[str, int]()
-        for name, held in () if failure else self.state.params.items():  # buffers are each rank's own
-            sums[name] = int(checksum(held.tensor))
+        for name, slot in () if failure else self.state.params.items():  # buffers are each rank's own
+            sums[name] = int(checksum(slot.tensor))
             for (optimizer, _, _), label in zip(self.entries, self.state.optimizers, strict=True):
-                entry = optimizer.state.get(held.tensor, {})
+                entry = optimizer.state.get(slot.tensor, {})
                 sums |= {f"{label}.state[{name}][{k!r}]": int(checksum(v)) for k, v in _tensors(entry)}
         try:
             _compare(rendezvous, sums, failure.found if failure else "")
@@ -135,11 +135,11 @@ class _Swap:
 
     def _misfit(self) -> StateError | None:
         names = [*self.state.params, *self.state.buffers]
-        for name, held, old in zip(names, self.helds, self.outside, strict=True):
-            now = held.tensor
+        for name, slot, old in zip(names, self.slots, self.outside, strict=True):
+            now = slot.tensor
             if isinstance(now, DTensor) or _about(now) != _about(old):
-                found = f"a DTensor, {_about(now)}," if isinstance(now, DTensor) else _about(now)
-                text = f"{name!r} has become {found} inside {_INSIDE}"
+                actual = f"a DTensor, {_about(now)}," if isinstance(now, DTensor) else _about(now)
+                text = f"{name!r} has become {actual} inside {_INSIDE}"
                 needed = f"a plain tensor like the one that was there, {_about(old)}"
                 return StateError(text, needed, "change shapes and dtypes before the first call of the step")
         return None
@@ -147,14 +147,14 @@ class _Swap:
     @torch.no_grad()
     def keep(self) -> None:
         """Write what is inside to what is outside."""
-        for held, old in zip(self.helds, self.outside, strict=True):
-            now = held.tensor
+        for slot, old in zip(self.slots, self.outside, strict=True):
+            now = slot.tensor
             _write(old, now)
             if isinstance(old, nn.Parameter):
                 old.requires_grad_(now.requires_grad)
         for optimizer, _, entries in self.entries:
-            for held, old, new in zip(self.helds, self.outside, self.inside, strict=True):
-                entry = optimizer.state.get(held.tensor, optimizer.state.get(new))
+            for slot, old, new in zip(self.slots, self.outside, self.inside, strict=True):
+                entry = optimizer.state.get(slot.tensor, optimizer.state.get(new))
                 if entry is not None:
                     entries[old] = _kept_entry(entries.get(old), entry)
                 else:
@@ -166,11 +166,11 @@ def _tensors(entry: object) -> list[tuple[Any, Tensor]]:
     return [(key, value) for key, value in items if isinstance(value, Tensor)]
 
 
-def _copied(entry: Any, whole: Mapping[int, Tensor]) -> Any:
+def _copied(entry: Any, full: Mapping[int, Tensor]) -> Any:
     if not isinstance(entry, dict):
         return deepcopy(entry)
     flat = Entry(cast(dict[Any, Any], entry))
-    return flat.copy(lambda value: whole[id(value)] if id(value) in whole else deepcopy(value))
+    return flat.copy(lambda value: full[id(value)] if id(value) in full else deepcopy(value))
 
 
 def _write(old: Tensor, now: Tensor) -> None:
@@ -181,38 +181,38 @@ def _kept_entry(old: Any, now: Any) -> Any:
     """The state of one parameter: what is there already keeps its tensors; what is new is cut by the next step."""
     if not isinstance(old, dict) or not isinstance(now, dict):
         return now
-    kept, entry = cast(dict[Any, Any], old), {**cast(dict[Any, Any], now)}
-    was = Entry({**kept}).leaves()
-    kept.clear()
-    kept.update(entry)
-    flat = Entry(kept)
+    merged, entry = cast(dict[Any, Any], old), {**cast(dict[Any, Any], now)}
+    was = Entry({**merged}).leaves()
+    merged.clear()
+    merged.update(entry)
+    flat = Entry(merged)
     for key, value in flat.leaves().items():
         before = was.get(key)
         if isinstance(before, Tensor) and isinstance(value, Tensor) and _about(before) == _about(value):
             _write(before, value)
             flat[key] = before
-    return kept
+    return merged
 
 
 def _compare(rendezvous: Rendezvous, sums: Mapping[str, int], failure: str) -> None:
     """Raise RankMismatchError, on every rank, where another rank has a failure or ranks have different sums by name."""
-    own = failure, digest([repr(dict(sums))])
+    here = failure, digest([repr(dict(sums))])
     label = rendezvous.next_label("whole")
-    said: list[tuple[str, str]] = rendezvous.gather(label, own, f"the end of {_INSIDE}", tuple[str, str])
-    failures = [(rank, failed) for rank, (failed, _) in enumerate(said) if failed]
+    messages: list[tuple[str, str]] = rendezvous.gather(label, here, f"the end of {_INSIDE}", tuple[str, str])
+    failures = [(rank, failed) for rank, (failed, _) in enumerate(messages) if failed]
     if failures and not failure:
         rank, failed = failures[0]
         raise RankMismatchError(f"on rank {rank}, {failed}", "the same on all ranks", "nothing was kept")
-    other = next((rank for rank, one in enumerate(said) if one != said[0]), 0)
+    other = next((rank for rank, message in enumerate(messages) if message != messages[0]), 0)
     if other and not failures:
         what = f"the end of {_INSIDE}"
         by_rank: list[dict[str, int]] = rendezvous.gather(f"{label}/sums", dict(sums), what, Mapping[str, int])
         first, theirs = by_rank[0], by_rank[other]
         wrong = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if wrong:
-            found = f"{wrong[0]} is not the same on ranks 0 and {other} at the end of {_INSIDE}"
+            text = f"{wrong[0]} is not the same on ranks 0 and {other} at the end of {_INSIDE}"
             next_step = "write on every rank, not on one; draw random numbers from one seed; nothing was kept"
-            raise RankMismatchError(found, "the same values on all ranks, each of which keeps its own part", next_step)
+            raise RankMismatchError(text, "the same values on all ranks, each of which keeps its own part", next_step)
 
 
 def _about(tensor: Tensor) -> str:
