@@ -53,13 +53,13 @@ def _compile(
 
 def _with_options(function: Callable[..., Any], options: Callable[P, CompileOptions]) -> _Compile[P]:
     """`function` with the signature and the documentation of the options, which are declared in one place."""
-    own, theirs = inspect.signature(function), inspect.signature(options)
-    parameters = [own.parameters["train_step"], *theirs.parameters.values()]
+    signature, theirs = inspect.signature(function), inspect.signature(options)
+    parameters = [signature.parameters["train_step"], *theirs.parameters.values()]
     described = (options.__doc__ or "").partition("    Args:\n        ")[2].partition("\n\n    Raises:")[0]
-    known: Any = function
-    known.__signature__ = own.replace(parameters=parameters)
-    known.__name__ = known.__qualname__ = "compile"
-    known.__doc__ = (function.__doc__ or "").replace("**options: those of `CompileOptions`.", described)
+    untyped: Any = function
+    untyped.__signature__ = signature.replace(parameters=parameters)
+    untyped.__name__ = untyped.__qualname__ = "compile"
+    untyped.__doc__ = (function.__doc__ or "").replace("**options: those of `CompileOptions`.", described)
     return cast(_Compile[P], function)
 
 

@@ -84,15 +84,15 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
     partial: list[tuple[str, str]] = []
     owned: list[tuple[str, int]] = []
     for axis, placement in zip(mesh.axes, placed, strict=True):
-        found = _torch.shard_of(placement)
+        shard = _torch.shard_of(placement)
         if isinstance(placement, Partial):
             partial += [(axis.name, placement.reduce_op)] if axis.size > 1 else []
         elif isinstance(placement, Owned):
             owned.append((axis.name, placement.coordinate))
-        elif found is None and not isinstance(placement, Replicate):
+        elif shard is None and not isinstance(placement, Replicate):
             raise LayoutError(f"{placement!r} for axis {axis.name!r}", "Shard(dim), Replicate() or Partial(op)")
-        elif found is not None and axis.size > 1:
-            dim, factors[axis.name] = found
+        elif shard is not None and axis.size > 1:
+            dim, factors[axis.name] = shard
             if not -ndim <= dim < ndim:
                 raise LayoutError(f"{placement!r} of a tensor of {ndim} dims", f"a dim from 0 to {ndim - 1}")
             dims[dim] = (*dims[dim], axis.name)

@@ -143,5 +143,5 @@ def not_finite(names: tuple[str, ...]) -> str:
     params = [name for name in names if name != "loss"]
     if not params:
         return "the loss is not finite"
-    more = f" (and those of {len(params) - 1} more)" if len(params) > 1 else ""
-    return f"the gradient of {params[0]!r} is not finite{more}" + (", nor is the loss" if "loss" in names else "")
+    remaining = f" (and those of {len(params) - 1} more)" if len(params) > 1 else ""
+    return f"the gradient of {params[0]!r} is not finite{remaining}" + (", nor is the loss" if "loss" in names else "")

@@ -158,13 +158,13 @@ class Layout:
                 raise LayoutError(f"{name}: unknown partial op {op!r}", f"one of {', '.join(PARTIAL_OPS)}")
         for axis, count in self.blocks:
             if count < 2 or axis not in self.shard_axes():
-                found = f"{name}: {axis!r} shards {count} blocks of a dim in {self}"
-                raise LayoutError(found, "two or more blocks, along an axis that shards a dim")
+                problem = f"{name}: {axis!r} shards {count} blocks of a dim in {self}"
+                raise LayoutError(problem, "two or more blocks, along an axis that shards a dim")
         split_at_blocks((self,), shape, mesh)
         for axis, owner in self.owned:
             if not 0 <= owner < mesh.axis_size(axis):
-                found = f"{name}: coordinate {owner} of axis {axis!r} owns it"
-                raise LayoutError(found, f"a coordinate from 0 to {mesh.axis_size(axis) - 1}")
+                problem = f"{name}: coordinate {owner} of axis {axis!r} owns it"
+                raise LayoutError(problem, f"a coordinate from 0 to {mesh.axis_size(axis) - 1}")
 
     def show(self, shape: Sequence[int | str]) -> str:
         """Format as `33@dp 50 +tp(sum) ~x pp:1`: dims with their axes, partial sums, varying axes, owners."""
@@ -218,10 +218,10 @@ def split_at_blocks(
                 dims.append(tuple(axis for axis in layout.dims[dim] if layout.state(axis).blocks == count))
                 parts = prod(map(mesh.axis_size, dims[-1]))
                 if len(counts) > 1 and (after % count or after // count % parts):
-                    found = f"{layout.show(shape)}: {after // count} places of a block over {parts} ranks"
-                    raise LayoutError(found, "blocks of one size that the ranks share evenly")
-    made = (replace(layout, dims=tuple(dims), blocks=()) for layout, dims in zip(layouts, split, strict=True))
-    return tuple(made), tuple(sizes)
+                    problem = f"{layout.show(shape)}: {after // count} places of a block over {parts} ranks"
+                    raise LayoutError(problem, "blocks of one size that the ranks share evenly")
+    new_layouts = (replace(layout, dims=tuple(dims), blocks=()) for layout, dims in zip(layouts, split, strict=True))
+    return tuple(new_layouts), tuple(sizes)
 
 
 @cache
@@ -247,17 +247,17 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, least(step, size - start)
 
 
-def cut(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
+def cut(full: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
     """Return the piece of a whole tensor at `coordinate`, as a view; an empty tensor if another coordinate owns it."""
     if not layout.is_held_at(coordinate):
-        return whole.new_empty(0)
-    (split,), sizes = split_at_blocks((layout,), whole.shape, mesh)
-    piece = whole.view(sizes) if layout.blocks else whole
+        return full.new_empty(0)
+    (split,), sizes = split_at_blocks((layout,), full.shape, mesh)
+    piece = full.view(sizes) if layout.blocks else full
     for dim, axes in enumerate(split.dims):
         for axis in axes:
             start, length = chunk_range(piece.shape[dim], mesh.axis_size(axis), coordinate[axis])
             piece = piece.narrow(dim, start, length)
-    return piece.reshape(layout.local_shape(whole.shape, mesh, coordinate)) if layout.blocks else piece
+    return piece.reshape(layout.local_shape(full.shape, mesh, coordinate)) if layout.blocks else piece
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Mesh:
                 f"mesh {shown(spec)} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them"
             )
         if prod(axis.size for axis in axes) > _MOST_RANKS:
-            found = f"mesh {shown(spec)} has more ranks than torch counts"
-            raise MeshError(found, f"at most {_MOST_RANKS} ranks", "correct the sizes")
+            problem = f"mesh {shown(spec)} has more ranks than torch counts"
+            raise MeshError(problem, f"at most {_MOST_RANKS} ranks", "correct the sizes")
         empty = [axis for axis in axes if axis.size < 1]
         if empty:
             raise MeshError(
@@ -73,9 +73,9 @@ class Mesh:
             )
         reserved = next((axis.name for axis in axes if axis.name in _RESERVED), None)
         if reserved:
-            found, next_step = _RESERVED[reserved]
+            reason, next_step = _RESERVED[reserved]
             needed = "axes of data parallelism (dp, or any other name), of tensor parallelism (tp) and of stages (pp)"
-            raise MeshError(f"mesh {shown(spec)} has an axis {reserved!r}: {found}", needed, next_step)
+            raise MeshError(f"mesh {shown(spec)} has an axis {reserved!r}: {reason}", needed, next_step)
         object.__setattr__(self, "axes", axes)
 
     @property
@@ -129,8 +129,8 @@ class Mesh:
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that communicate along axis `name`, in a fixed order."""
-        others = [range(1) if axis.name == name else range(axis.size) for axis in self.axes]
-        corners = [dict(zip(self.names, corner, strict=True)) for corner in product(*others)]
+        ranges = [range(1) if axis.name == name else range(axis.size) for axis in self.axes]
+        corners = [dict(zip(self.names, corner, strict=True)) for corner in product(*ranges)]
         return tuple(tuple(self.rank({**c, name: i}) for i in range(self.axis_size(name))) for c in corners)
 
     def __str__(self) -> str:
@@ -166,8 +166,8 @@ def parse(text: str) -> tuple[Axis, ...]:
     """Parse `"dp=4,tp=2"`."""
     axes: list[Axis] = []
     for part in text.split(","):
-        found = _AXIS.fullmatch(part.strip())
-        if not found:
+        match = _AXIS.fullmatch(part.strip())
+        if not match:
             raise MeshError(
                 f"mesh {shown(text)}: cannot parse {shown(part.strip())}",
                 'axes as name=size, e.g. "dp=4,tp=2"',
@@ -175,8 +175,8 @@ def parse(text: str) -> tuple[Axis, ...]:
                 if text.isdecimal() and len(text) < 9
                 else "correct the text",
             )
-        if len(found[2]) > len(str(_MOST_RANKS)):
+        if len(match[2]) > len(str(_MOST_RANKS)):
             needed = f"at most {_MOST_RANKS} ranks"
-            raise MeshError(f"axis {found[1]!r} has a size of {len(found[2])} digits", needed, "correct the size")
-        axes.append(Axis(found[1], int(found[2])))
+            raise MeshError(f"axis {match[1]!r} has a size of {len(match[2])} digits", needed, "correct the size")
+        axes.append(Axis(match[1], int(match[2])))
     return tuple(axes)

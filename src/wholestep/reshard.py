@@ -68,18 +68,18 @@ def _cheapest(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, hardware: Hardware
 ) -> Path:
     queue: list[tuple[float, int, Layout, tuple[Step, ...], tuple[Layout, ...]]] = [(0.0, 0, source, (), (source,))]
-    tie, done = count(1), set[Layout]()
+    tie, visited = count(1), set[Layout]()
     while queue:
         cost, _, layout, steps, layouts = heapq.heappop(queue)
         if layout == target:
             return Path(steps, layouts, cost)
-        if layout in done:
+        if layout in visited:
             continue
-        done.add(layout)
+        visited.add(layout)
         for step, after in _moves(layout, target, shape, mesh):
-            whole = _whole_bytes(step, layout, after, shape, itemsize, mesh)
+            full_bytes = _whole_bytes(step, layout, after, shape, itemsize, mesh)
             sends = step.communicates and mesh.axis_size(step.axis) > 1
-            price = hardware.collective_us(step.priced_as, whole, mesh, step.axis) if sends else 0.0
+            price = hardware.collective_us(step.priced_as, full_bytes, mesh, step.axis) if sends else 0.0
             price *= mesh.pieces if step.axis != TIME and layout.state(TIME).kind in "SP" else 1
             heapq.heappush(queue, (cost + price, next(tie), after, (*steps, step), (*layouts, after)))
     raise LayoutError(f"a tensor laid out as {source} cannot become {target}", "a target that the values determine")

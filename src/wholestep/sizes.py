@@ -112,9 +112,9 @@ class UnitInt(int):
     @staticmethod
     def of(value: int, unit: int) -> UnitInt:
         """A size, and the places of one unit."""
-        made = UnitInt(value)
-        made.unit = unit
-        return made
+        size = UnitInt(value)
+        size.unit = unit
+        return size
 
 
 class SizeInt(UnitInt):
@@ -128,9 +128,9 @@ class SizeInt(UnitInt):
 
     def __new__(cls, value: int, text: str, guards: SizeGuards) -> SizeInt:
         """A number and how it is computed."""
-        made = super().__new__(cls, value)
-        made.text, made.guards = text, guards
-        return made
+        size = super().__new__(cls, value)
+        size.text, size.guards = text, guards
+        return size
 
     __hash__ = int.__hash__
     __add__, __radd__ = _arithmetic("+", lambda a, b: a + b)
@@ -175,9 +175,9 @@ def in_units(size: int, unit: int | None) -> int:
     if unit is None:
         return size
     if isinstance(size, SizeInt):
-        made = SizeInt(int(size), size.text, size.guards)
-        made.unit = unit
-        return made
+        unit_size = SizeInt(int(size), size.text, size.guards)
+        unit_size.unit = unit
+        return unit_size
     return UnitInt.of(size, unit)
 
 
@@ -196,9 +196,9 @@ class SizeFloat(float):
 
     def __new__(cls, value: float, text: str, guards: SizeGuards) -> SizeFloat:
         """A number and how it is computed."""
-        made = super().__new__(cls, value)
-        made.text, made.guards = text, guards
-        return made
+        number = super().__new__(cls, value)
+        number.text, number.guards = text, guards
+        return number
 
 
 def least(a: int, b: int) -> int:
@@ -212,9 +212,9 @@ def most(a: int, b: int) -> int:
 
 
 def _one_of(name: str, choose: Callable[[int, int], int], a: int, b: int) -> int:
-    for one in (a, b):
-        if isinstance(one, SizeInt):
-            return SizeInt(choose(int(a), int(b)), f"{name}({_text(a)}, {_text(b)})", one.guards)
+    for size in (a, b):
+        if isinstance(size, SizeInt):
+            return SizeInt(choose(int(a), int(b)), f"{name}({_text(a)}, {_text(b)})", size.guards)
     return choose(a, b)
 
 
@@ -234,11 +234,11 @@ def equal(a: Sequence[int], b: Sequence[int]) -> bool:
 
 def _by_chance(a: int, b: int) -> bool:
     """True if two equal sizes differ in a batch of other sizes, where those that are equal now still are."""
-    one = a if isinstance(a, SizeInt) else b
-    if not isinstance(one, SizeInt) or _text(a) == _text(b):
+    symbolic = a if isinstance(a, SizeInt) else b
+    if not isinstance(symbolic, SizeInt) or _text(a) == _text(b):
         return False
-    others = {symbol: 2 * size + 1 for symbol, size in one.guards.hints.items()}
-    return bool(evaluate(_text(a), others) != evaluate(_text(b), others))
+    sizes = {symbol: 2 * size + 1 for symbol, size in symbolic.guards.hints.items()}
+    return bool(evaluate(_text(a), sizes) != evaluate(_text(b), sizes))
 
 
 def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:

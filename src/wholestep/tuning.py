@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 def tuned(value: T, unit: str, reason: str, decision: int | None = None) -> T:
     """A field of `Tuning`. `decision`: the number of the decision record that has the measurements."""
-    made: Any = field(default=value, metadata={"unit": unit, "reason": reason, "decision": decision})
-    return made
+    threshold: Any = field(default=value, metadata={"unit": unit, "reason": reason, "decision": decision})
+    return threshold
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ TUNING = Tuning()
 def table() -> str:
     """All thresholds as text: name, value, unit, decision and reason."""
     rows = [("threshold", "value", "unit", "decision", "reason")]
-    for one in fields(TUNING):
-        about, number = one.metadata, one.metadata["decision"]
-        value, unit = getattr(TUNING, one.name), about["unit"]
+    for threshold in fields(TUNING):
+        about, number = threshold.metadata, threshold.metadata["decision"]
+        value, unit = getattr(TUNING, threshold.name), about["unit"]
         shown = ", ".join(
             _shown(v, unit) for v in (cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,))
         )
         decision = f"{number:04}" if number else ""
-        rows.append((one.name, shown, "" if unit == "bytes" else unit, decision, about["reason"]))
+        rows.append((threshold.name, shown, "" if unit == "bytes" else unit, decision, about["reason"]))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows

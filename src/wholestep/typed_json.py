@@ -52,7 +52,7 @@ def parse(text: str | bytes) -> Any:
         raise MalformedError(f"the text is not JSON ({error})", "JSON") from error
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [inner for one in level if isinstance(one, (dict, list)) for inner in _inside(one)]
+        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
         if not level:
             return value
     raise too_deep()
@@ -67,43 +67,43 @@ def _inside(value: Any) -> Any:
     return cast(dict[str, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
 
 
-def read(kind: Any, value: Any, at: str = "", own: Readers = _NO_READERS) -> Any:
+def read(kind: Any, value: Any, at: str = "", readers: Readers = _NO_READERS) -> Any:
     """A JSON value as the type `kind`: an object as a dataclass or a mapping; a list as a tuple, or as a dataclass
     whose fields it holds in order. Raises MalformedError.
     """
-    if kind in own:
-        return own[kind](value, at)
+    if kind in readers:
+        return readers[kind](value, at)
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return read(_alternative(args, value, at, own), value, at, own)
+        return read(_alternative(args, value, at, readers), value, at, readers)
     if origin is Literal:
         if not isinstance(value, str) or value not in args:
             raise wrong(at, value, f"one of {', '.join(map(repr, args))}")
         return value
     if origin is Sequence:
-        return read(tuple[args[0], ...], value, at, own)
+        return read(tuple[args[0], ...], value, at, readers)
     if origin is tuple:
         inner = [args[0]] * len(as_list(value, at)) if args[-1] is ... else list(args)
         if len(as_list(value, at)) != len(inner):
             raise wrong(at, value, f"a list of {len(inner)}")
-        return tuple(read(one, v, f"{at}[{i}]", own) for i, (one, v) in enumerate(zip(inner, value, strict=True)))
+        return tuple(read(each, v, f"{at}[{i}]", readers) for i, (each, v) in enumerate(zip(inner, value, strict=True)))
     if origin is Mapping:
-        return dict(_entries(args, value, at, own))
+        return dict(_entries(args, value, at, readers))
     if is_dataclass(kind):
-        return _made(cast(type[Any], kind), value, at, own)
+        return _instance(cast(type[Any], kind), value, at, readers)
     if issubclass(kind, Enum):
         return _member(kind, value, at)
     return _plain(kind, value, at)
 
 
-def _entries(kinds: tuple[Any, ...], value: Any, at: str, own: Readers) -> Iterator[tuple[Any, Any]]:
+def _entries(kinds: tuple[Any, ...], value: Any, at: str, readers: Readers) -> Iterator[tuple[Any, Any]]:
     """The entries of an object; of keys that are no texts, pairs in a list."""
     if kinds[0] is str or value == {}:
-        for key, one in as_object(value, at).items():
-            yield _text(key, at), read(kinds[1], one, f"{at}[{shown(key)}]", own)
+        for key, entry in as_object(value, at).items():
+            yield _text(key, at), read(kinds[1], entry, f"{at}[{shown(key)}]", readers)
         return
     for number, pair in enumerate(as_list(value, at)):
-        yield read(tuple[kinds], pair, f"{at}[{number}]", own)
+        yield read(tuple[kinds], pair, f"{at}[{number}]", readers)
 
 
 def as_list(value: Any, at: str) -> list[Any]:
@@ -151,48 +151,48 @@ def _text(value: str, at: str) -> str:
 
 
 def _member(kind: type[Enum], value: Any, at: str) -> Enum:
-    by_value = {one.value: one for one in kind}
+    by_value = {member.value: member for member in kind}
     if not isinstance(value, str) or value not in by_value:
         raise wrong(at, value, f"one of {', '.join(map(repr, by_value))}")
     return by_value[value]
 
 
-def _made(kind: type[Any], value: Any, at: str, own: Readers) -> Any:
-    hints, known = hints_of(kind), {f.name: f for f in fields(kind)}
+def _instance(kind: type[Any], value: Any, at: str, readers: Readers) -> Any:
+    hints, by_name = hints_of(kind), {f.name: f for f in fields(kind)}
     if isinstance(value, (list, tuple)):
-        given = as_list(value, at)
-        if len(given) != len(known):
-            raise wrong(at, given, f"a list of {len(known)}: {', '.join(known)}")
-        values: Mapping[str, Any] = dict(zip(known, given, strict=True))
+        entries = as_list(value, at)
+        if len(entries) != len(by_name):
+            raise wrong(at, entries, f"a list of {len(by_name)}: {', '.join(by_name)}")
+        values: Mapping[str, Any] = dict(zip(by_name, entries, strict=True))
     else:
         values = as_object(value, at)
     prefix = f"{at}." if at else ""
     for name in values:
-        if name not in known:
-            raise MalformedError(f"unknown field {prefix}{name}", f"one of {', '.join(known)}")
-    for name, one in known.items():
-        if name not in values and one.default is MISSING and one.default_factory is MISSING:
+        if name not in by_name:
+            raise MalformedError(f"unknown field {prefix}{name}", f"one of {', '.join(by_name)}")
+    for name, field in by_name.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise MalformedError(f"field {prefix}{name} is missing", describe(hints[name]))
-    made = {name: read(hints[name], v, f"{prefix}{name}", own) for name, v in values.items()}
+    arguments = {name: read(hints[name], v, f"{prefix}{name}", readers) for name, v in values.items()}
     try:
-        return kind(**made)
+        return kind(**arguments)
     except WholestepError as error:
         raise MalformedError(f"{prefix}{error.found}", error.needed) from error
 
 
-def _alternative(kinds: tuple[Any, ...], value: Any, at: str, own: Readers) -> Any:
+def _alternative(kinds: tuple[Any, ...], value: Any, at: str, readers: Readers) -> Any:
     """The type of a union that `value` is meant as: that of its form, and of all required fields among dataclasses."""
-    fitting = [kind for kind in kinds if _has_form(kind, value, own)]
+    fitting = [kind for kind in kinds if _has_form(kind, value, readers)]
     if not fitting:
         raise wrong(at, value, " or ".join(describe(kind) for kind in kinds))
-    given = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
-    return next((kind for kind in fitting if is_dataclass(kind) and _required(kind) <= given), fitting[0])
+    names = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
+    return next((kind for kind in fitting if is_dataclass(kind) and _required(kind) <= names), fitting[0])
 
 
-def _has_form(kind: Any, value: Any, own: Readers) -> bool:
+def _has_form(kind: Any, value: Any, readers: Readers) -> bool:
     if kind is NoneType or value is None:
         return kind is NoneType and value is None
-    if kind in own:
+    if kind in readers:
         return True
     origin = get_origin(kind)
     if origin is Literal:
@@ -211,7 +211,7 @@ def _required(kind: Any) -> set[str]:
 def describe(kind: Any) -> str:
     """What a JSON value of a type is, in words."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(describe(one) for one in get_args(kind))
+        return " or ".join(describe(alternative) for alternative in get_args(kind))
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     return _NEEDED.get(kind, "a list" if get_origin(kind) in (tuple, Sequence) else "an object")

@@ -40,14 +40,14 @@ def check_arguments_of(public: dict[str, Any], names: Iterable[str]) -> None:
     of its annotation raises an error that names it.
     """
     for name in names:
-        given = public[name]
-        if ismodule(given):
-            check_arguments_of(vars(given), given.__all__)
-        elif isfunction(given):
-            public[name] = door = _checked(given, name)
-            setattr(getmodule(given), given.__name__, door)
-        elif isclass(given) and not issubclass(given, Exception) and not getattr(given, "_is_protocol", False):
-            _check_class(given)
+        exported = public[name]
+        if ismodule(exported):
+            check_arguments_of(vars(exported), exported.__all__)
+        elif isfunction(exported):
+            public[name] = door = _checked(exported, name)
+            setattr(getmodule(exported), exported.__name__, door)
+        elif isclass(exported) and not issubclass(exported, Exception) and not getattr(exported, "_is_protocol", False):
+            _check_class(exported)
 
 
 def _check_class(kind: type[Any]) -> None:
@@ -61,10 +61,10 @@ def _check_class(kind: type[Any]) -> None:
         if name == "__init__":
             setattr(kind, name, _checked(function, kind.__name__))
         elif not name.startswith("_"):
-            own = function is method
-            late = own and kind.__module__ in ("wholestep.layout", "wholestep.mesh")
-            door = _checked(function, f"{kind.__name__}.{name}", pure and own, late)
-            setattr(kind, name, door if own else type(method)(door))
+            is_method = function is method
+            late = is_method and kind.__module__ in ("wholestep.layout", "wholestep.mesh")
+            door = _checked(function, f"{kind.__name__}.{name}", pure and is_method, late)
+            setattr(kind, name, door if is_method else type(method)(door))
 
 
 def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: bool = False) -> Callable[..., Any]:
@@ -76,9 +76,9 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
     @cache
     def declared() -> tuple[list[tuple[str, Any]], tuple[str, Any], dict[str, Any]]:
         kinds, parameters = get_type_hints(function), signature(function).parameters.values()
-        named = {one.name: kinds.get(one.name, Any) for one in parameters if one.kind is not Parameter.VAR_KEYWORD}
-        typed = [(one.name, named[one.name]) for one in parameters if one.kind <= Parameter.POSITIONAL_OR_KEYWORD]
-        rest = next((one.name for one in parameters if one.kind is Parameter.VAR_POSITIONAL), "")
+        named = {p.name: kinds.get(p.name, Any) for p in parameters if p.kind is not Parameter.VAR_KEYWORD}
+        typed = [(p.name, named[p.name]) for p in parameters if p.kind <= Parameter.POSITIONAL_OR_KEYWORD]
+        rest = next((p.name for p in parameters if p.kind is Parameter.VAR_POSITIONAL), "")
         return typed, (rest, kinds.get(rest, Any)), named
 
     def checked(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -89,23 +89,23 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
 
     @wraps(function)
     def at_once(*args: Any, **named: Any) -> Any:
-        values, others = checked(args, named)
-        return function(*values, **others)
+        values, keywords = checked(args, named)
+        return function(*values, **keywords)
 
     @wraps(function)
     def explained(*args: Any, **named: Any) -> Any:
-        values, others = (args, named) if late else checked(args, named)
+        values, keywords = (args, named) if late else checked(args, named)
         try:
-            return function(*values, **others)
+            return function(*values, **keywords)
         except WholestepError:
             raise
         except Exception as wrong:
-            checked(values, others)
+            checked(values, keywords)
             if not isinstance(wrong, (ArithmeticError, LookupError, ValueError)):
                 raise
             written = ", ".join([*map(shown, args[1:]), *(f"{name}={shown(value)}" for name, value in named.items())])
-            found = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"
-            raise error(found, "arguments that fit each other, and the value", "correct them") from wrong
+            problem = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"
+            raise error(problem, "arguments that fit each other, and the value", "correct them") from wrong
 
     return explained if pure else at_once
 
@@ -119,15 +119,15 @@ def _argument(call: str, name: str, kind: Any, value: Any, error: type[Wholestep
     return as_plain(value, kind)
 
 
-def check_fields(made: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
+def check_fields(instance: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
     """Raise `error` for the first field of a dataclass whose value is not of the declared type; the class itself
     checks `besides`. Numbers of other libraries become Python's.
     """
-    hints = hints_of(type(made))
-    for name in (one.name for one in fields(cast(Any, made)) if one.name not in besides):
-        value = getattr(made, name)
-        if (plain := _argument(type(made).__name__, name, hints[name], value, error)) is not value:
-            object.__setattr__(made, name, plain)
+    hints = hints_of(type(instance))
+    for name in (field.name for field in fields(cast(Any, instance)) if field.name not in besides):
+        value = getattr(instance, name)
+        if (plain := _argument(type(instance).__name__, name, hints[name], value, error)) is not value:
+            object.__setattr__(instance, name, plain)
 
 
 def is_a(value: object, kind: Any) -> bool:
@@ -142,10 +142,10 @@ def is_a(value: object, kind: Any) -> bool:
 def _test_of(kind: Any) -> Callable[[Any], bool]:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        several = [_test_of(one) for one in args]
+        several = [_test_of(alternative) for alternative in args]
         return lambda value: any(test(value) for test in several)
     if origin is Literal:
-        return lambda value: any(type(value) is type(one) and value == one for one in args)
+        return lambda value: any(type(value) is type(literal) and value == literal for literal in args)
     if origin is tuple:
         return lambda value: isinstance(value, tuple) and _are(cast(tuple[object, ...], value), args)
     if origin in (Sequence, Collection):
@@ -192,12 +192,12 @@ def as_plain(value: Any, kind: Any) -> Any:
     """A value of a type, with `plain_number` for what the type says is a number, also in tuples."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return next((as_plain(value, one) for one in args if is_a(value, one)), value)
+        return next((as_plain(value, alternative) for alternative in args if is_a(value, alternative)), value)
     if origin is tuple:
         entries = cast(tuple[Any, ...], value)
         kinds = args[:1] * len(entries) if args[1:] == (...,) else args
-        made = tuple(as_plain(one, kind) for one, kind in zip(entries, kinds, strict=True))
-        return value if all(a is b for a, b in zip(entries, made, strict=True)) else made
+        plain = tuple(as_plain(entry, kind) for entry, kind in zip(entries, kinds, strict=True))
+        return value if all(a is b for a, b in zip(entries, plain, strict=True)) else plain
     return plain_number(value) if kind in (int, float) else value
 
 

@@ -18,51 +18,51 @@ _MOST = 10**18  # of anything that is counted
 _PRICE = re.compile(r"\s*\$?\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:/\s*h)?\s*")
 
 
-def parse_seconds(given: float | str, option: str) -> float:
+def parse_seconds(duration: float | str, option: str) -> float:
     """Seconds of `"60s"`, `"5min"`, `"2h"` or a number. Raises PlanError, which names the option: it is none of these,
     or not positive.
     """
-    seconds, number = 0.0, plain_number(given)
+    seconds, number = 0.0, plain_number(duration)
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         seconds = number
-    elif isinstance(given, str) and (found := _SIZE.fullmatch(given)):
-        seconds = float(found[1]) * _TIMES.get(found[2].upper(), 0)
+    elif isinstance(duration, str) and (match := _SIZE.fullmatch(duration)):
+        seconds = float(match[1]) * _TIMES.get(match[2].upper(), 0)
     if not 0 < seconds <= _LONGEST_S:
         needed = f'a positive number of seconds up to {_LONGEST_S:,}, or text like "60s" or "5min"'
-        raise PlanError(f"{option}={shown(given)}", needed, "correct it")
+        raise PlanError(f"{option}={shown(duration)}", needed, "correct it")
     return float(seconds)
 
 
-def parse_bytes(given: int | str, name: str = "memory_bytes") -> int:
+def parse_bytes(size: int | str, name: str = "memory_bytes") -> int:
     """Bytes of `"3GiB"`, `"500 MB"` or a number. Raises PlanError if it is none of these, or not positive."""
-    number = plain_number(given)
+    number = plain_number(size)
     if isinstance(number, int) and not isinstance(number, bool):
-        return _positive(number, given, name)
-    found = _SIZE.fullmatch(given) if isinstance(given, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    unit = _UNITS.get(found[2].upper(), 0) if found else 0
-    return _positive(float(found[1]) * unit if found else 0, given, name)
+        return _positive(number, size, name)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    unit = _UNITS.get(match[2].upper(), 0) if match else 0
+    return _positive(float(match[1]) * unit if match else 0, size, name)
 
 
-def parse_count(given: str, option: str) -> float:
+def parse_count(text: str, option: str) -> float:
     """A number of `"300B"`, `"1.5T"`, `"20M"`, `"4k"` or digits. Raises PlanError, which names the option."""
-    found = _SIZE.fullmatch(given)
-    count = float(found[1]) * _COUNTS.get(found[2].upper(), 0) if found else 0
+    match = _SIZE.fullmatch(text)
+    count = float(match[1]) * _COUNTS.get(match[2].upper(), 0) if match else 0
     if not 1 <= count <= _MOST:
-        raise PlanError(f"{option}={shown(given)}", 'a positive number, or text like "300B" or "1T"', "correct it")
+        raise PlanError(f"{option}={shown(text)}", 'a positive number, or text like "300B" or "1T"', "correct it")
     return count
 
 
-def parse_price(given: str, option: str) -> float:
+def parse_price(text: str, option: str) -> float:
     """The price of one device for an hour, of `"2.5/h"` or `"2.5"`. Raises PlanError, which names the option."""
-    found = _PRICE.fullmatch(given)
-    if found is None:
+    match = _PRICE.fullmatch(text)
+    if match is None:
         needed = 'a price of one device for an hour, 0 or above, as "2.5/h"'
-        raise PlanError(f"{option}={shown(given)}", needed, "correct it")
-    return float(found[1])
+        raise PlanError(f"{option}={shown(text)}", needed, "correct it")
+    return float(match[1])
 
 
-def _positive(size: float, given: object, name: str) -> int:
+def _positive(size: float, original: object, name: str) -> int:
     if not 1 <= size < 1 << 63:
         needed = 'a positive number of bytes, or text like "3GiB" or "500MB"'
-        raise PlanError(f"{name}={shown(given)}", needed, "correct it")
+        raise PlanError(f"{name}={shown(original)}", needed, "correct it")
     return int(size)
