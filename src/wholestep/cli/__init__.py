@@ -49,8 +49,8 @@ app.command()(loaded(calibrate))
 app.command()(loaded(checkpoint))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"wholestep {version('wholestep')}")
         raise typer.Exit
 

@@ -52,8 +52,8 @@ def calibrate(
             torch.cuda.set_device(local)
         if starts_group:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
-        wanted = calibration_sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
-        write(f"cuda:{local}" if kind == "cuda" else kind, wanted, name, out)
+        sizes = calibration_sizes(kind, int((largest or (1024 if kind == "cuda" else 64)) * _MIB))
+        write(f"cuda:{local}" if kind == "cuda" else kind, sizes, name, out)
     except (WholestepError, OSError) as error:
         typer.echo(f"wholestep calibrate: {error}", err=True)
         raise typer.Exit(1) from None
@@ -62,7 +62,7 @@ def calibrate(
             dist.destroy_process_group()
 
 
-def write(device: str, wanted: object, name: str, out: Path) -> None:
+def write(device: str, sizes: object, name: str, out: Path) -> None:
     """Measure, fit, write on the first rank, and show the error of the fit. All ranks of the job call it."""
     import torch.distributed as dist
 
@@ -70,19 +70,19 @@ def write(device: str, wanted: object, name: str, out: Path) -> None:
     from wholestep.hardware.hardware import Hardware
     from wholestep.profiling.measure_mesh import CalibrationSizes, count_measurements, measure_mesh
 
-    assert isinstance(wanted, CalibrationSizes)
+    assert isinstance(sizes, CalibrationSizes)
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first)
     columns = TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not first) as progress:
-        task = progress.add_task("measure", total=count_measurements(wanted))
-        measured = measure_mesh(device, wanted, lambda what: progress.update(task, advance=1, description=what))
+        task = progress.add_task("measure", total=count_measurements(sizes))
+        measured = measure_mesh(device, sizes, lambda what: progress.update(task, advance=1, description=what))
     if not first:
         return
-    found, errors = fit(name, measured, Hardware.preset("loopback").levels)
-    found.save(out)
+    hardware, errors = fit(name, measured, Hardware.preset("loopback").levels)
+    hardware.save(out)
     console.print(_table(errors))
-    console.print(f"{found}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{hardware}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,6 +90,6 @@ def _table(errors: "list[FitError]") -> Table:
     table = Table(title="error of the fit", title_justify="left")
     for column in ("what", "measured", "median", "worst"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for one in errors:
-        table.add_row(one.what, str(one.count), f"{one.median:.1%}", f"{one.worst:.1%}")
+    for error in errors:
+        table.add_row(error.what, str(error.count), f"{error.median:.1%}", f"{error.worst:.1%}")
     return table

@@ -39,7 +39,7 @@ def checkpoint(
     in any number of files. Exit status 1: a checkpoint is damaged, or differs from the other; 2: there is none.
     Nothing in the folder is run.
     """
-    if sum(given is not None for given in (compare, export, reshard)) > 1:
+    if sum(option is not None for option in (compare, export, reshard)) > 1:
         refuse("--compare, --export and --reshard: needed one of them")
     if (to is None) is not (export is None and reshard is None):
         refuse("--to FOLDER goes with --export FORMAT or --reshard FILES")
@@ -59,10 +59,10 @@ def checkpoint(
         if reshard is not None and to is not None:
             _reshard(shown, folder, to, reshard)
             return
-        same, text, found = _look(shown, folder, verify) if other is None else _compare(shown, folder, other)
+        same, text, body = _look(shown, folder, verify) if other is None else _compare(shown, folder, other)
     typer.echo(text)
     with working() as shown:
-        write_output(shown, out, lambda path: path.write_text(json.dumps(found, indent=1) + "\n"))
+        write_output(shown, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
     if not same:
         raise typer.Exit(1)
 
@@ -72,11 +72,11 @@ def _look(shown: Screen, directory: Path, verify: bool) -> tuple[bool, str, Any]
     from wholestep.checkpoint import contents, manifest
 
     if manifest.is_checkpoint(directory):
-        one = _contents(shown, directory, verify)
-        return not one.fault, contents.show(one, verify), contents.as_json(one)
+        content = _contents(shown, directory, verify)
+        return not content.fault, contents.show(content, verify), contents.as_json(content)
     several = [_read(shown, path, verify) for path in manifest.candidates(directory)]
-    found = [contents.as_json(one) for one in several]
-    return not any(one.fault for one in several), contents.show_all(several, verify), found
+    rows = [contents.as_json(content) for content in several]
+    return not any(content.fault for content in several), contents.show_all(several, verify), rows
 
 
 def _read(shown: Screen, folder: Path, verify: bool) -> Contents:
@@ -91,31 +91,31 @@ def _read(shown: Screen, folder: Path, verify: bool) -> Contents:
 
 def _contents(shown: Screen, folder: Path, verify: bool) -> Contents:
     """A checkpoint that has a manifest; without one the command ends."""
-    one = _read(shown, folder, verify)
-    if one.manifest is None:
+    content = _read(shown, folder, verify)
+    if content.manifest is None:
         shown.close()
-        typer.echo(f"wholestep: {one.fault}", err=True)
+        typer.echo(f"wholestep: {content.fault}", err=True)
         raise typer.Exit(1)
-    return one
+    return content
 
 
 def _compare(shown: Screen, directory: Path, other: Path) -> tuple[bool, str, Any]:
     from wholestep.checkpoint import contents, manifest
 
     here, there = (_contents(shown, manifest.candidates(path)[0], verify=False) for path in (directory, other))
-    for one in (here, there):
-        _refuse_damaged(one)
+    for content in (here, there):
+        _refuse_damaged(content)
     with shown.amount("compare", here.size_bytes) as advance:
         compared = list(contents.compare(here, there, advance))
-    found, count = [one for one in compared if one is not None], len(compared)
-    rows = [{"name": one.name, "here": one.here, "there": one.there, "largest": one.shown} for one in found]
-    text = "\n".join([*map(str, found), f"{count - len(found)} of {count} tensors have the same bits"])
-    return not found, text, {"here": str(here.path), "there": str(there.path), "tensors": count, "differ": rows}
+    differences, count = [row for row in compared if row is not None], len(compared)
+    rows = [{"name": row.name, "here": row.here, "there": row.there, "largest": row.shown} for row in differences]
+    text = "\n".join([*map(str, differences), f"{count - len(differences)} of {count} tensors have the same bits"])
+    return not differences, text, {"here": str(here.path), "there": str(there.path), "tensors": count, "differ": rows}
 
 
-def _refuse_damaged(one: Contents) -> None:
-    if one.fault:
-        typer.echo(f"wholestep: {one.path}: {one.fault}", err=True)
+def _refuse_damaged(content: Contents) -> None:
+    if content.fault:
+        typer.echo(f"wholestep: {content.path}: {content.fault}", err=True)
         raise typer.Exit(1)
 
 
@@ -124,19 +124,19 @@ def _export(directory: Path, to: str, format: str, dtype: str | None) -> None:
 
     from wholestep.checkpoint.export import export
 
-    wanted = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+    torch_dtype = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         refuse(f"--dtype {dtype}: needed a floating-point dtype of torch, as bfloat16")
     if format not in ("safetensors", "dcp"):
         refuse(f"--export {format}: needed safetensors or dcp")
-    export(to, str(directory), format, dtype=wanted)
+    export(to, str(directory), format, dtype=torch_dtype)
 
 
 def _reshard(shown: Screen, directory: Path, to: str, files: int) -> None:
     from wholestep.checkpoint import contents, durable, manifest
 
-    one = _contents(shown, manifest.candidates(directory)[0], verify=True)
-    _refuse_damaged(one)
+    content = _contents(shown, manifest.candidates(directory)[0], verify=True)
+    _refuse_damaged(content)
     with shown.stage("write"):
-        contents.rewrite(one, durable.folder_at(to), files)
+        contents.rewrite(content, durable.folder_at(to), files)
     shown.note(f"written to {to}")

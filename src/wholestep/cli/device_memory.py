@@ -24,21 +24,21 @@ def within_device(
     Raises:
         PlanError: nothing fits into `memory_bytes`, tensors alone.
     """
-    first = made = attempt(memory_bytes)
+    first = latest = attempt(memory_bytes)
     budget = memory_bytes
     for _ in range(_TRIES):
-        needs = reserved(made)
+        needs = reserved(latest)
         if memory_bytes is None or budget is None or needs is None or needs <= memory_bytes:
-            return made
+            return latest
         budget -= needs - memory_bytes
         shown.note(
             f"torch's allocator would reserve {human(needs)} of {human(memory_bytes)}: again with tensors within "
             f"{human(max(budget, 0))}"
         )
         try:
-            made = attempt(budget)
+            latest = attempt(budget)
         except PlanError:  # nothing fits, or nothing can be recomputed as much
             break
-    needs = reserved(made)
+    needs = reserved(latest)
     fits = memory_bytes is None or needs is None or needs <= memory_bytes
-    return made if fits else first
+    return latest if fits else first

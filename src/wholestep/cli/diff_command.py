@@ -39,7 +39,7 @@ def diff(
         if target is not None or hf is not None:
             used = plans[0].precision
             dtype = used.weights if used else None
-            found = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers, dtype=dtype))
+            step = load(shown, target, spec_of(hf, batch=batch, seq=seq, layers=layers, dtype=dtype))
             both = dict(zip((before, after), plans, strict=True))
-            text += "\n\n" + planning.costs_of(shown, found, both, hardware_of(hardware))
+            text += "\n\n" + planning.costs_of(shown, step, both, hardware_of(hardware))
     typer.echo(text)

@@ -65,19 +65,19 @@ def sweep_of(text: str) -> Sweep:
     )  # fmt: skip
     if over not in SWEPT or not all(part == _DOTS or re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts):
         raise fault
-    found: list[int] = []
+    values: list[int] = []
     for at, part in enumerate(parts):
         if part != _DOTS:
-            found.append(int(part))
+            values.append(int(part))
             continue
-        if len(found) < 2 or at + 2 != len(parts) or parts[-1] == _DOTS or found[-1] <= found[-2]:
+        if len(values) < 2 or at + 2 != len(parts) or parts[-1] == _DOTS or values[-1] <= values[-2]:
             raise fault
-        times, last = found[-1] / found[-2], int(parts[-1])
-        while found[-1] * times < last:
-            found.append(round(found[-1] * times))
-    if len({*found}) != len(found) or len(found) > 64:
+        times, last = values[-1] / values[-2], int(parts[-1])
+        while values[-1] * times < last:
+            values.append(round(values[-1] * times))
+    if len({*values}) != len(values) or len(values) > 64:
         raise fault
-    return Sweep(over, tuple(found))
+    return Sweep(over, tuple(values))
 
 
 @dataclass
@@ -135,14 +135,14 @@ class GpuPlanner:
         return capture(self.screen, target, stage, self.options.capture_options(target, self.hardware))
 
     @property
-    def given(self) -> str:
+    def flags(self) -> str:
         """The options of the model and the hardware, for another command."""
         names = "layers", "dtype", "optimizer", "precision", "backend", "stack", "profile"
-        asked = {name: getattr(self.options, name) for name in names} | {"hardware": self.machine}
-        given = {name: getattr(value, "value", value) for name, value in asked.items() if value not in (None, "eager")}
-        more = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
-        more += ["--async-tp"] * self.options.async_tp + ["--tp-regather"] * self.options.tp_regather
-        return " ".join([f"--hf {self.spec.config} --seq {self.seq}", *more])
+        options = {name: getattr(self.options, name) for name in names} | {"hardware": self.machine}
+        chosen = {name: getattr(v, "value", v) for name, v in options.items() if v not in (None, "eager")}
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items()]
+        flags += ["--async-tp"] * self.options.async_tp + ["--tp-regather"] * self.options.tp_regather
+        return " ".join([f"--hf {self.spec.config} --seq {self.seq}", *flags])
 
     @property
     def seq(self) -> int:
@@ -160,17 +160,17 @@ class GpuPlanner:
                 staged, lost = self._staged(seq, watch).run(gpus, sequences)
                 watch("setups without stages")
             search.cores = 1 if self.pipelines else self.cores
-            found = (copy.result() if copy else None) or flat()
-            if isinstance(found, BudgetError) and staged:
-                found = GpuResult((), (), self.memory_bytes)
-            if isinstance(found, PlanError):
-                raise found
-            both = GpuResult(tuple(sorted([*found.best, *staged], key=step_s)), (*found.lost, *lost), self.memory_bytes)
-            found = first_fits(both, search)
+            outcome = (copy.result() if copy else None) or flat()
+            if isinstance(outcome, BudgetError) and staged:
+                outcome = GpuResult((), (), self.memory_bytes)
+            if isinstance(outcome, PlanError):
+                raise outcome
+            best = tuple(sorted([*outcome.best, *staged], key=step_s))
+            outcome = first_fits(GpuResult(best, (*outcome.lost, *lost), self.memory_bytes), search)
             search.drop()
-        if not found.best:
-            raise search.nothing(gpus, found.lost)
-        return found
+        if not outcome.best:
+            raise search.nothing(gpus, outcome.lost)
+        return outcome
 
     def _staged(self, seq: int, watch: Watch) -> StagedSearch:
         kinds = self._search(seq).kinds
@@ -223,15 +223,15 @@ def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sw
 def search(screen: Screen, planner: GpuPlanner, gpus: int, global_batch: int, out: Path | None) -> str:
     """The best setups for a number of GPUs as text; written to `out` as JSON."""
     planner.cores = usable_cores()
-    found = planner.run(gpus, planner.seq, global_batch)
-    best = [planner.figures(setup, planner.seq, global_batch) for setup in found.best[:_SHOWN]]
+    ranked = planner.run(gpus, planner.seq, global_batch)
+    best = [planner.figures(setup, planner.seq, global_batch) for setup in ranked.best[:_SHOWN]]
     body = {
         "format": "wholestep search", "version": 1, "model": planner.model.name, "hardware": planner.hardware.name,
-        "setups": [_as_json(setup) | {"figures": one.as_json()} for setup, one in zip(found.best, best, strict=False)],
-        "lost": [_as_json(setup) | {"why": setup.why} for setup in found.lost],
+        "setups": [_as_json(setup) | {"figures": row.as_json()} for setup, row in zip(ranked.best, best, strict=False)],
+        "lost": [_as_json(setup) | {"why": setup.why} for setup in ranked.lost],
     }  # fmt: skip
     write_output(screen, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
-    return _report(planner, found, best, gpus, global_batch)
+    return _report(planner, ranked, best, gpus, global_batch)
 
 
 def _as_json(setup: Setup) -> dict[str, Any]:
@@ -241,8 +241,8 @@ def _as_json(setup: Setup) -> dict[str, Any]:
     } | ({"pipeline": staged_json(setup.staged)} if setup.staged else {})  # fmt: skip
 
 
-def _report(planner: GpuPlanner, found: GpuResult, best: Sequence[Figures], gpus: int, global_batch: int) -> str:
-    first, rows = found.best[0], list(zip(found.best, best, strict=False))
+def _report(planner: GpuPlanner, ranked: GpuResult, best: Sequence[Figures], gpus: int, global_batch: int) -> str:
+    first, rows = ranked.best[0], list(zip(ranked.best, best, strict=False))
     staged = any(setup.order for setup, _ in rows)
     lines = [
         f"{planner.model.name} on {gpus} GPUs, {global_batch} sequences of {planner.seq} tokens in a step, "
@@ -255,13 +255,13 @@ def _report(planner: GpuPlanner, found: GpuResult, best: Sequence[Figures], gpus
         str(best[0]),
         *(["", f"its stages, by coordinate of {STAGES}", str(first.staged)] if first.staged else []),
         "",
-        f"to plan it: wholestep plan {planner.given} {_options(first)}",
-        *([f"to draw its stages: wholestep simulate {planner.given} {_options(first)} --trace step.json"]
+        f"to plan it: wholestep plan {planner.flags} {_options(first)}",
+        *([f"to draw its stages: wholestep simulate {planner.flags} {_options(first)} --trace step.json"]
           if first.order else []),
         "",
-        f"why the others lost{' (--json has all)' if len(found.lost) > _NEAREST else ''}",
-        *slower_than_first(found.best),
-        *losers_of(found.lost),
+        f"why the others lost{' (--json has all)' if len(ranked.lost) > _NEAREST else ''}",
+        *slower_than_first(ranked.best),
+        *losers_of(ranked.lost),
         "",
         "times and bytes are extrapolated from steps with few of the layers, and with one and two micro-batches",
     ]  # fmt: skip
@@ -270,9 +270,9 @@ def _report(planner: GpuPlanner, found: GpuResult, best: Sequence[Figures], gpus
 
 def head_of(staged: bool) -> tuple[str, ...]:
     """The columns of setups; `staged`: some are pipelines."""
-    more = ("schedule", "stages") if staged else ()
+    pipeline = ("schedule", "stages") if staged else ()
     waits = ("exposed", "bubble") if staged else ("exposed",)
-    return "mesh", "style", *more, "micro-batches", "recompute", "step", "tokens/s/GPU", "MFU", *waits, "peak"
+    return "mesh", "style", *pipeline, "micro-batches", "recompute", "step", "tokens/s/GPU", "MFU", *waits, "peak"
 
 
 def cells_of(setup: Setup, figures: Figures, staged: bool) -> tuple[str, ...]:
@@ -280,11 +280,11 @@ def cells_of(setup: Setup, figures: Figures, staged: bool) -> tuple[str, ...]:
     costs, rate = figures.costs, figures.tokens_per_s_per_gpu or 0.0
     ranks = setup.mesh.axis_size(STAGES) if setup.order else 1
     stages = f"{ranks * setup.chunks}{f' ({setup.chunks} a rank)' if setup.chunks > 1 else ''}"
-    more = (setup.order or "-", stages if setup.order else "-") if staged else ()
+    pipeline = (setup.order or "-", stages if setup.order else "-") if staged else ()
     waits = [f"{costs.exposed_s / costs.step_s:.0%}"]
     waits += [f"{costs.idle_s / costs.step_s:.0%}" if setup.order else "-"] if staged else []
     return (
-        str(setup.mesh), setup.style or "-", *more, f"{setup.micro_batches} x {setup.batch}", setup.recompute,
+        str(setup.mesh), setup.style or "-", *pipeline, f"{setup.micro_batches} x {setup.batch}", setup.recompute,
         seconds(costs.step_s), f"{rate:,.0f}", f"{costs.mfu:.1%}", *waits,
         human(costs.peak_bytes),
     )  # fmt: skip
@@ -292,7 +292,7 @@ def cells_of(setup: Setup, figures: Figures, staged: bool) -> tuple[str, ...]:
 
 def slower_than_first(best: Sequence[Setup]) -> list[str]:
     """By how much setups that were simulated are slower than the first, and on what most of that time goes."""
-    found, first = list[str](), best[0].costs
+    lines, first = list[str](), best[0].costs
     assert first is not None, "it was simulated"
     for setup in best[1:]:
         assert setup.costs is not None, "it was simulated"
@@ -300,16 +300,16 @@ def slower_than_first(best: Sequence[Setup]) -> list[str]:
         computes = setup.costs.step_s - first.step_s - exposed - idle
         waits = {"waits for collectives": exposed, "waits for other stages": idle, "computes": computes}
         longer = max(waits, key=waits.__getitem__)
-        more = setup.costs.step_s / first.step_s - 1
-        found.append(f"{setup}: {seconds(setup.costs.step_s)}, {more:.1%} more: {longer} longer")
-    return found
+        slower = setup.costs.step_s / first.step_s - 1
+        lines.append(f"{setup}: {seconds(setup.costs.step_s)}, {slower:.1%} more: {longer} longer")
+    return lines
 
 
 def losers_of(lost: Sequence[Setup]) -> list[str]:
     """Setups that were not simulated to their end, by kind of reason, the nearest first."""
-    over = sorted((one for one in lost if one.over_bytes), key=lambda one: one.over_bytes)
-    none = [one for one in lost if one.why.startswith("no plan")]
-    slow = sorted((one for one in lost if one not in over and one not in none), key=lambda one: one.estimate_s)
+    over = sorted((setup for setup in lost if setup.over_bytes), key=lambda setup: setup.over_bytes)
+    none = [setup for setup in lost if setup.why.startswith("no plan")]
+    slow = sorted((s for s in lost if s not in over and s not in none), key=lambda setup: setup.estimate_s)
     return [
         *_nearest("slower by an estimate or a bound", slow),
         *_nearest("over the memory", over),
@@ -345,7 +345,7 @@ def swept(
     points = [_point(planner, sweep, value, gpus, global_batch) for value in sweep.values]
     title = f"{planner.model.name} on {planner.hardware.name}"
     write_output(screen, html, lambda path: write_sweep(path, title, sweep.over, points))
-    body = {"format": "wholestep sweep", "version": 1, "over": sweep.over, "points": [one.as_json() for one in points]}
+    body = {"format": "wholestep sweep", "version": 1, "over": sweep.over, "points": [p.as_json() for p in points]}
     write_output(screen, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
     head = (
         sweep.over,
@@ -360,10 +360,9 @@ def swept(
         "exposed",
         "peak",
     )
-    left = (1, 2, 3, 4)
-    cells = [head, *(one.cells for one in points if one.figures is not None)]
-    none = [f"{sweep.over}={one.value}: {one.why}" for one in points if one.figures is None]
-    return "\n".join([title, "", *table(cells, left), *none])
+    cells = [head, *(point.cells for point in points if point.figures is not None)]
+    none = [f"{sweep.over}={point.value}: {point.why}" for point in points if point.figures is None]
+    return "\n".join([title, "", *table(cells, left=(1, 2, 3, 4)), *none])
 
 
 def _point(planner: GpuPlanner, sweep: Sweep, value: int, gpus: int | None, global_batch: int | None) -> SweepPoint:

@@ -51,7 +51,7 @@ def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
-def build(wanted: ModelSpec) -> Target:
+def build(spec: ModelSpec) -> Target:
     """The model on `meta`, its optimizer and a batch, with a step that clips gradients to a norm of 1.
 
     Raises:
@@ -63,40 +63,40 @@ def build(wanted: ModelSpec) -> Target:
 
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
-    config = _config(transformers, wanted)
+    config = _config(transformers, spec)
     try:
         with torch.device("meta"):
-            options = {"dtype": getattr(torch, wanted.dtype), "trust_remote_code": False}
+            options = {"dtype": getattr(torch, spec.dtype), "trust_remote_code": False}
             model = transformers.AutoModelForCausalLM.from_config(config, **options).train()
     except Exception as error:  # a configuration of the user in code of transformers, which raises what it likes
         raise PlanError(
-            f"{wanted.config} is not a causal language model of transformers: {first_line(error)}",
+            f"{spec.config} is not a causal language model of transformers: {first_line(error)}",
             "a configuration of one", "give another --hf, or a function that builds the model",
         ) from error  # fmt: skip
-    if wanted.recompute != "none":
-        _checkpoint(model, wanted)
+    if spec.recompute != "none":
+        _checkpoint(model, spec)
     most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
-    length = min(SEQUENCE, most) if wanted.seq is None else wanted.seq
+    length = min(SEQUENCE, most) if spec.seq is None else spec.seq
     if length > most:
-        refuse(f"--seq {length}: {wanted.config} takes at most {most} positions")
-    shape = wanted.batch, length
-    tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(wanted.micro_batches)]
-    name = wanted.config if wanted.layers is None else f"{wanted.config} with {wanted.layers} layers"
-    args = model, _optimizer(wanted.optimizer, model), {"tokens": tokens}
-    return Target(name, train_step, args, with_layers=lambda layers: build(replace(wanted, layers=layers)))
+        refuse(f"--seq {length}: {spec.config} takes at most {most} positions")
+    shape = spec.batch, length
+    tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(spec.micro_batches)]
+    name = spec.config if spec.layers is None else f"{spec.config} with {spec.layers} layers"
+    args = model, _optimizer(spec.optimizer, model), {"tokens": tokens}
+    return Target(name, train_step, args, with_layers=lambda layers: build(replace(spec, layers=layers)))
 
 
-def _checkpoint(model: Any, wanted: ModelSpec) -> None:
+def _checkpoint(model: Any, spec: ModelSpec) -> None:
     from torch.utils import checkpoint
 
     options: dict[str, Any] = {"use_reentrant": False}
-    if wanted.recompute == "selective":
+    if spec.recompute == "selective":
         contexts = cast(
             Any, checkpoint.create_selective_checkpoint_contexts
         )  # torch leaves the type of its policy open
         options["context_fn"] = partial(contexts, _keeps_products)
     if not getattr(model, "supports_gradient_checkpointing", False):
-        refuse(f"--recompute {wanted.recompute}: {wanted.config} has no activation checkpointing in transformers")
+        refuse(f"--recompute {spec.recompute}: {spec.config} has no activation checkpointing in transformers")
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.13
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
@@ -107,8 +107,8 @@ def _keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """What selective checkpointing keeps: results of products and of attention."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    kept = any(word in str(op) for word in ("mm", "linear", "attention"))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    must_save = any(word in str(op) for word in ("mm", "linear", "attention"))
+    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
@@ -134,26 +134,26 @@ def _optimizer(name: str, model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
 
-def _config(transformers: Any, wanted: ModelSpec) -> Any:
-    given = _read(wanted.config)
-    kind = given.pop("model_type", None)
+def _config(transformers: Any, spec: ModelSpec) -> Any:
+    settings = _read(spec.config)
+    kind = settings.pop("model_type", None)
     if kind is None:
-        refuse(f"{wanted.config} has no field model_type: needed a configuration of a transformers model")
+        refuse(f"{spec.config} has no field model_type: needed a configuration of a transformers model")
     try:
-        config = transformers.AutoConfig.for_model(kind, **given)
+        config = transformers.AutoConfig.for_model(kind, **settings)
     except Exception as error:  # as above
-        refuse(f"{wanted.config}: {first_line(error)}")
+        refuse(f"{spec.config}: {first_line(error)}")
     config.use_cache = False
-    if wanted.layers is not None:
-        _shorten(config, wanted)
+    if spec.layers is not None:
+        _shorten(config, spec)
     return config
 
 
-def _shorten(config: Any, wanted: ModelSpec) -> None:
+def _shorten(config: Any, spec: ModelSpec) -> None:
     """Keep the first layers only, also in lists with an entry for each layer."""
-    layers, all_layers = wanted.layers, getattr(config, "num_hidden_layers", None)
+    layers, all_layers = spec.layers, getattr(config, "num_hidden_layers", None)
     if all_layers is None or layers is None or not 1 <= layers <= all_layers:
-        refuse(f"--layers {layers}: {wanted.config} has {all_layers}")
+        refuse(f"--layers {layers}: {spec.config} has {all_layers}")
     config.num_hidden_layers = layers
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, name, None)
@@ -161,36 +161,36 @@ def _shorten(config: Any, wanted: ModelSpec) -> None:
             setattr(config, name, kinds[:layers])
 
 
-def _read(given: str) -> dict[str, Any]:
-    path = PRESETS / f"{given}.json" if given in presets() else Path(given)
+def _read(name: str) -> dict[str, Any]:
+    path = PRESETS / f"{name}.json" if name in presets() else Path(name)
     path = path / "config.json" if not is_file(path) else path
     if not is_file(path):
-        refuse(f"--hf {given}: no such file; presets are {', '.join(presets())}")
+        refuse(f"--hf {name}: no such file; presets are {', '.join(presets())}")
     try:
-        found = parse(path.read_bytes())
+        content = parse(path.read_bytes())
     except (OSError, MalformedError) as error:
-        refuse(f"--hf {given}: {path} is not JSON: {error}")
-    if not isinstance(found, dict):
-        refuse(f"--hf {given}: {path} is not a JSON object")
-    return cast(dict[str, Any], found)
+        refuse(f"--hf {name}: {path} is not JSON: {error}")
+    if not isinstance(content, dict):
+        refuse(f"--hf {name}: {path} is not a JSON object")
+    return cast(dict[str, Any], content)
 
 
-def with_sizes(found: Target, batch: int, seq: int) -> Target:
+def with_sizes(step: Target, batch: int, seq: int) -> Target:
     """A step that `build` made, with a batch of another size."""
-    model, optimizer, given = found.args
-    tokens = [one.new_empty((batch, seq)) for one in given["tokens"]]
-    return replace(found, args=(model, optimizer, {"tokens": tokens}))
+    model, optimizer, inputs = step.args
+    tokens = [micro_batch.new_empty((batch, seq)) for micro_batch in inputs["tokens"]]
+    return replace(step, args=(model, optimizer, {"tokens": tokens}))
 
 
-def tokens_of(found: Target) -> int:
+def tokens_of(step: Target) -> int:
     """Tokens in the batch of a step that `build` made."""
-    return sum(tokens.numel() for tokens in found.args[2]["tokens"])
+    return sum(tokens.numel() for tokens in step.args[2]["tokens"])
 
 
 def spec_of(hf: str | None, **options: Any) -> ModelSpec | None:
     """The model of `--hf` with the options that are given; None without `--hf`."""
-    given = {name: getattr(value, "value", value) for name, value in options.items() if value is not None}
-    return None if hf is None else ModelSpec(hf, **given)
+    chosen = {name: getattr(value, "value", value) for name, value in options.items() if value is not None}
+    return None if hf is None else ModelSpec(hf, **chosen)
 
 
 def load(shown: Screen, target: str | None, spec: ModelSpec | None) -> Target:
@@ -199,6 +199,6 @@ def load(shown: Screen, target: str | None, spec: ModelSpec | None) -> Target:
         if spec is None:
             assert target is not None, "checked before"
             return from_function(target)
-        found = build(spec)
-        details.append(f"{found.name}, {sum(p.numel() for p in found.args[0].parameters()):,} parameters")
-        return found
+        step = build(spec)
+        details.append(f"{step.name}, {sum(p.numel() for p in step.args[0].parameters()):,} parameters")
+        return step

@@ -22,13 +22,13 @@ def passes(
         from wholestep.backend.pipeline import pipeline
 
         schedule = "across_steps" if across_steps else "auto"
-        found = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
-        rows = [(" ".join([type(one).__name__, *getattr(one, "kinds", ())]), _description(one)) for one in found]
+        chain = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
+        rows = [(" ".join([type(p).__name__, *getattr(p, "kinds", ())]), _description(p)) for p in chain]
     width = max(len(name) for name, _ in rows)
     for number, (name, description) in enumerate(rows, 1):
         typer.echo(f"{number:2}  {name:{width}}  {description}")
 
 
-def _description(one: object) -> str:
+def _description(pass_: object) -> str:
     """The first sentence of its docstring."""
-    return " ".join((inspect.getdoc(type(one)) or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    return " ".join((inspect.getdoc(type(pass_)) or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")

@@ -24,7 +24,7 @@ from .target import (
 )
 
 if TYPE_CHECKING:
-    from .planning import Done, PlanRequest
+    from .planning import PlanRequest, Report
 
 DEFAULT_GPUS = "dgx-h100"
 _Model = Annotated[
@@ -95,16 +95,16 @@ def plan(
     from . import planning
 
     if gpus is not None or global_batch is not None or sweep is not None:
-        others = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
-                  "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
-        _search(step, gpus, global_batch, sweep, hardware, html, out, pipelines, others)
+        refused = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
+                   "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
+        _search(step, gpus, global_batch, sweep, hardware, html, out, pipelines, refused)
         return
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
     _check_effects(compare, single, auto, step, {"pin": pin, "replicated": replicated})
-    for name, given, other in (("stop-after", stop_after, "program"), ("pipelines", pipelines, "gpus")):
-        if given and not (show and other == "program"):
+    for name, setting, other in (("stop-after", stop_after, "program"), ("pipelines", pipelines, "gpus")):
+        if setting and not (show and other == "program"):
             refuse(f"--{name} without --{other}: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
@@ -115,25 +115,25 @@ def plan(
         described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
         if stages:
             _check_stages(compare, {"what-if": what_if}, {"html": html, "trace": trace})
-        asked = planning.request(
+        request = planning.plan_request(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
         chosen_by = constraints(pin or [], replicated or []) if auto else None
-        done, spec = _made(shown, asked, spec, compare, chosen_by, sizes)
-    typer.echo(done.text)
+        report, spec = _report(shown, request, spec, compare, chosen_by, sizes)
+    typer.echo(report.text)
     if verbose:
         typer.echo(f"\n{table()}")
     cases: list[planning.WhatIf] = []
     with working() as shown:
-        write_output(shown, out, lambda path: path.write_text(done.as_json))
+        write_output(shown, out, lambda path: path.write_text(report.as_json))
         if (what_if or html) and not stages:
-            cases = planning.what_ifs(shown, what_if or [], asked, done, spec)
+            cases = planning.what_ifs(shown, what_if or [], request, report, spec)
     if what_if:
         typer.echo(f"\n{planning.what_if.show(cases)}")
     if html or trace:
         with working() as shown:
-            planning.draw(shown, done, asked, html, trace, cases)
+            planning.draw(shown, report, request, html, trace, cases)
 
 
 def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpec | None:
@@ -143,44 +143,44 @@ def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpe
     return staged_setups.whole_spec(spec, step, stages) if stages and spec is not None else spec
 
 
-def _made(
-    shown: Screen, asked: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None,
+def _report(
+    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None,
     sizes: tuple[int, ...] | None,
-) -> "tuple[Done, ModelSpec | None]":  # fmt: skip
+) -> "tuple[Report, ModelSpec | None]":  # fmt: skip
     """The work of the command: a comparison, a search within the constraints `chosen_by`, or one plan."""
     from . import planning, staged_setups
 
-    if asked.pipeline is not None and chosen_by is None:
-        setups = staged_setups.StagedSetups(shown, asked, spec)
+    if request.pipeline is not None and chosen_by is None:
+        setups = staged_setups.StagedSetups(shown, request, spec)
         return (setups.compared() if compare else setups.planned()), spec
     if compare:
-        return planning.compared(shown, asked), spec
+        return planning.compared(shown, request), spec
     if chosen_by is not None:
-        return planning.chosen(shown, asked, planning.chooser(shown, asked, chosen_by), sizes, spec)
-    return planning.planned(shown, asked), spec
+        return planning.chosen(shown, request, planning.chooser(shown, request, chosen_by), sizes, spec)
+    return planning.planned(shown, request), spec
 
 
 def _search(
     step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
-    html: Path | None, out: Path | None, pipelines: bool, others: dict[str, Any],
+    html: Path | None, out: Path | None, pipelines: bool, refused: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Search setups for a number of GPUs, or for each value of a sweep. Refuses `others`, options of one plan."""
+    """Search setups for a number of GPUs, or for each value of a sweep. Options of one plan are `refused`."""
     from . import gpu_command
 
-    if given := [name for name, value in others.items() if value]:
-        refuse(f"--{given[0]} with --gpus: needed one of them")
+    if names := [name for name, value in refused.items() if value]:
+        refuse(f"--{names[0]} with --gpus: needed one of them")
     check_outputs(json=out, html=html)
     with working() as shown:
         step.check(chooses=True)
-        wanted = None if sweep is None else gpu_command.sweep_of(sweep)
-        gpu_command.check(step, gpus, global_batch, wanted)
-        if html is not None and wanted is None:
+        parsed = None if sweep is None else gpu_command.sweep_of(sweep)
+        gpu_command.check(step, gpus, global_batch, parsed)
+        if html is not None and parsed is None:
             refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
         spec = step.spec(None)
         assert spec is not None, "checked before"
         planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS, pipelines)
-        if wanted is not None:
-            text = gpu_command.swept(shown, planner, wanted, gpus, global_batch, html, out)
+        if parsed is not None:
+            text = gpu_command.swept(shown, planner, parsed, gpus, global_batch, html, out)
         else:
             assert gpus is not None, "checked before"
             assert global_batch is not None, "checked before"
@@ -190,10 +190,10 @@ def _search(
 
 def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:
     """Refuse what is not there for pipelines."""
-    given = [name for name, value in (never | (of_one if compare else {})).items() if value]
-    if given:
-        both = " and --compare" if given[0] in of_one else ""
-        refuse(f"--{given[0]} with an axis pp{both}: needed one of them")
+    names = [name for name, value in (never | (of_one if compare else {})).items() if value]
+    if names:
+        both = " and --compare" if names[0] in of_one else ""
+        refuse(f"--{names[0]} with an axis pp{both}: needed one of them")
 
 
 def _check_effects(

@@ -23,47 +23,47 @@ def batch_sizes(batch: str | None, auto: bool, sweeps: bool = False) -> tuple[in
     numbers = [] if batch == "auto" and not sweeps else [part.strip() for part in batch.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         refuse(f"--batch {batch}: needed a number of at least 1, or with --auto several, as 1,2,4, or auto")
-    found = tuple(dict.fromkeys(map(int, numbers)))
-    if len(found) != 1 and not auto and not sweeps:
+    sizes = tuple(dict.fromkeys(map(int, numbers)))
+    if len(sizes) != 1 and not auto and not sweeps:
         refuse(f"--batch {batch} without --auto: a plan is for one size of batches")
-    return found
+    return sizes
 
 
 def constraints(pin: Sequence[str], replicated: Sequence[str]) -> dict[str, Any]:
     """The fields of `Auto` for `--pin pattern=axis:dim` and `--replicated pattern=axis,axis`."""
-    found = {"pinned": _pinned(pin), "replicated": _replicated(replicated)}
-    return {name: value for name, value in found.items() if value}
+    fields = {"pinned": _pinned(pin), "replicated": _replicated(replicated)}
+    return {name: value for name, value in fields.items() if value}
 
 
-def _pinned(given: Sequence[str]) -> dict[str, dict[str, Shard | Replicate]]:
+def _pinned(texts: Sequence[str]) -> dict[str, dict[str, Shard | Replicate]]:
     from torch.distributed.tensor import Replicate, Shard
 
-    found: dict[str, dict[str, Shard | Replicate]] = {}
-    for entry in given:
+    pinned: dict[str, dict[str, Shard | Replicate]] = {}
+    for entry in texts:
         pattern, _, layout = entry.rpartition("=")
         axis, _, dim = layout.partition(":")
         if not (pattern and axis and (dim == REPLICATE or dim.removeprefix("-").isdecimal())):
             refuse(f"--pin {entry}: needed pattern=axis:replicate, or pattern=axis:dim, as lm_head=tp:2")
         placement = Replicate() if dim == REPLICATE else Shard(int(dim))
-        if found.setdefault(pattern, {}).setdefault(axis, placement) != placement:
-            refuse(f"--pin {entry}: {pattern} is pinned on {axis} already, to {found[pattern][axis]}")
-    return found
+        if pinned.setdefault(pattern, {}).setdefault(axis, placement) != placement:
+            refuse(f"--pin {entry}: {pattern} is pinned on {axis} already, to {pinned[pattern][axis]}")
+    return pinned
 
 
-def _replicated(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for entry in given:
+def _replicated(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    replicated: dict[str, tuple[str, ...]] = {}
+    for entry in texts:
         pattern, _, axes = entry.rpartition("=")
         names = tuple(name.strip() for name in axes.split(","))
         if not pattern or not all(names):
             refuse(f"--replicated {entry}: needed pattern=axis or pattern=axis,axis, as norm=dp,tp")
-        found[pattern] = tuple(dict.fromkeys((*found.get(pattern, ()), *names)))
-    return found
+        replicated[pattern] = tuple(dict.fromkeys((*replicated.get(pattern, ()), *names)))
+    return replicated
 
 
-def check_what_if(asked: Sequence[str], hf: bool) -> None:
+def check_what_if(cases: Sequence[str], hf: bool) -> None:
     """Refuse malformed cases before the long work."""
-    for text in asked:
+    for text in cases:
         kind, equals, value = text.partition("=")
         if not equals or kind not in ("mesh", "hardware", "batch", "seq"):
             refuse(f"--what-if {text}: needed {WHAT_IF_FORMS}")

@@ -76,8 +76,8 @@ class PlanRequest:
         if self.tensor is None and self.pipeline is None:
             return [replace(self.data, style=style)]
         used = {self.options.tp_axis if self.tensor is not None else "", STAGES}
-        others = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
-        data: list[Strategy] = [replace(self.data, style=style, axis=others)] if others else []
+        axes = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
+        data: list[Strategy] = [replace(self.data, style=style, axis=axes)] if axes else []
         return [*data, *filter(None, (self.pipeline, self.tensor))]
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
@@ -113,7 +113,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Done:
+class Report:
     """The text of a command, and what it may write: the plan of `graph`, the rows of a comparison. A comparison of
     pipelines plans none with all layers. `tensor_bytes`: that recomputation fits tensors into.
     """
@@ -145,14 +145,14 @@ class Done:
         return self.graph
 
 
-def request(
-    found: Target, mesh: str, hardware: ws.Hardware, planned_on: ws.Hardware | None, step: SharedOptions,
-    own_plan: bool = True, **asked: Any,
+def plan_request(
+    target: Target, mesh: str, hardware: ws.Hardware, planned_on: ws.Hardware | None, step: SharedOptions,
+    own_plan: bool = True, **printed: Any,
 ) -> PlanRequest:  # fmt: skip
     """The request with tensor parallelism by `--tp`; else by the model's `own_plan` where the mesh has the axis."""
-    own = mesh if own_plan else ""
-    tensor = tensor_parallel(found, step.tp or [], step.tp_axis, own, hardware, step.async_tp, step.tp_regather)
-    return PlanRequest(found, mesh, hardware, planned_on, step, tensor, **asked)
+    plan_mesh = mesh if own_plan else ""
+    tensor = tensor_parallel(target, step.tp or [], step.tp_axis, plan_mesh, hardware, step.async_tp, step.tp_regather)
+    return PlanRequest(target, mesh, hardware, planned_on, step, tensor, **printed)
 
 
 def style_of(step: SharedOptions, mesh: str) -> str:
@@ -170,10 +170,10 @@ def capture(
         return graph
 
 
-def captured(shown: Screen, asked: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
+def captured(shown: Screen, request: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
-    target, hardware = asked.target, asked.hardware
-    return captured_of(shown, target, hardware, asked.options.capture_options(target, hardware), stage)
+    target, hardware = request.target, request.hardware
+    return captured_of(shown, target, hardware, request.options.capture_options(target, hardware), stage)
 
 
 def captured_of(
@@ -195,102 +195,101 @@ def captured_of(
     return graph
 
 
-def chooser(shown: Screen, asked: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:
+def chooser(shown: Screen, request: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:
     """What chooses; a model without a plan for tensor parallelism is planned without."""
-    tensor, data = asked.tensor, asked.data
+    tensor, data = request.tensor, request.data
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
-    refits = asked.options.recomputes("auto") == "auto"
-    if asked.pipeline is not None:
-        constraints = {**constraints, "pipeline": asked.options.open_pipeline()}
-    return ws.Auto(asked.options.memory, asked.hardware, used, data, recompute=refits, **constraints)
+    refits = request.options.recomputes("auto") == "auto"
+    if request.pipeline is not None:
+        constraints = {**constraints, "pipeline": request.options.open_pipeline()}
+    return ws.Auto(request.options.memory, request.hardware, used, data, recompute=refits, **constraints)
 
 
-def planned(shown: Screen, asked: PlanRequest) -> Done:
+def planned(shown: Screen, request: PlanRequest) -> Report:
     """The plan of one style; where the user named the hardware, with its figures."""
-    strategies = asked.strategies
-    graph = captured(shown, asked)
+    strategies = request.strategies
+    graph = captured(shown, request)
     with shown.stage("plan"):
-        made = ws.plan(graph, asked.mesh, strategies, hardware=asked.planned_on)
-    text, fitted = "\n".join([str(made), *asked_of(shown, made, graph, asked)]), None
-    if asked.planned_on is not None:
+        plan = ws.plan(graph, request.mesh, strategies, hardware=request.planned_on)
+    text, fitted = "\n".join([str(plan), *asked_of(shown, plan, graph, request)]), None
+    if request.planned_on is not None:
         with shown.stage("simulate"):
-            local = ws.partition(graph, made)
+            local = ws.partition(graph, plan)
 
             def attempt(tensor_bytes: int | None) -> tuple[Costs, int | None]:
-                passes = asked.passes_on(asked.hardware, tensor_bytes)
-                return costs(local, made, asked.hardware, passes, asked.options.software), tensor_bytes
+                passes = request.passes_on(request.hardware, tensor_bytes)
+                return costs(local, plan, request.hardware, passes, request.options.software), tensor_bytes
 
-            found, fitted = within_device(shown, asked.fitted_bytes, attempt, lambda one: one[0].reserved_bytes)
-        text += f"\n\non {asked.on}\n{asked.figures(found, made.mesh, batches_of(made))}"
-    return Done(text, asked.target, graph, made, tensor_bytes=fitted)
+            priced, fitted = within_device(shown, request.fitted_bytes, attempt, lambda pair: pair[0].reserved_bytes)
+        text += f"\n\non {request.on}\n{request.figures(priced, plan.mesh, batches_of(plan))}"
+    return Report(text, request.target, graph, plan, tensor_bytes=fitted)
 
 
 def chosen(
-    shown: Screen, asked: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...] | None, spec: ModelSpec | None
-) -> tuple[Done, ModelSpec | None]:
+    shown: Screen, request: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...] | None, spec: ModelSpec | None
+) -> tuple[Report, ModelSpec | None]:
     """The candidates of `auto` as a table, and the best plan; with several `sizes`, the model with the best batch."""
-    graph, passes = captured(shown, asked), searched_passes(asked)
+    graph, passes, mesh = captured(shown, request), searched_passes(request), request.mesh
     if sizes is not None and len(sizes) != 1 and spec is not None:
-        return _chosen_by_batch(shown, asked, auto, sizes, spec, graph)
-    known = len(auto.candidates(ws.Mesh(asked.mesh))) if auto.pipeline is None else 0
+        return _chosen_by_batch(shown, request, auto, sizes, spec, graph)
+    count = len(auto.candidates(ws.Mesh(request.mesh))) if auto.pipeline is None else 0
 
     def attempt(tensor_bytes: int | None) -> SearchResult:
-        with shown.each(known) as watch:
-            within, software = replace(auto, memory_bytes=tensor_bytes), asked.options.software
-            return within.search(graph, asked.mesh, watch=watch, passes=passes, software=software, cores=usable_cores())
+        with shown.each(count) as watch:
+            within, software = replace(auto, memory_bytes=tensor_bytes), request.options.software
+            return within.search(graph, mesh, watch=watch, passes=passes, software=software, cores=usable_cores())
 
-    found = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
-    return _search_done(shown, found, graph, asked, f"{asked.target.name} on mesh {asked.mesh}"), spec
+    search = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
+    return _search_done(shown, search, graph, request, f"{request.target.name} on mesh {request.mesh}"), spec
 
 
 def _chosen_by_batch(
-    shown: Screen, asked: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...], spec: ModelSpec, first: ws.TrainGraph
-) -> tuple[Done, ModelSpec]:
+    shown: Screen, request: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...], spec: ModelSpec, first: ws.TrainGraph
+) -> tuple[Report, ModelSpec]:
     """The best plan of the fastest size, below a table of all sizes. `first` is the graph of the first size."""
-    targets, graphs = {spec.batch: asked.target}, {spec.batch: first}
+    targets, graphs = {spec.batch: request.target}, {spec.batch: first}
 
     def of_size(size: int) -> ws.TrainGraph:
         if size in graphs:
             return graphs[size]
         targets[size] = build(replace(spec, batch=size))
-        return captured(shown, replace(asked, target=targets[size]), f"capture batch {size}")
+        return captured(shown, replace(request, target=targets[size]), f"capture batch {size}")
 
     def attempt(tensor_bytes: int | None) -> batch_sizes.BatchSearch:
         with shown.each(0) as watch:
             return batch_sizes.search_batches(
-                replace(auto, memory_bytes=tensor_bytes), of_size, asked.mesh, sizes or None, watch=watch,
-                passes=searched_passes(asked), software=asked.options.software,
+                replace(auto, memory_bytes=tensor_bytes), of_size, request.mesh, sizes or None, watch=watch,
+                passes=searched_passes(request), software=request.options.software,
             )  # fmt: skip
 
-    best = within_device(shown, auto.budget_bytes, attempt, lambda one: _reserved_by_best(one.found))
-    head = (
-        f"{asked.target.name} on mesh {asked.mesh}, by batch\n{batch_sizes.show(best)}\n\nwith batches of {best.batch}"
-    )
-    done = _search_done(shown, best.found, best.graph, replace(asked, target=targets[best.batch]), head)
-    return done, replace(spec, batch=best.batch)
+    best = within_device(shown, auto.budget_bytes, attempt, lambda best: _reserved_by_best(best.found))
+    head = f"{request.target.name} on mesh {request.mesh}, by batch\n{batch_sizes.show(best)}"
+    head += f"\n\nwith batches of {best.batch}"
+    report = _search_done(shown, best.found, best.graph, replace(request, target=targets[best.batch]), head)
+    return report, replace(spec, batch=best.batch)
 
 
-def _reserved_by_best(found: SearchResult) -> int | None:
-    return None if found.best.costs is None else found.best.costs.reserved_bytes
+def _reserved_by_best(search: SearchResult) -> int | None:
+    return None if search.best.costs is None else search.best.costs.reserved_bytes
 
 
-def compared(shown: Screen, asked: PlanRequest) -> Done:
+def compared(shown: Screen, request: PlanRequest) -> Report:
     """All templates as a table, and the plan of the fastest."""
-    on, name = ws.Mesh(asked.mesh), asked.target.name
-    among = templates(on, asked.tensor, asked.options.tp_axis, asked.data)
-    graph = captured(shown, asked)
+    on, name = ws.Mesh(request.mesh), request.target.name
+    among = templates(on, request.tensor, request.options.tp_axis, request.data)
+    graph = captured(shown, request)
     with shown.each(len(among)) as watch:
-        passes = asked.passes_on(asked.hardware)
-        rows = compare(graph, on, among, asked.hardware, watch, passes, asked.options.software)
-    best = next((one.strategies for one in among if rows[0].costs is not None and one.name == rows[0].name), None)
-    made = ws.plan(graph, on, list(best), hardware=asked.hardware) if isinstance(best, tuple) else None
-    table = json.dumps(as_json(rows, on, name, asked.hardware), indent=1) + "\n"
-    text = f"{name} on mesh {on}\n{show(rows, batch_tokens=asked.batch_tokens, ranks=on.size)}"
+        passes = request.passes_on(request.hardware)
+        rows = compare(graph, on, among, request.hardware, watch, passes, request.options.software)
+    best = next((template.strategies for template in among if rows[0].costs and template.name == rows[0].name), None)
+    plan = ws.plan(graph, on, list(best), hardware=request.hardware) if isinstance(best, tuple) else None
+    table = json.dumps(as_json(rows, on, name, request.hardware), indent=1) + "\n"
+    text = f"{name} on mesh {on}\n{show(rows, batch_tokens=request.batch_tokens, ranks=on.size)}"
     if rows[0].costs is not None:
-        text += f"\n\n{rows[0].name} on {asked.on}\n{asked.figures(rows[0].costs, on, rows[0].batches)}"
-    return Done(text, asked.target, graph, made, rows, table)
+        text += f"\n\n{rows[0].name} on {request.on}\n{request.figures(rows[0].costs, on, rows[0].batches)}"
+    return Report(text, request.target, graph, plan, rows, table)
 
 
 def tensor_parallel(
@@ -331,52 +330,54 @@ def tensor_parallel(
     return ws.TensorParallel(pairs, axis=axis, **options)
 
 
-def _search_done(shown: Screen, found: SearchResult, graph: ws.TrainGraph, asked: PlanRequest, head: str) -> Done:
+def _search_done(shown: Screen, search: SearchResult, graph: ws.TrainGraph, request: PlanRequest, head: str) -> Report:
     """The report of a search, below `head`."""
-    made, best = search_result.explained(found), found.best
-    parts = [head, search_result.show(found)]
+    plan, best = search_result.explained(search), search.best
+    parts = [head, search_result.show(search)]
     if best.costs is not None:
-        figures = asked.figures(best.costs, best.mesh, best.batches)
-        parts.append(f"\n{best.name} on {best.mesh}, {asked.on}\n{figures}")
-    return Done("\n".join([*parts, f"\n{made}", *asked_of(shown, made, graph, asked)]), asked.target, graph, made)
+        figures = request.figures(best.costs, best.mesh, best.batches)
+        parts.append(f"\n{best.name} on {best.mesh}, {request.on}\n{figures}")
+    parts += [f"\n{plan}", *asked_of(shown, plan, graph, request)]
+    return Report("\n".join(parts), request.target, graph, plan)
 
 
-def searched_passes(asked: PlanRequest) -> tuple[Pass, ...] | None:
+def searched_passes(request: PlanRequest) -> tuple[Pass, ...] | None:
     """The passes of a search: it fits candidates into the memory itself, so `auto` adds none."""
-    return None if asked.options.recomputes("auto") == "auto" else asked.passes_on(asked.hardware)
+    return None if request.options.recomputes("auto") == "auto" else request.passes_on(request.hardware)
 
 
-def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, asked: PlanRequest) -> list[str]:
+def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, request: PlanRequest) -> list[str]:
     """The texts of `--explain` and `--program`."""
-    parts = [f"\n{plan.explain(name)}" for name in asked.explain]
-    if asked.program:
+    parts = [f"\n{plan.explain(name)}" for name in request.explain]
+    if request.program:
         with shown.stage("partition"):
             local = ws.partition(graph, plan)
-            if asked.stop_after:
-                local = ws.run_passes(local, _until(asked.stop_after, asked.passes_on(asked.hardware)))
+            if request.stop_after:
+                local = ws.run_passes(local, _until(request.stop_after, request.passes_on(request.hardware)))
             parts.append(f"\n{local}")
     return parts
 
 
 def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
     """`passes` up to the last one with that name."""
-    names = [type(one).__name__ for one in passes]
+    names = [type(pass_).__name__ for pass_ in passes]
     if name not in names:
         refuse(f"--stop-after {name}: needed one of {', '.join(dict.fromkeys(names))}")
     return passes[: len(names) - names[::-1].index(name)]
 
 
 def what_ifs(
-    shown: Screen, cases: Sequence[str], asked: PlanRequest, done: Done, spec: ModelSpec | None
+    shown: Screen, cases: Sequence[str], request: PlanRequest, report: Report, spec: ModelSpec | None
 ) -> list[WhatIf]:
     """Costs of the plan and of each case; by default twice and half the ranks."""
-    made = [_case(shown, text, replace(asked, target=done.target), spec) for text in cases]
+    named = [_case(shown, text, replace(request, target=report.target), spec) for text in cases]
     with shown.stage("what if"):
-        others = made or what_if.other_sizes(done.made.mesh)
-        return what_if.what_if(done.made, done.planned, asked.hardware, others, asked.passes_on, asked.options.software)
+        plan, software = report.made, request.options.software
+        variants = named or what_if.other_sizes(plan.mesh)
+        return what_if.what_if(plan, report.planned, request.hardware, variants, request.passes_on, software)
 
 
-def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
+def _case(shown: Screen, text: str, request: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
     kind, _, value = text.partition("=")
     if kind == "mesh":
         return WhatIfCase(text, mesh=ws.Mesh(value))
@@ -384,43 +385,43 @@ def _case(shown: Screen, text: str, asked: PlanRequest, spec: ModelSpec | None) 
         return WhatIfCase(text, hardware=hardware_of(value))
     assert spec is not None, "checked before"
     other = build(replace(spec, batch=int(value)) if kind == "batch" else replace(spec, seq=int(value)))
-    graph = captured(shown, replace(asked, target=other), f"capture {text}")
-    return WhatIfCase(text, graph=graph, batch_parts=tokens_of(other) / tokens_of(asked.target))
+    graph = captured(shown, replace(request, target=other), f"capture {text}")
+    return WhatIfCase(text, graph=graph, batch_parts=tokens_of(other) / tokens_of(request.target))
 
 
 def draw(
-    shown: Screen, done: Done, asked: PlanRequest, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
+    shown: Screen, report: Report, request: PlanRequest, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
 ) -> None:
     """Write the page and the trace, after a comparison of the fastest template."""
-    hardware, software = asked.hardware, asked.options.software
+    hardware, software = request.hardware, request.options.software
     with shown.stage("simulate"):
-        local = program(done.made, done.planned, hardware, asked.passes_on(hardware, done.tensor_bytes))
-    chosen = done.rows[0].name if done.rows else ""
+        local = program(report.made, report.planned, hardware, request.passes_on(hardware, report.tensor_bytes))
+    chosen = report.rows[0].name if report.rows else ""
     page = partial(
-        ws.report, model=done.target.name, alternatives=done.rows, chosen=chosen, what_if=cases,
+        ws.report, model=report.target.name, alternatives=report.rows, chosen=chosen, what_if=cases,
         compiled=software.compiled, stack=software.stack, profile=software.profile,
     )  # fmt: skip
-    write_output(shown, html, lambda path: page(path, done.made, local, hardware))
-    write_output(shown, trace, lambda path: step_of(done.made, local, hardware, software)[0].save(path))
+    write_output(shown, html, lambda path: page(path, report.made, local, hardware))
+    write_output(shown, trace, lambda path: step_of(report.made, local, hardware, software)[0].save(path))
 
 
-def simulated(shown: Screen, asked: PlanRequest) -> tuple[ws.Timeline, Figures]:
+def simulated(shown: Screen, request: PlanRequest) -> tuple[ws.Timeline, Figures]:
     """The timeline of one style, and its figures."""
-    strategies, hardware, software = asked.strategies, asked.hardware, asked.options.software
-    graph = captured(shown, asked)
+    strategies, hardware, software = request.strategies, request.hardware, request.options.software
+    graph = captured(shown, request)
     with shown.stage("plan"):
-        planned = ws.plan(graph, asked.mesh, strategies, hardware=hardware)
+        planned = ws.plan(graph, request.mesh, strategies, hardware=hardware)
 
     def attempt(tensor_bytes: int | None) -> tuple[ws.LocalGraph, int | None]:
-        made = program(planned, graph, hardware, asked.passes_on(hardware, tensor_bytes))
-        return made, reserved_bytes(made, hardware, software.stack)
+        fitted = program(planned, graph, hardware, request.passes_on(hardware, tensor_bytes))
+        return fitted, reserved_bytes(fitted, hardware, software.stack)
 
     with shown.stage("schedule"):
-        local, taken = within_device(shown, asked.fitted_bytes, attempt, itemgetter(1))
+        local, reserved = within_device(shown, request.fitted_bytes, attempt, itemgetter(1))
     with shown.stage("simulate"):
-        made = software.timeline(local, hardware)
-    found = replace(costs_from(local, planned, made.simulated, made.peak), reserved_bytes=taken)
-    return made, asked.figures(found, planned.mesh, batches_of(planned))
+        timeline = software.timeline(local, hardware)
+    step_costs = replace(costs_from(local, planned, timeline.simulated, timeline.peak), reserved_bytes=reserved)
+    return timeline, request.figures(step_costs, planned.mesh, batches_of(planned))
 
 
 def batches_of(plan: ws.Plan) -> int:

@@ -217,22 +217,22 @@ class SharedOptions:
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, whose parameter `step` is made of the options that are the fields of `SharedOptions`."""
-    hints, own = (
+    hints, parameters = (
         get_type_hints(SharedOptions, include_extras=True),
         inspect.signature(command, eval_str=True).parameters,
     )
     shared = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
-        for one in fields(SharedOptions)
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(SharedOptions)
     ]
-    rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own.values() if one.name != "step"]
+    rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values() if p.name != "step"]
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        step = {one.name: given.pop(one.name) for one in shared}
-        command(step=SharedOptions(**step), **given)
+    def run(**options: Any) -> None:
+        step = {parameter.name: options.pop(parameter.name) for parameter in shared}
+        command(step=SharedOptions(**step), **options)
 
-    made: Any = run
-    made.__signature__ = inspect.Signature([*rest, *shared])
-    made.__annotations__ = {one.name: one.annotation for one in (*rest, *shared)}
+    described: Any = run
+    described.__signature__ = inspect.Signature([*rest, *shared])
+    described.__annotations__ = {parameter.name: parameter.annotation for parameter in (*rest, *shared)}
     return run

@@ -50,40 +50,40 @@ def simulate(
             refuse("several sizes with an axis pp: a pipeline is simulated for one")
         described = hardware_of(hardware)
         spec = step.spec(None if step.batch is None else max(sizes))
-        found = load(shown, target, spec)
-        asked = planning.request(found, mesh, described, described, step)
+        loaded = load(shown, target, spec)
+        request = planning.plan_request(loaded, mesh, described, described, step)
         staged, rows = None, list[size_sweep.SizeRow]()
-        made: list[tuple[ws.Timeline, Figures]] = []
+        steps: list[tuple[ws.Timeline, Figures]] = []
         if has_stages:
-            staged, figures = staged_setups.StagedSetups(shown, asked, spec).simulated()
-            made = [(staged.timeline, figures)]
+            staged, figures = staged_setups.StagedSetups(shown, request, spec).simulated()
+            steps = [(staged.timeline, figures)]
         elif several:
-            rows = size_sweep.simulated(shown, asked, sizes, step.lengths, planning.simulated)
+            rows = size_sweep.simulated(shown, request, sizes, step.lengths, planning.simulated)
         else:
-            made = [planning.simulated(shown, asked)]
-    typer.echo(f"{found.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {asked.on}")
-    of_step = size_sweep.show(rows) if staged is None else staged_setups.summary(staged, asked)
-    typer.echo(f"{of_step if staged or rows else made[0][0]}")
-    if made:
-        typer.echo(str(made[0][1]))
+            steps = [planning.simulated(shown, request)]
+    typer.echo(f"{loaded.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {request.on}")
+    of_step = size_sweep.show(rows) if staged is None else staged_setups.summary(staged, request)
+    typer.echo(f"{of_step if staged or rows else steps[0][0]}")
+    if steps:
+        typer.echo(str(steps[0][1]))
     shared = {
-        "model": found.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
+        "model": loaded.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
     }  # fmt: skip
-    body: dict[str, Any] = shared | (_body(*made[0]) if made else {})
+    body: dict[str, Any] = shared | (_body(*steps[0]) if steps else {})
     if staged is not None:
         body["pipeline"] = staged_setups.as_json(staged)
     if rows:
-        body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.made, row.figures)} for row in rows]
+        body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.timeline, row.figures)} for row in rows]
     with working() as shown:
-        write_output(shown, trace, lambda path: made[0][0].save(path))
+        write_output(shown, trace, lambda path: steps[0][0].save(path))
         write_output(shown, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
 
 
-def _body(made: ws.Timeline, figures: Figures) -> dict[str, Any]:
+def _body(timeline: ws.Timeline, figures: Figures) -> dict[str, Any]:
     """The numbers of one step."""
-    took, busy = made.simulated, {name: made.busy_us(name) for name in made.streams}
+    took, busy = timeline.simulated, {name: timeline.busy_us(name) for name in timeline.streams}
     return {
         "step_us": took.step_us, "exposed_us": took.exposed_us, "host_us": took.host_us, "mfu": took.mfu,
-        "peak_bytes": made.peak.size_bytes, "rest_bytes": made.peak.rest_bytes, "busy_us": busy,
+        "peak_bytes": timeline.peak.size_bytes, "rest_bytes": timeline.peak.rest_bytes, "busy_us": busy,
         "figures": figures.as_json(),
     }  # fmt: skip

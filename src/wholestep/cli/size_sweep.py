@@ -21,20 +21,20 @@ class SizeRow:
 
     batch: int
     seq: int
-    made: ws.Timeline
+    timeline: ws.Timeline
     figures: Figures
 
 
 def simulated(
-    shown: Screen, asked: PlanRequest, batches: Sequence[int], lengths: Sequence[int] | None,
+    shown: Screen, request: PlanRequest, batches: Sequence[int], lengths: Sequence[int] | None,
     simulate: Callable[[Screen, PlanRequest], tuple[ws.Timeline, Figures]],
 ) -> list[SizeRow]:  # fmt: skip
     """The step at each size."""
-    (longest,) = {tokens.shape[1] for tokens in asked.target.args[2]["tokens"]}
+    (longest,) = {tokens.shape[1] for tokens in request.target.args[2]["tokens"]}
     rows = list[SizeRow]()
     for batch, seq in product(batches, lengths or (longest,)):
         shown.note(f"batch {batch}, seq {seq}")
-        at = replace(asked, target=with_sizes(asked.target, batch, seq))
+        at = replace(request, target=with_sizes(request.target, batch, seq))
         rows.append(SizeRow(batch, seq, *simulate(shown, at)))
     return rows
 

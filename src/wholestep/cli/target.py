@@ -67,7 +67,7 @@ class Target:
         """The modules among the arguments."""
         from torch import nn
 
-        return [given for given in (*self.args, *self.kwargs.values()) if isinstance(given, nn.Module)]
+        return [argument for argument in (*self.args, *self.kwargs.values()) if isinstance(argument, nn.Module)]
 
 
 def refuse(text: str) -> NoReturn:
@@ -144,13 +144,13 @@ def check_mesh(mesh: str) -> Mesh:
     return Mesh(mesh)
 
 
-def hardware_of(given: str | None) -> Hardware:
+def hardware_of(name: str | None) -> Hardware:
     """The hardware of a preset or file; the default for None."""
     from wholestep.hardware.hardware import Hardware
 
-    if given is None:
+    if name is None:
         return Hardware.default()
-    return Hardware.load(given) if is_file(Path(given)) else Hardware.preset(given)
+    return Hardware.load(name) if is_file(Path(name)) else Hardware.preset(name)
 
 
 def is_file(path: Path) -> bool:
@@ -163,14 +163,14 @@ def is_file(path: Path) -> bool:
 
 def from_function(target: str) -> Target:
     """The step that `file.py:function` or `module:function` returns."""
-    made = _function(target)()
-    parts = list(cast(tuple[Any, ...], made)) if isinstance(made, tuple) else list[Any]()
+    returned = _function(target)()
+    parts = list(cast(tuple[Any, ...], returned)) if isinstance(returned, tuple) else list[Any]()
     if len(parts) == 4:
         return Target(target, parts[0], tuple(parts[1:]))
     if len(parts) not in (2, 3) or not isinstance(parts[1], (tuple, list)):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        found = f"({kinds})" if isinstance(made, tuple) else type(cast(object, made)).__name__
-        refuse(f"{target} returned {found}: needed {RETURNS}")
+        described = f"({kinds})" if isinstance(returned, tuple) else type(cast(object, returned)).__name__
+        refuse(f"{target} returned {described}: needed {RETURNS}")
     return Target(target, parts[0], tuple(cast(Sequence[Any], parts[1])), parts[2] if len(parts) == 3 else {})
 
 
@@ -184,10 +184,10 @@ def _function(target: str) -> Callable[[], Any]:
         module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ImportError as error:
         refuse(f"{where!r} cannot be imported: {error}")
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         refuse(f"{where!r} has no function {name!r}")
-    return cast(Callable[[], Any], found)
+    return cast(Callable[[], Any], function)
 
 
 def _from_file(file: Path) -> Any:
