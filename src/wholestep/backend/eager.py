@@ -333,7 +333,7 @@ class RunStage:
         part, given = self._part, iter(operands)
         state = self._begin() if part.begins else next(given)
         fixed, shapes = dict(zip(part.operands, given, strict=False)), self._shapes()
-        for (name, piece), value in zip(part.given, operands[len(operands) - len(part.given) :], strict=True):
+        for (name, piece), value in zip(part.entering, operands[len(operands) - len(part.entering) :], strict=True):
             state.put(name, piece, value)
         for action in part.actions:
             name, piece = action.name, action.piece
@@ -349,7 +349,7 @@ class RunStage:
             else:
                 for key in [(name, piece)] if action.kind == "sent" else list(state.going):
                     state.going.pop(key)[0].wait()
-        out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.taken)]
+        out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.leaving)]
         return out if part.ends else [*out, state]
 
     def _begin(self) -> StageState:

@@ -31,15 +31,15 @@ def check_orders(
     """
     sent, posted = _started(orders, messages, "send"), _started(orders, messages, "post")
     for channel in {**sent, **posted}:
-        one, other = sent.get(channel, []), posted.get(channel, [])
-        for a, b in zip(one, other, strict=False):
+        sends, posts = sent.get(channel, []), posted.get(channel, [])
+        for a, b in zip(sends, posts, strict=False):
             if a != b:
-                found = f"stage {channel[0]} sends {_shown(a)} where stage {channel[1]} receives {_shown(b)}"
-                raise GraphError(found, "one order of messages at both ends")
-        if len(one) != len(other):
-            missing, end = (one[len(other)], channel[1]) if len(one) > len(other) else (other[len(one)], channel[0])
+                problem = f"stage {channel[0]} sends {_shown(a)} where stage {channel[1]} receives {_shown(b)}"
+                raise GraphError(problem, "one order of messages at both ends")
+        if len(sends) != len(posts):
+            lone, end = (sends[len(posts)], channel[1]) if len(sends) > len(posts) else (posts[len(sends)], channel[0])
             verb = "receives" if end == channel[1] else "sends"
-            raise GraphError(f"stage {end} never {verb} {_shown(missing)}", "both ends of each message")
+            raise GraphError(f"stage {end} never {verb} {_shown(lone)}", "both ends of each message")
     _check_waits(orders, messages)
     _run(orders, messages, alone)
     for stage, actions in enumerate(orders):
@@ -50,7 +50,7 @@ def _started(
     orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], kind: str
 ) -> dict[tuple[int, int], list[_Key]]:
     """By channel, the messages that one end starts, in order."""
-    found: dict[tuple[int, int], list[_Key]] = {}
+    started: dict[tuple[int, int], list[_Key]] = {}
     seen = set[_Key]()
     for stage, actions in enumerate(orders):
         for action in actions:
@@ -62,8 +62,8 @@ def _started(
             if message is None or at != stage or key in seen:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each message once")
             seen.add(key)
-            found.setdefault((message.source, message.target), []).append(key)
-    return found
+            started.setdefault((message.source, message.target), []).append(key)
+    return started
 
 
 def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
@@ -85,8 +85,8 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
                 going.add(key)
             elif action.kind == "sent":
                 if key not in going:
-                    found = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
-                    raise GraphError(found, "send before sent")
+                    problem = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
+                    raise GraphError(problem, "send before sent")
                 going.remove(key)
             elif action.kind == "complete":
                 sending = False
@@ -105,7 +105,7 @@ def _check_runs(
 ) -> None:
     """Each block runs once for each piece, and values are read and sent once they are there."""
     values = {*messages, *(name for block in blocks.values() for name in block.gives)}
-    have, left = set[_Key](), {(name, piece) for name in blocks for piece in range(pieces)}
+    have, pending = set[_Key](), {(name, piece) for name in blocks for piece in range(pieces)}
     for action in actions:
         key = (action.name, action.piece)
         if action.kind == "wait":
@@ -115,24 +115,24 @@ def _check_runs(
                 f"stage {stage} has to {action} before its value is there", "each value before its readers"
             )
         elif action.kind == "run":
-            if key not in left:
+            if key not in pending:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each run once")
-            left.remove(key)
-            missing = [one for one in blocks[action.name].takes if one in values and (one, action.piece) not in have]
-            if missing:
-                found = f"stage {stage} has to {action} before {missing[0]} is there"
-                raise GraphError(found, "each value before its readers")
+            pending.remove(key)
+            absent = [name for name in blocks[action.name].takes if name in values and (name, action.piece) not in have]
+            if absent:
+                problem = f"stage {stage} has to {action} before {absent[0]} is there"
+                raise GraphError(problem, "each value before its readers")
             have.update((name, action.piece) for name in blocks[action.name].gives)
-    if left:
-        raise GraphError(f"stage {stage} never runs {_shown(min(left))}", "each block for each piece")
+    if pending:
+        raise GraphError(f"stage {stage} never runs {_shown(min(pending))}", "each block for each piece")
 
 
 def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], alone: bool) -> None:
     """Run all stages as far as they get."""
     at = [0] * len(orders)
     heads: dict[tuple[int, int], tuple[list[_Key], list[_Key]]] = {}
-    done, started = set[_Key](), [set[_Key]() for _ in orders]
-    left = [sum(a.kind == "send" for a in actions) for actions in orders]
+    ended, started = set[_Key](), [set[_Key]() for _ in orders]
+    due = [sum(a.kind == "send" for a in actions) for actions in orders]
     moved = True
     while moved:
         moved = False
@@ -140,10 +140,10 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
             while at[stage] < len(actions):
                 action = actions[at[stage]]
                 key = (action.name, action.piece)
-                if (action.kind in ("wait", "sent") and key not in done) or (action.kind == "complete" and left[stage]):
+                if (action.kind in ("wait", "sent") and key not in ended) or (action.kind == "complete" and due[stage]):
                     break
                 if alone and action.kind == "run":
-                    if not started[stage] <= done:
+                    if not started[stage] <= ended:
                         break
                     started[stage].clear()
                 if action.kind in ("send", "post"):
@@ -157,8 +157,8 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
                 moved = True
         for (source, _), (begun, expected) in heads.items():
             carried = min(len(begun), len(expected))
-            done.update(begun[:carried])
-            left[source] -= carried
+            ended.update(begun[:carried])
+            due[source] -= carried
             moved = moved or carried > 0
             del begun[:carried], expected[:carried]
     stuck = [stage for stage, actions in enumerate(orders) if at[stage] < len(actions)]

@@ -33,10 +33,10 @@ def can_expand(node: Node) -> bool:
 
 def expandable(nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes that have a decomposition, and the products whose dims a view among `nodes` merges."""
-    found: dict[Node, None] = {}
+    candidates: dict[Node, None] = {}
     for node in nodes:
-        found |= {node: None} if can_expand(node) else dict.fromkeys(unmerge_matmul.products_of(node))
-    return list(found)
+        candidates |= {node: None} if can_expand(node) else dict.fromkeys(unmerge_matmul.products_of(node))
+    return list(candidates)
 
 
 def expand(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
@@ -54,10 +54,10 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
         if node.op == "output":
             new.output(map_arg(node.args[0], at.__getitem__))
         elif node.name in names and unmerge_matmul.factors(node) is not None:
-            whole, at[node] = unmerge_matmul.write(node, new, at)
-            merged[node] = whole
-        elif (given := next(iter(node.all_input_nodes), node)) in merged and unmerge_matmul.undoes(node, merged[given]):
-            at[node] = merged[given]
+            product, at[node] = unmerge_matmul.write(node, new, at)
+            merged[node] = product
+        elif (first := next(iter(node.all_input_nodes), node)) in merged and unmerge_matmul.undoes(node, merged[first]):
+            at[node] = merged[first]
         elif node.name in names and (body := _decomposition(node)) is not None:
             at[node] = _inline(node, body, new, at)
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
@@ -66,16 +66,16 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
             at[node] = copy_node(node, new, at.__getitem__)
     if merged:
         drop_dead(new)
-    known = {n.name for n in new.nodes}
-    losses = tuple(name if name in known else _last(new, name) for name in graph.losses)
-    made = replace(graph, graph=new, losses=tuple(filter(None, losses)))
-    check_train_graph(made)
-    return made
+    present = {n.name for n in new.nodes}
+    losses = tuple(name if name in present else _last(new, name) for name in graph.losses)
+    expanded = replace(graph, graph=new, losses=tuple(filter(None, losses)))
+    check_train_graph(expanded)
+    return expanded
 
 
 def _last(graph: Graph, name: str) -> str:
-    found = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
-    return found[-1] if found else ""
+    parts = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
+    return parts[-1] if parts else ""
 
 
 def _decomposition(node: Node) -> Graph | None:
@@ -84,17 +84,17 @@ def _decomposition(node: Node) -> Graph | None:
     if make is None:
         return None
     metas = list(map(meta.one_tensor, operands(node)))
-    if not all(found.numel for found in metas):
+    if not all(tensor.numel for tensor in metas):
         return None  # amax fails for empty tensors
-    symbols = symbols_in((node.args, node.kwargs, [(found.shape, found.stride) for found in metas]))
+    symbols = symbols_in((node.args, node.kwargs, [(tensor.shape, tensor.stride) for tensor in metas]))
     with (mode := _torch.fake_mode() if symbols is None else symbols.mode):
         shapes = [(_symbolic(m.shape, symbols), _symbolic(m.stride, symbols), m) for m in metas]
         fakes = [torch.empty_strided(n, step, dtype=m.dtype, device=m.device) for n, step, m in shapes]
 
     def run(*tensors: Tensor) -> Any:
         rest = iter(tensors)
-        asked = _symbolic((node.args, dict(node.kwargs)), symbols)
-        args, kwargs = map_arg(asked, lambda _: cast(Any, next(rest)))
+        arguments = _symbolic((node.args, dict(node.kwargs)), symbols)
+        args, kwargs = map_arg(arguments, lambda _: cast(Any, next(rest)))
         out: Any = make(*args, **kwargs)
         return cast(tuple[Any, ...], out) if isinstance(out, tuple) else (out,)
 
@@ -121,9 +121,9 @@ def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
         if part.op == "placeholder":
             inner[part] = at[next(feed)]
         elif part.op == "output":
-            made = [inner[p] if isinstance(p, Node) else p for p in cast(Sequence[Any], part.args[0])]
-            several = len(made) > 1 or isinstance(meta.value(node), (tuple, list))
-            return tuple(made) if several else made[0]
+            outputs = [inner[p] if isinstance(p, Node) else p for p in cast(Sequence[Any], part.args[0])]
+            several = len(outputs) > 1 or isinstance(meta.value(node), (tuple, list))
+            return tuple(outputs) if several else outputs[0]
         else:
             args, kwargs = map_arg((part.args, part.kwargs), inner.__getitem__)
             copied = new.create_node("call_function", part.target, args, kwargs, name=f"{node.name}__{part.name}")

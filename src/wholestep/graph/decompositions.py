@@ -212,17 +212,17 @@ def mean_loss(op: Any, *args: Any, **kwargs: Any) -> Tensor:
     positional = [a for a in _torch.schema_of(op).arguments if not a.kwarg_only]
     names = [a.name for a in positional]
     before, backward = names.index("reduction"), names[0] == "grad_output"
-    given = list(args)
+    arguments = list(args)
     for argument in positional[len(args) : before + 1]:
-        given.append(kwargs.pop(argument.name, argument.default_value))
-    if given[before] != MEAN:
+        arguments.append(kwargs.pop(argument.name, argument.default_value))
+    if arguments[before] != MEAN:
         raise NotImplementedError
-    given[before] = SUM
-    x, target = given[backward : backward + 2]
+    arguments[before] = SUM
+    x, target = arguments[backward : backward + 2]
     size = prod(cast(Sequence[int], torch.broadcast_shapes(x.shape, target.shape)))
     if backward:
-        return op(given[0] / size, *given[1:], **kwargs)
-    return op(*given, **kwargs) / size
+        return op(arguments[0] / size, *arguments[1:], **kwargs)
+    return op(*arguments, **kwargs) / size
 
 
 _MEAN_LOSSES = (

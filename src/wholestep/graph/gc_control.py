@@ -65,10 +65,10 @@ def source_lines_dropped() -> Generator[None]:
     """Forget, at the end of this context or decorated function, the source files that were read in it: torch looks up
     the stacks of its fake modes, whose files have tens of thousands of lines. They are read again where needed.
     """
-    known = set(linecache.cache)
+    cached = set(linecache.cache)
     try:
         yield
     finally:
-        for name, (_, *read) in list(linecache.cache.items()):
-            if name not in known and read and read[0] is not None:  # the time of a file
+        for name, (_, *details) in list(linecache.cache.items()):
+            if name not in cached and details and details[0] is not None:  # the time of a file
                 linecache.cache.pop(name, None)

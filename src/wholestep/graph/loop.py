@@ -32,7 +32,7 @@ class Loop:
         ends = operands(next(iter(reversed(self.body.nodes))))
         totals: list[Any] = [None] * len(ends)
         for piece in range(self.pieces):
-            given = iter([*inputs, *totals])
+            arguments = iter([*inputs, *totals])
             values: dict[Node, Any] = {}
 
             def read(value: Any, piece: int = piece, values: dict[Node, Any] = values) -> Any:
@@ -48,7 +48,7 @@ class Loop:
                     kwargs = {key: read(value) for key, value in node.kwargs.items()}
                     values[node] = function_of(node)(*map(read, node.args), **kwargs)
                 elif node.op == "placeholder":
-                    values[node] = next(given)
+                    values[node] = next(arguments)
             totals = list(map(read, ends))
         return totals
 
@@ -96,20 +96,20 @@ def bodies_of(node: Node) -> tuple[int, list[Graph]]:
 
 def named_bodies(graph: Graph) -> dict[str, Graph]:
     """The bodies that a graph runs for pieces, by name: of a loop, and each block of a stage once."""
-    found = dict[str, Graph]()
+    bodies = dict[str, Graph]()
     for node in graph.nodes:
         if loop := loop_of(node):
-            found[node.name] = loop.body
+            bodies[node.name] = loop.body
         elif part := part_of(node):
-            known = set(found.values())
-            found |= {f"{node.name}/{block.name}": block.body for block in part.blocks if block.body not in known}
-    return found
+            listed = set(bodies.values())
+            bodies |= {f"{node.name}/{block.name}": block.body for block in part.blocks if block.body not in listed}
+    return bodies
 
 
-def put_bodies(graph: Graph, made: Mapping[Graph, Graph]) -> None:
-    """Replace the bodies that a graph runs by what was `made` of them."""
+def put_bodies(graph: Graph, replacements: Mapping[Graph, Graph]) -> None:
+    """Replace the bodies that a graph runs by their `replacements`."""
     for node in graph.nodes:
         if loop := loop_of(node):
-            node.target = loop.with_body(made[loop.body])
+            node.target = loop.with_body(replacements[loop.body])
         elif part := part_of(node):
-            node.target = part.with_bodies([made[block.body] for block in part.blocks])
+            node.target = part.with_bodies([replacements[block.body] for block in part.blocks])

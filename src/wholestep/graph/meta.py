@@ -69,30 +69,30 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)[::-1] if shape else ()
 
 
-def with_sizes(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
-    """Return `found` with the same sizes, as numbers that know more."""
-    return replace(found, shape=shape)
+def with_sizes(tensor_meta: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
+    """Return `tensor_meta` with the same sizes, as numbers that know more."""
+    return replace(tensor_meta, shape=shape)
 
 
-def contiguous(shape: Sequence[int], like: TensorMeta) -> TensorMeta:
-    """Return a row-major TensorMeta of `shape` with the dtype and device of `like`."""
-    return TensorMeta(tuple(shape), row_major(shape), like.dtype, like.device)
+def contiguous(shape: Sequence[int], template: TensorMeta) -> TensorMeta:
+    """Return a row-major TensorMeta of `shape` with the dtype and device of `template`."""
+    return TensorMeta(tuple(shape), row_major(shape), template.dtype, template.device)
 
 
-def with_shape(found: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
+def with_shape(tensor_meta: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
     """Return a dense TensorMeta of another shape with the same order of dims in memory."""
-    if shape == found.shape:
-        return found
+    if shape == tensor_meta.shape:
+        return tensor_meta
     strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (found.stride[d], -d)):
+    for dim in sorted(range(len(shape)), key=lambda d: (tensor_meta.stride[d], -d)):
         strides[dim], step = step, step * max(shape[dim], 1)
-    return TensorMeta(shape, tuple(strides), found.dtype, found.device)
+    return TensorMeta(shape, tuple(strides), tensor_meta.dtype, tensor_meta.device)
 
 
-def same_strides(one: TensorMeta, other: TensorMeta) -> bool:
+def same_strides(first: TensorMeta, second: TensorMeta) -> bool:
     """Return whether two tensors have the same shape and strides (ignoring dims of size 1)."""
-    pairs = zip(one.shape, one.stride, other.stride, strict=True)
-    return one.shape == other.shape and all(a == b or size == 1 for size, a, b in pairs)
+    pairs = zip(first.shape, first.stride, second.stride, strict=True)
+    return first.shape == second.shape and all(a == b or size == 1 for size, a, b in pairs)
 
 
 def value(node: Node) -> Any:
@@ -112,9 +112,9 @@ def known_rule(node: Node) -> Any:
     return node.meta.get("rule")
 
 
-def set_known_rule(node: Node, known: Any) -> None:
+def set_known_rule(node: Node, rule: Any) -> None:
     """Cache the sharding rule of `node`: a search plans one graph many times."""
-    node.meta["rule"] = known
+    node.meta["rule"] = rule
 
 
 def recompute_value(node: Node) -> None:
@@ -134,8 +134,8 @@ def tensors(node: Node) -> tuple[TensorMeta | None, ...]:
     """Return a TensorMeta for each flat output of `node`; None for an output that is no tensor."""
     stored = node.meta.get("wholestep_tensors")
     if stored is None:
-        made = value(node)
-        flat = [x for item in _opened(made) for x in _opened(item)]
+        recorded = value(node)
+        flat = [x for item in _opened(recorded) for x in _opened(item)]
         stored = tuple(meta_of(item) if isinstance(item, torch.Tensor) else None for item in flat)
         node.meta["wholestep_tensors"] = stored
     return stored
@@ -155,20 +155,20 @@ def tensor(node: Node) -> TensorMeta | None:
     """Return the TensorMeta of a node with one tensor output, else None."""
     if isinstance(node.meta.get("val"), (tuple, list)):
         return None
-    found = node.meta.get("wholestep_tensors") or tensors(node)
-    return found[0] if len(found) == 1 else None
+    metas = node.meta.get("wholestep_tensors") or tensors(node)
+    return metas[0] if len(metas) == 1 else None
 
 
 def one_tensor(node: Node) -> TensorMeta:
     """Return the TensorMeta of a node with one tensor output."""
-    found = tensor(node)
-    assert found is not None, f"%{node.name} is one tensor"
-    return found
+    tensor_meta = tensor(node)
+    assert tensor_meta is not None, f"%{node.name} is one tensor"
+    return tensor_meta
 
 
 def size_bytes(node: Node) -> int:
     """Return the bytes of all outputs of `node`."""
-    return sum(made.size_bytes for made in tensors(node) if made is not None)
+    return sum(tensor_meta.size_bytes for tensor_meta in tensors(node) if tensor_meta is not None)
 
 
 def traced_stride(node: Node) -> tuple[int, ...] | None:
@@ -176,30 +176,30 @@ def traced_stride(node: Node) -> tuple[int, ...] | None:
     traced, local = value(node), tensor(node)
     if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
-    whole = meta_of(traced)
-    stride = whole.stride
-    if whole.shape == local.shape:
+    full = meta_of(traced)
+    stride = full.stride
+    if full.shape == local.shape:
         return stride
-    rows = whole.shape[1:] == local.shape[1:] and rows_are_separate(whole)
+    rows = full.shape[1:] == local.shape[1:] and rows_are_separate(full)
     strided = is_strided(node) or not same_strides(local, replace(local, stride=stride))
     return stride if rows and not strided else None
 
 
-def rows_are_separate(found: TensorMeta) -> bool:
+def rows_are_separate(tensor_meta: TensorMeta) -> bool:
     """Return whether rows are consecutive, separate ranges of memory."""
-    return bool(found.stride) and found.stride[0] == max(found.stride) and min(found.stride) > 0
+    return bool(tensor_meta.stride) and tensor_meta.stride[0] == max(tensor_meta.stride) and min(tensor_meta.stride) > 0
 
 
-def with_stride(made: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return `made` if it has these strides (ignoring dims of size 1), else a copy with them."""
-    found = made.stride()
-    if found == stride or all(a == b or size == 1 for a, b, size in zip(found, stride, made.shape, strict=True)):
-        return made
-    if not overlaps(made.shape, stride):
-        return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
-    extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, stride, strict=True))
-    places = torch.arange(extent, device=made.device).as_strided(made.shape, stride)
-    return made.new_empty(extent).index_put_((places,), made).as_strided(made.shape, stride)
+def with_stride(source: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return `source` if it has these strides (ignoring dims of size 1), else a copy with them."""
+    strides = source.stride()
+    if strides == stride or all(a == b or size == 1 for a, b, size in zip(strides, stride, source.shape, strict=True)):
+        return source
+    if not overlaps(source.shape, stride):
+        return torch.empty_strided(source.shape, stride, dtype=source.dtype, device=source.device).copy_(source)
+    extent = 1 + sum((n - 1) * step for n, step in zip(source.shape, stride, strict=True))
+    places = torch.arange(extent, device=source.device).as_strided(source.shape, stride)
+    return source.new_empty(extent).index_put_((places,), source).as_strided(source.shape, stride)
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -254,8 +254,8 @@ def line_behind(graph: Graph, text: str) -> str:
 
 def lines_in_order(graph: Graph) -> list[str]:
     """Return the user's line of each op that makes a tensor, in order: no sizes, in which ranks may differ."""
-    made = (node for node in graph.nodes if node.op == "call_function" and tensor(node) is not None)
-    return list(filter(None, map(source_line, made)))
+    calls = (node for node in graph.nodes if node.op == "call_function" and tensor(node) is not None)
+    return list(filter(None, map(source_line, calls)))
 
 
 def show_line(file: str, number: int) -> str:
@@ -270,9 +270,9 @@ def last_user_frame(stack: str) -> str:
     return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
 
 
-def set_tensors(node: Node, made: Iterable[TensorMeta | None]) -> None:
+def set_tensors(node: Node, metas: Iterable[TensorMeta | None]) -> None:
     """Record the TensorMeta of each flat output of `node`."""
-    node.meta["wholestep_tensors"] = tuple(made)
+    node.meta["wholestep_tensors"] = tuple(metas)
 
 
 def item_starts(node: Node) -> Sequence[int]:

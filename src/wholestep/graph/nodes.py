@@ -26,8 +26,8 @@ def is_mutating(node: Node) -> bool:
 def written(node: Node) -> list[Node]:
     """Return what an op writes into."""
     arguments = _torch.schema_of(node.target).arguments
-    given: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
-    values = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    bound: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    values = [bound.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     lists = [cast("list[Any]", value) if isinstance(value, list) else [value] for value in values]
     return [value for items in lists for value in items if isinstance(value, Node)]
 
@@ -49,26 +49,26 @@ def is_wait(node: Node) -> bool:
 
 def operands(node: Node) -> list[Node]:
     """Return every node that `node` reads, in argument order, with repeats and the entries of lists."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     args, kwargs = node.args, node.kwargs
-    for given in (*args, *kwargs.values()) if kwargs else args:
-        if type(given) is Node:
-            found.append(given)
-        elif isinstance(given, (list, tuple)):  # faster than `map_arg`, which copies the list
-            for one in cast("Sequence[Any]", given):
-                if type(one) is Node:
-                    found.append(one)
-                elif isinstance(one, (list, tuple, dict, slice)):
-                    map_arg(cast(Any, one), found.append)
-        elif isinstance(given, (dict, slice)):
-            map_arg(given, found.append)
-    return found
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if type(argument) is Node:
+            nodes.append(argument)
+        elif isinstance(argument, (list, tuple)):  # faster than `map_arg`, which copies the list
+            for entry in cast("Sequence[Any]", argument):
+                if type(entry) is Node:
+                    nodes.append(entry)
+                elif isinstance(entry, (list, tuple, dict, slice)):
+                    map_arg(cast(Any, entry), nodes.append)
+        elif isinstance(argument, (dict, slice)):
+            map_arg(argument, nodes.append)
+    return nodes
 
 
 def node_at(node: Node, position: int) -> Node:
     """Return the argument `position` of `node`, a node."""
-    found: Any = node.args[position]  # `cast` is a call
-    return found
+    operand: Any = node.args[position]  # `cast` is a call
+    return operand
 
 
 def function_of(node: Node) -> Callable[..., Any]:
@@ -116,13 +116,13 @@ def redirect(moved: Mapping[Node, Node]) -> None:
         reader.args, reader.kwargs = map_arg(reader.args, final), map_arg(reader.kwargs, final)
 
 
-def add_call(graph: Graph, target: Any, args: Any, made: meta.TensorMeta, like: Node, name: str = "") -> Node:
-    """A call whose result is the tensor `made`, with the origin (module, source line) of `like`."""
+def add_call(graph: Graph, target: Any, args: Any, tensor: meta.TensorMeta, origin: Node, name: str = "") -> Node:
+    """A call whose result is `tensor`, with the module and source line of `origin`."""
     name = name or str(getattr(target, "__name__", target)).split(".")[0]
     node = graph.create_node("call_function", target, args, name=name)
-    meta.copy(like, node)
+    meta.copy(origin, node)
     meta.set_value(node, None)
-    meta.set_tensors(node, (made,))
+    meta.set_tensors(node, (tensor,))
     return node
 
 
@@ -137,14 +137,14 @@ def name_in_order(graph: Graph, inputs: Sequence[str]) -> None:
     """Give nodes readable names: `inputs` for placeholders, other nodes are named by their op and numbered in order."""
     for node in graph.nodes:
         node.name = f"__{node.name}"
-    taken: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def fresh(base: str) -> str:
         base = re.sub(r"\W+", "_", base).strip("_") or "v"
         base = f"v{base}" if base[0].isdigit() else base
-        taken[base] = taken.get(base, -1) + 1
-        name = f"{base}_{taken[base]}" if taken[base] else base
-        return name if taken[base] == 0 or name not in taken else fresh(name)
+        counts[base] = counts.get(base, -1) + 1
+        name = f"{base}_{counts[base]}" if counts[base] else base
+        return name if counts[base] == 0 or name not in counts else fresh(name)
 
     placeholders = iter(inputs)
     for node in graph.nodes:

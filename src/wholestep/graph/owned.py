@@ -43,8 +43,8 @@ def check_owners(graph: Graph) -> None:
         other = next((n for n in node.all_input_nodes if meta.owner(n) not in (None, at)), None)
         if other is not None:
             where = "on all ranks" if at is None else f"at {at}"
-            found = f"%{node.name} runs {where} and reads %{other.name}, which only {meta.owner(other)} has"
-            raise GraphError(found, "a value that each rank that reads it has", "report this", meta.source_line(node))
+            problem = f"%{node.name} runs {where} and reads %{other.name}, which only {meta.owner(other)} has"
+            raise GraphError(problem, "a value that each rank that reads it has", "report this", meta.source_line(node))
 
 
 def of_owner(graph: Graph, coordinate: int) -> Graph:
@@ -56,10 +56,10 @@ def of_owner(graph: Graph, coordinate: int) -> Graph:
     def is_here(node: Node) -> bool:
         return meta.owner(node) in (None, coordinate)
 
-    def read(given: Node) -> Node:
-        here = twins.get(given)
-        if here is None or (given.op == "placeholder" and given not in ends and not is_here(given)):
-            here = twins[given] = _memory(new, given, [0] if given in ends else list(meta.one_tensor(given).shape))
+    def read(source: Node) -> Node:
+        here = twins.get(source)
+        if here is None or (source.op == "placeholder" and source not in ends and not is_here(source)):
+            here = twins[source] = _memory(new, source, [0] if source in ends else list(meta.one_tensor(source).shape))
         return here
 
     ends = {n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes}
@@ -69,18 +69,18 @@ def of_owner(graph: Graph, coordinate: int) -> Graph:
         args: tuple[Any, ...] = node.args
         if node.target in _PICKS_OWN:
             args = ([n for n in args[0] if is_here(n)], *args[1:])
-        made = add_node(new, node.op, node.target, map_arg(args, read), map_arg(node.kwargs, read), node.name)
-        meta.copy(node, made)
+        copied = add_node(new, node.op, node.target, map_arg(args, read), map_arg(node.kwargs, read), node.name)
+        meta.copy(node, copied)
         if is_here(node):
-            meta.set_owner(made, None)
-        twins[node] = made
+            meta.set_owner(copied, None)
+        twins[node] = copied
     return new
 
 
-def _memory(graph: Graph, like: Node, shape: list[Any]) -> Node:
-    made = meta.one_tensor(like)
-    new = add_call(graph, torch.ops.aten.empty.memory_format, (shape,), meta.contiguous(shape, made), like,
-                   f"{like.name}_elsewhere")  # fmt: skip
-    new.kwargs = {"dtype": made.dtype, "device": torch.device(made.device)}
+def _memory(graph: Graph, origin: Node, shape: list[Any]) -> Node:
+    tensor = meta.one_tensor(origin)
+    new = add_call(graph, torch.ops.aten.empty.memory_format, (shape,), meta.contiguous(shape, tensor), origin,
+                   f"{origin.name}_elsewhere")  # fmt: skip
+    new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
     meta.set_owner(new, None)
     return new

@@ -52,47 +52,47 @@ def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:
 
 def symbols_in(value: Any) -> _torch.Symbols | None:
     """Return the symbols that a number inside nested lists and dicts follows from; None if there is none."""
-    found = sizes_among(value)
-    return found[0].guards.symbols if found else None
+    numbers = sizes_among(value)
+    return numbers[0].guards.symbols if numbers else None
 
 
 def record_of(graph: Graph) -> SizeGuards | None:
     """Return the sizes that a bound graph, or the shape of an input of it, follows from; None if there are none."""
     for node in graph.nodes:
-        shapes = [made.shape for made in meta.tensors(node) if made is not None] if node.op == "placeholder" else []
-        if found := sizes_among([node.args, node.kwargs, shapes]):
-            return found[0].guards
+        shapes = [tensor.shape for tensor in filter(None, meta.tensors(node))] if node.op == "placeholder" else []
+        if numbers := sizes_among([node.args, node.kwargs, shapes]):
+            return numbers[0].guards
     return None
 
 
 def sizes_among(value: Any) -> list[SizeInt | SizeFloat]:
     """Return the numbers that follow from sizes in nested lists and dicts."""
-    found: list[SizeInt | SizeFloat] = []
+    numbers: list[SizeInt | SizeFloat] = []
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, (SizeInt, SizeFloat)):
-            found.append(leaf)
+            numbers.append(leaf)
         return leaf
 
     map_aggregate(value, note)
-    return found
+    return numbers
 
 
 def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
     """Return the graph that a capture at these sizes, by symbol, gives."""
-    made = _copied(train)
-    values = at_sizes(made.graph, sizes)
+    copied = _copied(train)
+    values = at_sizes(copied.graph, sizes)
     with _torch.fake_results_bounded(), _torch.fake_mode():
-        for node in made.graph.nodes:
+        for node in copied.graph.nodes:
             meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, sizes)))
-    return replace(made, inputs=_inputs(made, values))
+    return replace(copied, inputs=_inputs(copied, values))
 
 
 def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) -> TrainGraph:
     """Return a copy whose numbers have the values of these sizes, and still their expressions, with a new record."""
-    made = _copied(train)
-    values = at_sizes(made.graph, sizes, record)
-    return replace(made, inputs=_inputs(made, values))
+    copied = _copied(train)
+    values = at_sizes(copied.graph, sizes, record)
+    return replace(copied, inputs=_inputs(copied, values))
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
@@ -109,27 +109,27 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         return leaf.map(note) if isinstance(leaf, ByPiece) else leaf
 
     for node, _ in with_bodies(graph):
-        shapes = [(made.shape, made.stride) for made in meta.tensors(node) if made is not None]
+        shapes = [(tensor.shape, tensor.stride) for tensor in meta.tensors(node) if tensor is not None]
         map_aggregate(cast(Any, (node.args, node.kwargs, shapes)), note)
     values = dict(zip(texts, evaluator(list(texts), list(sizes))(*sizes.values()), strict=True))
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ByPiece):
-            made = leaf.map(filled)
-            alike = record is None and all(value == made.values[0] for value in made.values)
-            return made.values[0] if alike else made
+            by_piece = leaf.map(filled)
+            alike = record is None and all(value == by_piece.values[0] for value in by_piece.values)
+            return by_piece.values[0] if alike else by_piece
         if not isinstance(leaf, (SizeInt, SizeFloat)):
             return leaf
         value = values[leaf.text] if leaf.text in values else evaluate(leaf.text, sizes)
-        made: Any = value if record is None else type(leaf)(value, leaf.text, record)
+        number: Any = value if record is None else type(leaf)(value, leaf.text, record)
         unit = unit_of(cast(int, leaf))
-        return made if unit is None else in_units(made, filled(unit))
+        return number if unit is None else in_units(number, filled(unit))
 
     for node, _ in with_bodies(graph):
         if part := part_of(node):
             node.target = part.with_shapes(lambda shape: map_aggregate(cast(Any, shape), filled))
         _replace(node, filled)
-        meta.set_tensors(node, [made and _filled_in(made, filled) for made in meta.tensors(node)])
+        meta.set_tensors(node, [tensor and _filled_in(tensor, filled) for tensor in meta.tensors(node)])
     return filled
 
 
@@ -141,36 +141,36 @@ def _copied(train: TrainGraph) -> TrainGraph:
 
 
 def _inputs(train: TrainGraph, filled: Callable[[Any], Any]) -> tuple[Input, ...]:
-    return tuple(replace(given, meta=_filled_in(given.meta, filled)) for given in train.inputs)
+    return tuple(replace(program_input, meta=_filled_in(program_input.meta, filled)) for program_input in train.inputs)
 
 
 def _fake(leaf: Any, sizes: Mapping[str, int]) -> Any:
     """Return a fake tensor of fixed sizes for one of symbolic sizes."""
     if not isinstance(leaf, Tensor):
         return leaf
-    found = meta.meta_of(leaf)
-    shape, stride = ([_value(n, sizes) for n in numbers] for numbers in (found.shape, found.stride))
-    return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
+    traced = meta.meta_of(leaf)
+    shape, stride = ([_value(n, sizes) for n in numbers] for numbers in (traced.shape, traced.stride))
+    return torch.empty_strided(shape, stride, dtype=traced.dtype, device=traced.device)
 
 
 def _value(number: int, sizes: Mapping[str, int]) -> int:
     return evaluate(number.text, sizes) if isinstance(number, SizeInt) else number
 
 
-def _filled_in(made: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:
-    return replace(made, shape=tuple(map(plain, made.shape)), stride=tuple(map(plain, made.stride)))
+def _filled_in(tensor: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:
+    return replace(tensor, shape=tuple(map(plain, tensor.shape)), stride=tuple(map(plain, tensor.stride)))
 
 
 def _replace(node: Node, change: Callable[[Any], Any]) -> None:
     """Change the leaves of the arguments of a node."""
     changed = False
 
-    def made(leaf: Any) -> Any:
+    def visit(leaf: Any) -> Any:
         nonlocal changed
         new = change(leaf)
         changed = changed or new is not leaf
         return new
 
-    args, kwargs = map_aggregate(cast(Any, (node.args, node.kwargs)), made)  # pyright: ignore[reportGeneralTypeIssues]
+    args, kwargs = map_aggregate(cast(Any, (node.args, node.kwargs)), visit)  # pyright: ignore[reportGeneralTypeIssues]
     if changed:
         _torch.set_operands(node, args, kwargs)

@@ -17,16 +17,16 @@ def split_lists(node: Node, groups: Sequence[list[int]]) -> tuple[list[Node], di
     """Replace the list op `node` by one op for each group of positions. Returns these ops, and for each new getitem of
     a tensor the op and the position in it that it reads. The old nodes have no readers left.
     """
-    graph, length, made = node.graph, sum(len(g) for g in groups), list[Node]()
+    graph, length, ops = node.graph, sum(len(g) for g in groups), list[Node]()
     with graph.inserting_before(node):
         for group in groups:
             args = tuple(_cut(a, group, length) for a in node.args)
             kwargs = {name: _cut(a, group, length) for name, a in node.kwargs.items()}
             new = graph.create_node("call_function", node.target, args, kwargs, name=node.name)
             _describe(new, node, group, length)
-            made.append(new)
-    place = {i: (new, at) for new, group in zip(made, groups, strict=True) for at, i in enumerate(group)}
-    picked, found = dict[Node, Node](), dict[Node, tuple[Node, int]]()
+            ops.append(new)
+    place = {i: (new, at) for new, group in zip(ops, groups, strict=True) for at, i in enumerate(group)}
+    picked, positions = dict[Node, Node](), dict[Node, tuple[Node, int]]()
 
     def repick(item: Node, outer: int | None) -> None:
         new, at = place[cast(int, item.args[1])]
@@ -38,7 +38,7 @@ def split_lists(node: Node, groups: Sequence[list[int]]) -> tuple[list[Node], di
                 meta.set_value(source, meta.value(new)[outer])
             again = graph.create_node("call_function", _torch.GETITEM, (source, at), name=item.name)
         meta.copy(item, again)
-        picked[item], found[again] = again, (new, at)
+        picked[item], positions[again] = again, (new, at)
 
     for pick in node.users:
         if isinstance(meta.value(pick), (list, tuple)):
@@ -47,22 +47,22 @@ def split_lists(node: Node, groups: Sequence[list[int]]) -> tuple[list[Node], di
         else:
             repick(pick, None)
     redirect(picked)
-    return made, found
+    return ops, positions
 
 
 def lists_of(node: Node) -> list[list[Node]]:
     """The lists of tensors, all of one length, that an op over lists takes; empty for other ops."""
     if not is_list_op(node.target):
         return []
-    found = [cast(list[Any], a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and a]
-    lists = [list(a) for a in found if all(isinstance(n, Node) for n in a)]
-    return lists if lists and len({len(a) for a in found}) == 1 else []
+    filled = [cast(list[Any], a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)) and a]
+    lists = [list(a) for a in filled if all(isinstance(n, Node) for n in a)]
+    return lists if lists and len({len(a) for a in filled}) == 1 else []
 
 
 def _cut(value: Any, group: list[int], length: int) -> Any:
     """A list of `length` cut to the positions in `group`; any other value as it is."""
-    whole = _opened(value)
-    return [whole[i] for i in group] if whole and len(whole) == length else value
+    entries = _opened(value)
+    return [entries[i] for i in group] if entries and len(entries) == length else value
 
 
 def _opened(value: Any) -> list[Any]:
@@ -75,8 +75,8 @@ def _describe(new: Node, node: Node, group: list[int], length: int) -> None:
     meta.copy(node, new)
     nested = any(isinstance(v, (list, tuple)) for v in _opened(value))
     outputs: list[Any] = _opened(value) if nested else [value]
-    made = [_cut(output, group, length) for output in outputs]
-    meta.set_value(new, tuple(made) if nested else made[0])
+    parts = [_cut(output, group, length) for output in outputs]
+    meta.set_value(new, tuple(parts) if nested else parts[0])
     keep: list[Any] = []
     at = 0
     for output in outputs:

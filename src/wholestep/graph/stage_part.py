@@ -86,8 +86,8 @@ class StagePart:
 
     Where runs of some blocks are written out in the graph (`passes.peel`), several parts follow each other. A part that
     is not `begins` is given the state that the part before returns last, in front of `operands`, and behind them the
-    values `given`, which were computed in between. It returns the accumulators `returned` (by their name before a
-    piece), the values `taken` and, unless it `ends`, its state.
+    values `entering`, which were computed in between. It returns the accumulators `returned` (by their name before a
+    piece), the values `leaving` and, unless it `ends`, its state.
     """
 
     axis: str
@@ -101,8 +101,8 @@ class StagePart:
     device: str
     peak_bytes: int = 0
     returned: tuple[str, ...] = ()
-    given: tuple[tuple[str, int], ...] = ()
-    taken: tuple[tuple[str, int], ...] = ()
+    entering: tuple[tuple[str, int], ...] = ()
+    leaving: tuple[tuple[str, int], ...] = ()
     begins: bool = True
     ends: bool = True
     groups: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
@@ -121,11 +121,11 @@ class StagePart:
     @property
     def readers(self) -> dict[str, int]:
         """How often each value of a piece is read or sent."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         sent = [message.value for message in self.messages.values() if message.source == self.stage]
         for name in [*sent, *(name for block in self.blocks for name in block.takes)]:
-            found[name] = found.get(name, 0) + 1
-        return found
+            counts[name] = counts.get(name, 0) + 1
+        return counts
 
     def group_of(self, message: Message) -> str:
         """The process group that carries a message."""
@@ -138,8 +138,8 @@ class StagePart:
 
     def with_shapes(self, change: Callable[[tuple[Any, ...]], Any]) -> StagePart:
         """This part with other shapes of its messages."""
-        made = {name: replace(one, shape=change(one.shape)) for name, one in self.messages.items()}
-        return replace(self, messages=made)
+        messages = {name: replace(message, shape=change(message.shape)) for name, message in self.messages.items()}
+        return replace(self, messages=messages)
 
 
 @dataclass
@@ -173,11 +173,11 @@ class Held:
             self.leave(action)
         return max(before, most, self.now)
 
-    def leave(self, run: Action, more: int = 0) -> None:
-        """Note what a block has left, and `more` bytes."""
+    def leave(self, run: Action, extra_bytes: int = 0) -> None:
+        """Note what a block has left, and `extra_bytes`."""
         block = self.blocks[run.name]
-        left = self.pieces.get(run.piece, 0) + more + block.holds_bytes - block.frees_bytes
-        self.pieces[run.piece] = max(left, 0)
+        total_bytes = self.pieces.get(run.piece, 0) + extra_bytes + block.holds_bytes - block.frees_bytes
+        self.pieces[run.piece] = max(total_bytes, 0)
         for name in block.takes:
             self.coming.pop((name, run.piece), None)
 
@@ -185,13 +185,13 @@ class Held:
 @dataclass(frozen=True, eq=False)
 class StageParts:
     """How stages share the body of a loop: the part of each, and the microseconds of the loop by simulation, by order.
-    `others`: names of orders that compute the same bits in about as much memory, the fastest first.
+    `variants`: names of orders that compute the same bits in about as much memory, the fastest first.
     """
 
     parts: tuple[StagePart, ...]
     order: str
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
-    others: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
 
     @property
     def tasks(self) -> tuple[tuple[tuple[str, int], ...], ...]:

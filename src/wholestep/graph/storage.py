@@ -78,46 +78,46 @@ def storages(graph: Graph) -> list[Storage]:
     work = _Work()
     for node in graph.nodes:
         work.visit(node)
-    return work.found
+    return work.storages
 
 
-def storage_bytes(made: TensorMeta) -> int:
+def storage_bytes(tensor: TensorMeta) -> int:
     """Return the bytes from the first to the last element of a tensor with these strides: a plain number, which prices
     programs.
     """
-    if 0 in made.shape:
+    if 0 in tensor.shape:
         return 0
-    reach = sum((int(size) - 1) * int(step) for size, step in zip(made.shape, made.stride, strict=True))
-    return (1 + reach) * made.dtype.itemsize
+    reach = sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    return (1 + reach) * tensor.dtype.itemsize
 
 
 def shared_operand(node: Node, index: int = 0) -> Node | None:
     """Return the operand that output `index` of `node` aliases; None for new memory."""
     if _torch.is_op(node.target) and _is_new(node.target) and not is_wait(node):
         return None
-    given = operands(node)
-    if node.op != "call_function" or not given:
+    inputs = operands(node)
+    if node.op != "call_function" or not inputs:
         return None
     if is_wait(node) or node.target in UNMARKED_VIEWS:
-        return given[0]
+        return inputs[0]
     if not _torch.is_op(node.target):
-        return given[0] if _shares_first(node, given[0]) else None
+        return inputs[0] if _shares_first(node, inputs[0]) else None
     if node.target in _COPIES_AT_NEED:
-        found = meta.tensor(given[0])
-        return given[0] if found is not None and found.is_contiguous else None
+        tensor = meta.tensor(inputs[0])
+        return inputs[0] if tensor is not None and tensor.is_contiguous else None
     return _by_schema(node, index)
 
 
 @cache
 def _is_new(target: Any) -> bool:
     """Return whether an op never returns an alias of an operand."""
-    unmarked = all(one.alias_info is None for one in _torch.schema_of(target).returns)
+    unmarked = all(returned.alias_info is None for returned in _torch.schema_of(target).returns)
     return unmarked and target not in UNMARKED_VIEWS and target not in _COPIES_AT_NEED
 
 
-def _shares_first(node: Node, given: Node) -> bool:
+def _shares_first(node: Node, source: Node) -> bool:
     how = _SHARING.get(node.target)
-    return how == "view" or (how == "if alike" and meta.tensor(node) == meta.tensor(given) is not None)
+    return how == "view" or (how == "if alike" and meta.tensor(node) == meta.tensor(source) is not None)
 
 
 def _by_schema(node: Node, index: int) -> Node | None:
@@ -148,11 +148,11 @@ def held_in_states(graph: Graph) -> Iterator[tuple[Node, Node]]:
         if part is None or (part.begins and part.ends):
             continue
         last = end[node] = node if part.ends else next(end[user] for item in _state_of(node) for user in item.users)
-        given, totals = iter(operands(node)[0 if part.begins else 1 :]), {before for before, _ in part.totals}
+        inputs, totals = iter(operands(node)[0 if part.begins else 1 :]), {before for before, _ in part.totals}
         viewed = {name for block in part.running for name in _viewed(block.body)}
-        yield from ((one, last) for name, one in zip(part.operands, given, strict=False) if name in viewed)
-        yield from ((one, last) for one in given)
-        names = (*part.returned, *(name for name, _ in part.taken))
+        yield from ((operand, last) for name, operand in zip(part.operands, inputs, strict=False) if name in viewed)
+        yield from ((operand, last) for operand in inputs)
+        names = (*part.returned, *(name for name, _ in part.leaving))
         for item in node.users:
             at = cast(int, item.args[1])
             if len(part.returned) <= at < len(names) and names[at] not in totals:
@@ -167,47 +167,47 @@ def _state_of(node: Node) -> list[Node]:
 
 def _viewed(body: Graph) -> set[str]:
     """The placeholders of a block in whose memory its outputs are."""
-    found = set[str]()
-    for one in operands(next(iter(reversed(body.nodes)))):
-        at: Node | None = one
+    names = set[str]()
+    for output in operands(next(iter(reversed(body.nodes)))):
+        at: Node | None = output
         while at is not None and at.op != "placeholder":
             at = node_at(at, 0) if _torch.is_getitem(at.target) else shared_operand(at)
-        found |= {at.name} if at is not None else set()
-    return found
+        names |= {at.name} if at is not None else set()
+    return names
 
 
 def most_at_once(body: Graph) -> list[Storage]:
     """Return the storages of a piece where it has most; what it is given and what it accumulates are none of them."""
-    own = [one for one in storages(body) if one.first >= 0 and one.last is not None]
+    inner = [storage for storage in storages(body) if storage.first >= 0 and storage.last is not None]
     changes = sorted(
-        (at, size) for s in own for at, size in ((s.first, s.size_bytes), (cast(int, s.last) + 0.5, -s.size_bytes))
+        (at, size) for s in inner for at, size in ((s.first, s.size_bytes), (cast(int, s.last) + 0.5, -s.size_bytes))
     )
     sizes = list(accumulate((size for _, size in changes), initial=0))
     at = changes[sizes.index(max(sizes)) - 1][0] if changes else 0
-    return [one for one in own if one.first <= at <= cast(int, one.last)]
+    return [storage for storage in inner if storage.first <= at <= cast(int, storage.last)]
 
 
 @dataclass
 class _Work:
-    found: list[Storage] = field(default_factory=list[Storage])
+    storages: list[Storage] = field(default_factory=list[Storage])
     of: dict[Node, list[Storage | None]] = field(default_factory=dict[Node, "list[Storage | None]"])
     at: int = -1
 
     def visit(self, node: Node) -> None:
         if node.op == "output":
             ends = operands(node)
-            for given in [*ends, *(n for end in ends if is_collective(end) for n in operands(end))]:
-                for storage in self.of.get(given, []):
+            for source in [*ends, *(n for end in ends if is_collective(end) for n in operands(end))]:
+                for storage in self.of.get(source, []):
                     if storage is not None:
                         storage.last = None
             return
         if node.op == "call_function":
             self.at += 1
             if part := part_of(node):  # what it is given besides operands of the loop, it counts as its own
-                given, first = operands(node), 0 if part.begins else 1
+                inputs, first = operands(node), 0 if part.begins else 1
                 count = first + len(part.operands)
-                self._hold(given[first:count], self.at)
-                self._hold([*given[:first], *given[count:]], self.at - 1)
+                self._hold(inputs[first:count], self.at)
+                self._hold([*inputs[:first], *inputs[count:]], self.at - 1)
             else:
                 self._hold(node.all_input_nodes, self.at)
             if is_wait(node):
@@ -217,9 +217,9 @@ class _Work:
             if storage is not None:
                 storage.members.append(node)
         if loop := loop_of(node):
-            self.found += [replace(one, first=self.at, last=self.at) for one in most_at_once(loop.body)]
+            self.storages += [replace(temporary, first=self.at, last=self.at) for temporary in most_at_once(loop.body)]
         if part := part_of(node):
-            self.found.append(Storage(node, PIECES, part.peak_bytes, self.at, self.at))
+            self.storages.append(Storage(node, PIECES, part.peak_bytes, self.at, self.at))
 
     def _hold(self, nodes: Sequence[Node], until: int) -> None:
         for node in nodes:
@@ -228,14 +228,14 @@ class _Work:
                     storage.last = until if storage.last is None else max(storage.last, until)
 
     def _made(self, node: Node) -> list[Storage | None]:
-        made = meta.tensors(node)
+        metas = meta.tensors(node)
         if _torch.is_getitem(node.target):
-            return self._picked(node, len(made))
+            return self._picked(node, len(metas))
         if _SHARING.get(node.target) == "all":
-            return [storage for given in operands(node) for storage in self.of.get(given, [])]
+            return [storage for source in operands(node) for storage in self.of.get(source, [])]
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
             return []  # it writes into its operands
-        return [self._one(node, i, m) for i, m in enumerate(made)]
+        return [self._one(node, i, m) for i, m in enumerate(metas)]
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
         """Return the storages that a getitem selects: one, or a list of an op that returns lists."""
@@ -243,13 +243,13 @@ class _Work:
         picked = self.of.get(cast(Node, node.args[0]), [])[start : start + count]
         return picked + [None] * (count - len(picked))
 
-    def _one(self, node: Node, index: int, made: TensorMeta | None) -> Storage | None:
-        if made is None or _SHARING.get(node.target) == "nothing":
+    def _one(self, node: Node, index: int, tensor: TensorMeta | None) -> Storage | None:
+        if tensor is None or _SHARING.get(node.target) == "nothing":
             return None
-        given = shared_operand(node, index)
-        if given is not None:
-            held = self.of.get(given, [])
-            return held[0] if len(held) == 1 else next((s for s in held if s is not None), None)
+        source = shared_operand(node, index)
+        if source is not None:
+            shared = self.of.get(source, [])
+            return shared[0] if len(shared) == 1 else next((s for s in shared if s is not None), None)
         first, last = (-1, None) if node.op == "placeholder" else (self.at, self.at)
-        self.found.append(Storage(node, index, storage_bytes(made), first, last))
-        return self.found[-1]
+        self.storages.append(Storage(node, index, storage_bytes(tensor), first, last))
+        return self.storages[-1]

@@ -29,8 +29,8 @@ _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 def short_dtype(dtype: torch.dtype) -> str:
     """Abbreviate a dtype: `f32` for torch.float32."""
     name = str(dtype).removeprefix("torch.")
-    found = re.fullmatch(r"([a-z]+)(\d+)", name)
-    return _DTYPES.get(found[1], found[1]) + found[2] if found else name
+    match = re.fullmatch(r"([a-z]+)(\d+)", name)
+    return _DTYPES.get(match[1], match[1]) + match[2] if match else name
 
 
 def human(size_bytes: float) -> str:
@@ -92,15 +92,15 @@ def show_local_graph(local: LocalGraph) -> str:
 def _shown(graph: TrainGraph | LocalGraph, head: str, types: Sequence[str]) -> str:
     """The text of a graph; `types` are those of its inputs."""
     rows = [head]
-    for (given, node), of in zip(graph.placeholders(), types, strict=True):
-        alias = "" if given.name == node.name else f"  {given.name}"
-        rows.append(f"  {node.name}: {of}  {given.role.value}{alias}")
+    for (program_input, node), of in zip(graph.placeholders(), types, strict=True):
+        alias = "" if program_input.name == node.name else f"  {program_input.name}"
+        rows.append(f"  {node.name}: {of}  {program_input.role.value}{alias}")
     return "\n".join([*rows, *_body(graph.graph), *_returns(graph)])
 
 
 def _typed(node: Node) -> str:
-    made = meta.tensors(node)
-    texts = [f"{short_dtype(m.dtype)}[{' '.join(map(str, m.shape))}]" if m else "-" for m in made]
+    metas = meta.tensors(node)
+    texts = [f"{short_dtype(m.dtype)}[{' '.join(map(str, m.shape))}]" if m else "-" for m in metas]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
 
 
@@ -117,7 +117,7 @@ def _body(graph: Graph) -> list[str]:
         at = "" if (owner := meta.owner(node)) is None else f" at {owner}"
         lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}{at}")
         if loop := loop_of(node):
-            ends = ", ".join(f"%{one.name}" for one in operands(next(iter(reversed(loop.body.nodes)))))
+            ends = ", ".join(f"%{end.name}" for end in operands(next(iter(reversed(loop.body.nodes)))))
             lines.append(f"    for each of {loop.pieces} pieces:")
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
             lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []
@@ -137,7 +137,7 @@ def _orders(stages: StageParts) -> list[str]:
     lines = [f"  order {stages.order}:"]
     for part in stages.parts:
         short = {block.name: block.name.partition(", ")[2] for block in part.blocks}
-        runs = [f"{short[one.name]}[{one.piece}]" for one in part.actions if one.kind == "run"]
+        runs = [f"{short[action.name]}[{action.piece}]" for action in part.actions if action.kind == "run"]
         lines.append(f"    stage {part.stage}: {'; '.join(runs)}")
     return lines
 
@@ -207,7 +207,7 @@ def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     assert kind is not None, f"%{node.name} is a collective"
     n = local.mesh.axis_size(str(node.args[-1]))
     fused = node.target in MULTIPLY_AND_SCATTER  # nothing holds the whole that it scatters
-    whole = meta.tensor(node if fused else node_at(node, 0))
-    assert whole is not None, f"{node.name} has no input shape"
-    size_bytes = whole.size_bytes * (n if fused or kind == "all_gather" else 1)
+    full = meta.tensor(node if fused else node_at(node, 0))
+    assert full is not None, f"{node.name} has no input shape"
+    size_bytes = full.size_bytes * (n if fused or kind == "all_gather" else 1)
     return kind, size_bytes * (n - 1) * (2 if kind == "all_reduce" else 1) // n

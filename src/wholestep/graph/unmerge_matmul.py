@@ -34,28 +34,28 @@ def factors(product: Node) -> list[tuple[Node, bool]] | None:
     """Return both operands before their dims were merged, each with whether it was transposed since, or None."""
     if product.target is not aten.bmm.default:
         return None
-    found = [_before(node_at(product, 0)), _before(node_at(product, 1))]
-    if None in found:
+    candidates = [_before(node_at(product, 0)), _before(node_at(product, 1))]
+    if None in candidates:
         return None
-    known = cast(list[tuple[Node, bool]], found)
-    leads = {_shape(node)[:-2] for node, _ in known}
-    return known if len(leads) == 1 else None
+    sources = cast(list[tuple[Node, bool]], candidates)
+    leads = {_shape(node)[:-2] for node, _ in sources}
+    return sources if len(leads) == 1 else None
 
 
 def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
     """Insert the product over the original dims, and a view of its result with merged dims; return both."""
     left, right = (_transposed(node, transposed, at[node], new, product) for node, transposed in factors(product) or ())
-    made = meta.one_tensor(product)
+    tensor = meta.one_tensor(product)
     shape = (*meta.one_tensor(left).shape[:-1], meta.one_tensor(right).shape[-1])
     name = f"{product.name}__product"
-    whole = add_call(new, aten.matmul.default, (left, right), meta.contiguous(shape, made), product, name)
+    unmerged = add_call(new, aten.matmul.default, (left, right), meta.contiguous(shape, tensor), product, name)
     name = f"{product.name}__merged"
-    return whole, add_call(new, aten.view.default, (whole, list(made.shape)), made, product, name)
+    return unmerged, add_call(new, aten.view.default, (unmerged, list(tensor.shape)), tensor, product, name)
 
 
-def undoes(view: Node, whole: Node) -> bool:
-    """Return whether `view` splits the merged dims of the result `whole` again."""
-    return view.target in _VIEWS and _shape(view) == meta.one_tensor(whole).shape
+def undoes(view: Node, unmerged: Node) -> bool:
+    """Return whether `view` splits the merged dims of the result `unmerged` again."""
+    return view.target in _VIEWS and _shape(view) == meta.one_tensor(unmerged).shape
 
 
 def _before(node: Node) -> tuple[Node, bool] | None:
@@ -76,16 +76,16 @@ def _is_transpose(node: Node) -> bool:
     return {cast(int, d) % 3 for d in node.args[1:3]} == {1, 2}
 
 
-def _transposed(source: Node, transposed: bool, given: Node, new: Graph, like: Node) -> Node:
+def _transposed(source: Node, transposed: bool, twin: Node, new: Graph, origin: Node) -> Node:
     if not transposed:
-        return given
-    made = meta.one_tensor(source)
-    *lead, rows, columns = range(len(made.shape))
+        return twin
+    plain = meta.one_tensor(source)
+    *lead, rows, columns = range(len(plain.shape))
     order = [*lead, columns, rows]
-    swapped = replace(made, shape=tuple(made.shape[d] for d in order), stride=tuple(made.stride[d] for d in order))
-    return add_call(new, aten.transpose.int, (given, -2, -1), swapped, like, f"{like.name}__{source.name}_t")
+    swapped = replace(plain, shape=tuple(plain.shape[d] for d in order), stride=tuple(plain.stride[d] for d in order))
+    return add_call(new, aten.transpose.int, (twin, -2, -1), swapped, origin, f"{origin.name}__{source.name}_t")
 
 
 def _shape(node: Node) -> tuple[int, ...]:
-    made = meta.tensor(node)
-    return made.shape if made else ()
+    tensor = meta.tensor(node)
+    return tensor.shape if tensor else ()

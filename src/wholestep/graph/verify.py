@@ -22,29 +22,29 @@ def check_train_graph(train: TrainGraph) -> None:
     _check_ends(train.graph, train.inputs, train.outputs)
     lasting = {i.name: i.meta for i in train.inputs if i.role is not Role.BATCH}
     for out, node in train.results():
-        made, held = meta.one_tensor(node), lasting.get(out.target) if out.kind == "update" else None
-        if held is not None and (made.shape, made.dtype) != (held.shape, held.dtype):
-            found = f"the output for {out.target!r} is {list(made.shape)} {made.dtype}"
-            raise GraphError(found, f"what its input is: {list(held.shape)} {held.dtype}", where=meta.source_line(node))
+        new, old = meta.one_tensor(node), lasting.get(out.target) if out.kind == "update" else None
+        if old is not None and (new.shape, new.dtype) != (old.shape, old.dtype):
+            problem = f"the output for {out.target!r} is {list(new.shape)} {new.dtype}"
+            raise GraphError(problem, f"what its input is: {list(old.shape)} {old.dtype}", where=meta.source_line(node))
     for node in train.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             raise GraphError(f"%{node.name} is a {node.op} node", "placeholders, calls and one output")
         if node.op == "call_function" and is_mutating(node):
-            found = f"%{node.name} ({node.target}) changes its inputs"
-            raise GraphError(found, "functional operations only", where=meta.source_line(node))
+            problem = f"%{node.name} ({node.target}) changes its inputs"
+            raise GraphError(problem, "functional operations only", where=meta.source_line(node))
         if node.op == "placeholder" and meta.tensor(node) is None:
             raise GraphError(f"%{node.name} has no recorded shape", "a recorded value on every input")
         if node.target in _BY_STRIDES and isinstance(node.kwargs.get("storage_offset", node.args[-1]), int):
-            found = f"%{node.name} has an offset into the storage"
-            raise GraphError(found, "as_strided with an offset into its operand")
+            problem = f"%{node.name} has an offset into the storage"
+            raise GraphError(problem, "as_strided with an offset into its operand")
 
 
 def check_local_graph(local: LocalGraph) -> None:
     """Raise GraphError, which names the node, if `local` violates an invariant of LocalGraph."""
     _check_ends(local.graph, local.inputs, local.outputs)
     _check_order(local.graph)
-    for given, layout in zip(local.inputs, local.layouts, strict=True):
-        layout.check(given.meta.shape, local.mesh, given.name)
+    for program_input, layout in zip(local.inputs, local.layouts, strict=True):
+        layout.check(program_input.meta.shape, local.mesh, program_input.name)
     _check_calls(local.graph, {node for out, node in local.results() if out.kind == "carry"})
     for node in local.graph.nodes:
         for body in bodies_of(node)[1]:
@@ -58,21 +58,21 @@ def _check_calls(graph: Graph, carried: Collection[Node]) -> None:
         if node.op != "call_function":
             continue
         if not node.users and not meta.is_kept(node) and not is_mutating(operands(node)[0] if is_wait(node) else node):
-            found = f"%{node.name} ({node.target}) is dead"
-            raise GraphError(found, "no node without a user", "remove it in the pass that left it")
+            problem = f"%{node.name} ({node.target}) is dead"
+            raise GraphError(problem, "no node without a user", "remove it in the pass that left it")
         for user in node.users if is_collective(node) else ():
             if not is_wait(user) and (user.op != "output" or node not in carried):
-                found = f"%{user.name} reads %{node.name} before its wait"
-                raise GraphError(found, "a wait between a collective and its users")
+                problem = f"%{user.name} reads %{node.name} before its wait"
+                raise GraphError(problem, "a wait between a collective and its users")
 
 
 def _check_order(graph: Graph) -> None:
     """Check operands and names as `Graph.lint` does, in a fraction of the time."""
     seen, names = set[Node](), set[str]()
     for node in graph.nodes:
-        for given in node.all_input_nodes:
-            if given not in seen:
-                raise GraphError(f"%{node.name} reads %{given.name}, which comes later", "operands before their users")
+        for source in node.all_input_nodes:
+            if source not in seen:
+                raise GraphError(f"%{node.name} reads %{source.name}, which comes later", "operands before their users")
         if node.name in names:
             raise GraphError(f"two nodes are called %{node.name}", "distinct names")
         seen.add(node)
@@ -81,9 +81,9 @@ def _check_order(graph: Graph) -> None:
 
 def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> None:
     nodes = list(graph.nodes)
-    given = [n for n in nodes if n.op == "placeholder"]
-    if len(given) != len(inputs):
-        raise GraphError(f"the graph has {len(given)} placeholders for {len(inputs)} inputs", "one for each")
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise GraphError(f"the graph has {len(placeholders)} placeholders for {len(inputs)} inputs", "one for each")
     if not nodes or nodes[-1].op != "output" or len(cast(Sequence[object], nodes[-1].args[0])) != len(outputs):
         needed = f"{len(outputs)} values: {[o.target for o in outputs]}"
         raise GraphError("the graph does not end in one output for each named output", needed)
@@ -91,7 +91,7 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         raise GraphError(f"two inputs are called {repeated[0]!r}", "distinct names")
-    made = {o.target for o in outputs if o.kind == "update"} - set(names)
-    stray = sorted(t for t in made if "/" not in t)
+    created = {o.target for o in outputs if o.kind == "update"} - set(names)
+    stray = sorted(t for t in created if "/" not in t)
     if stray:
         raise GraphError(f"an output updates {stray[0]!r}, which is no input", "inputs, or state that the step creates")

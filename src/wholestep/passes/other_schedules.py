@@ -81,7 +81,7 @@ def blocks_to_try(local: LocalGraph) -> list[str]:
     loops = orders_in(local)
     if len({loop.order for loop in loops}) != 1:
         return []
-    return [loops[0].order, *(name for name in loops[0].others if all(name in loop.others for loop in loops))]
+    return [loops[0].order, *(name for name in loops[0].variants if all(name in loop.variants for loop in loops))]
 
 
 def schedules_to_try(

@@ -198,7 +198,7 @@ class _Peel:
         tensors = [self.metas[self.ends[name]] for name in returned] + handed
         extra_bytes = most - self._state_bytes - sum(tensor.size_bytes for tensor in tensors)
         target = replace(
-            self.part, actions=tuple(actions), operands=fixed, given=tuple(entering), taken=tuple(leaving),
+            self.part, actions=tuple(actions), operands=fixed, entering=tuple(entering), leaving=tuple(leaving),
             begins=self.state is None, ends=ends, returned=returned, peak_bytes=max(0, extra_bytes),
         )  # fmt: skip
         state = [] if self.state is None else [self.state]

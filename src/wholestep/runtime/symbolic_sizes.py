@@ -315,7 +315,7 @@ def _about(part: StagePart) -> str:
     """What a part of a stage does, besides the bodies of its blocks."""
     blocks = [(block.name, block.takes, block.gives) for block in part.running]
     messages = [replace(message, size_bytes=0) for message in part.messages.values()]
-    ends = part.operands, part.totals, part.returned, part.given, part.taken, part.begins
+    ends = part.operands, part.totals, part.returned, part.entering, part.leaving, part.begins
     return f"{part.pieces} {blocks} {messages} {[str(action) for action in part.actions]} {ends}"
 
 

@@ -25,22 +25,22 @@ Place = tuple[int, int]
 class ListCalls:
     """The calls of a graph that compute lists entry by entry from lists of the same length.
 
-    `made` maps each such call, and each getitem of one of several result lists, to the call. `items` maps each getitem
-    of an entry to the call and the place of the entry.
+    `call_of` maps each such call, and each getitem of one of several result lists, to the call. `items` maps each
+    getitem of an entry to the call and the place of the entry.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.made: dict[Node, Node] = {}
+        self.call_of: dict[Node, Node] = {}
         self.items: dict[Node, tuple[Node, int]] = {}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
             if _makes_lists(node):
-                self.made[node] = node
-            elif _torch.is_getitem(node.target) and node_at(node, 0) in self.made:
-                call = self.made[node_at(node, 0)]
+                self.call_of[node] = node
+            elif _torch.is_getitem(node.target) and node_at(node, 0) in self.call_of:
+                call = self.call_of[node_at(node, 0)]
                 if isinstance(meta.value(node), (list, tuple)):
-                    self.made[node] = call
+                    self.call_of[node] = call
                 else:
                     self.items[node] = call, cast(int, node.args[1])
 
@@ -74,13 +74,13 @@ class NoRepeatsError(Exception):
         self.block = block
 
 
-def shape_of(node: Node, given: Input | None, names: Names, lists: ListCalls) -> tuple[object, ...]:
+def shape_of(node: Node, program_input: Input | None, names: Names, lists: ListCalls) -> tuple[object, ...]:
     """The op of a node, its arguments except operands, and the metadata of its results: the same for equal nodes.
     `names` removes the number of the layer from a name.
     """
-    if given is not None:
-        name = "" if given.role is Role.CONST else names(given.name)
-        return replace(given, name=name, owner=names(given.owner)), ()
+    if program_input is not None:
+        name = "" if program_input.role is Role.CONST else names(program_input.name)
+        return replace(program_input, name=name, owner=names(program_input.owner)), ()
     if node in lists.items:
         return "item", lists.items[node][0].name, meta.tensors(node)
     args: object = node.args
@@ -88,9 +88,9 @@ def shape_of(node: Node, given: Input | None, names: Names, lists: ListCalls) ->
     return node.target, args, meta.tensors(node), names(meta.module_path(node)), meta.is_backward(node)
 
 
-def _plain(given: Any) -> object:
+def _plain(arguments: Any) -> object:
     """Arguments with a placeholder for each node, to compare."""
-    return repr(map_arg(given, lambda _: None))
+    return repr(map_arg(arguments, lambda _: None))
 
 
 def check_blocks(
@@ -102,7 +102,7 @@ def check_blocks(
     places = {node: (b, s) for b, block in enumerate(blocks) for s, node in enumerate(block)}
     if len(places) != sum(map(len, blocks)):
         raise NoRepeatsError("a node is in two layers")
-    inputs = {node: given for given, node in graph.placeholders()}
+    inputs = {node: program_input for program_input, node in graph.placeholders()}
     middle = blocks[1]
     shapes = [shape_of(n, inputs.get(n), names, lists) for n in middle]
     reads = [_reads(n, places, lists) for n in middle]
@@ -110,10 +110,10 @@ def check_blocks(
         block = blocks[number]
         if len(block) != len(middle):
             raise NoRepeatsError(f"{len(block)} nodes in one layer, {len(middle)} in another", number)
-        for node, shape, read in zip(block, shapes, reads, strict=True):
+        for node, shape, expected in zip(block, shapes, reads, strict=True):
             if shape_of(node, inputs.get(node), names, lists) != shape:
                 raise NoRepeatsError(f"%{node.name} differs from its equals", number)
-            if not _same_reads(_reads(node, places, lists), read, number, len(blocks) - 1):
+            if not _same_reads(_reads(node, places, lists), expected, number, len(blocks) - 1):
                 raise NoRepeatsError(f"%{node.name} reads something else than its equals", number)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node not in places:
@@ -124,13 +124,13 @@ def check_blocks(
 
 def _reads(node: Node, places: dict[Node, Place], lists: ListCalls) -> list[object]:
     """Each operand as (0, slot) in its own block, (-1 or 1, slot) in the one before or behind; any other as itself."""
-    own = places[node][0]
-    found: list[object] = []
+    own_block = places[node][0]
+    reads: list[object] = []
     source = lists.source(node)
-    for given in [*operands(node), *([source] if source is not None else [])]:
-        block, slot = places.get(given, (None, 0))
-        found.append(given if block is None else (block - own, slot))
-    return found
+    for operand in [*operands(node), *([source] if source is not None else [])]:
+        block, slot = places.get(operand, (None, 0))
+        reads.append(operand if block is None else (block - own_block, slot))
+    return reads
 
 
 def _same_reads(ours: Sequence[object], theirs: Sequence[object], block: int, last: int) -> bool:
@@ -147,13 +147,13 @@ def _same_reads(ours: Sequence[object], theirs: Sequence[object], block: int, la
 
 def _check_reader(node: Node, places: dict[Node, Place], count: int, lists: ListCalls) -> None:
     """A node outside reads the first block or the last, or one slot of all blocks in a list."""
-    for given in (*node.args, *node.kwargs.values()):
-        entries = cast(Sequence[Any], given) if isinstance(given, (list, tuple)) else ()
+    for argument in (*node.args, *node.kwargs.values()):
+        entries = cast(Sequence[Any], argument) if isinstance(argument, (list, tuple)) else ()
         if entries:
             _check_list(node, entries, places, count)
-        elif isinstance(given, Node) and places.get(given, (0, 0))[0] not in (0, count - 1):
+        elif isinstance(argument, Node) and places.get(argument, (0, 0))[0] not in (0, count - 1):
             raise NoRepeatsError(f"%{node.name} reads a layer in the middle")
-    if lists.made.get(node) is node:
+    if lists.call_of.get(node) is node:
         _check_columns(node, places)
 
 
@@ -171,16 +171,16 @@ def _check_list(node: Node, entries: Sequence[Any], places: dict[Node, Place], c
 def _check_columns(call: Node, places: dict[Node, Place]) -> None:
     """Entries at one place of several lists are in one block, or in none."""
     rows = [places.get(entry, (None, 0))[0] for entry in first_list(call) if isinstance(entry, Node)]
-    for given in (*call.args, *call.kwargs.values()):
-        if isinstance(given, (list, tuple)) and len(cast(Sequence[Any], given)) == len(rows):
-            for entry, block in zip(cast(Sequence[Any], given), rows, strict=True):
+    for argument in (*call.args, *call.kwargs.values()):
+        if isinstance(argument, (list, tuple)) and len(cast(Sequence[Any], argument)) == len(rows):
+            for entry, block in zip(cast(Sequence[Any], argument), rows, strict=True):
                 if isinstance(entry, Node) and places.get(entry, (block, 0))[0] != block:
                     raise NoRepeatsError(f"%{call.name} has lists of different orders")
 
 
 def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, names: Names) -> None:
     """Equal nodes update equal inputs; results of the step are in the first block or the last."""
-    made: dict[str, dict[int, object]] = {}
+    updates: dict[str, dict[int, object]] = {}
     owners = {i.name: places[n][0] for i, n in graph.placeholders() if n in places}
     for output, node in graph.results():
         block = owner_block(output.target, owners) if output.kind == "update" else None
@@ -189,10 +189,10 @@ def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, nam
             if where is not None and where[0] not in (0, count - 1):
                 raise NoRepeatsError(f"%{node.name} of a layer in the middle is a result of the step")
             continue
-        told = (where[0] - block, where[1]) if where is not None else node
-        made.setdefault(names(output.target), {})[block] = told
-    for target, found in made.items():
-        if len(found) != count or len(set(found.values())) > 1:
+        update = (where[0] - block, where[1]) if where is not None else node
+        updates.setdefault(names(output.target), {})[block] = update
+    for target, by_block in updates.items():
+        if len(by_block) != count or len(set(by_block.values())) > 1:
             raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(graph.inputs)} inputs)")
 
 

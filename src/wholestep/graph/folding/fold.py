@@ -35,9 +35,9 @@ def fold(graph: TrainGraph, repeats: Repeats, blocks: int) -> TrainGraph:
     if blocks == repeats.count:
         return graph
     copies = (0, *[1] * (blocks - repeats.count + 1), *range(2, repeats.count))
-    made = _Fold(graph, repeats, range(blocks) if blocks < repeats.count else copies).run()
-    check_train_graph(made)
-    return made
+    folded = _Fold(graph, repeats, range(blocks) if blocks < repeats.count else copies).run()
+    check_train_graph(folded)
+    return folded
 
 
 class _Fold:
@@ -54,24 +54,24 @@ class _Fold:
         self.columns = cache(self._columns)
 
     def run(self) -> TrainGraph:
-        nodes, given, results = list(self.train.graph.nodes)[:-1], list(self.train.placeholders()), self.train.results()
+        nodes, pairs, results = list(self.train.graph.nodes)[:-1], list(self.train.placeholders()), self.train.results()
         inputs, constants = list[Input](), dict[str, torch.Tensor]()
-        for i, *at in self._laid_out([self._block(n) for _, n in given]):
-            inputs.append(one := self._input(given[i][0], *at))
-            if one.role is Role.CONST:
-                constants[one.name] = self.train.constants[given[i][0].name]
+        for i, *at in self._laid_out([self._block(n) for _, n in pairs]):
+            inputs.append(new_input := self._input(pairs[i][0], *at))
+            if new_input.role is Role.CONST:
+                constants[new_input.name] = self.train.constants[pairs[i][0].name]
         for i, _, block in self._laid_out([*map(self._block, nodes)]):
             self._copy(nodes[i], block)
-        owners = {i.name: self.repeats.places[n][0] for i, n in given if n in self.repeats.places}
+        owners = {i.name: self.repeats.places[n][0] for i, n in pairs if n in self.repeats.places}
         owned = [owner_block(out.target, owners) if out.kind == "update" else None for out, _ in results]
-        outputs, made = list[Output](), list[Any]()
+        outputs, returned = list[Output](), list[Any]()
         for i, old, block in self._laid_out(owned):
             out, node = results[i]
             outputs.append(replace(out, target=self._named(out.target, old, block)))
-            made.append(self._read(node, old, block) if isinstance(node, Node) else node)
-        self.new.output(tuple(made))
+            returned.append(self._read(node, old, block) if isinstance(node, Node) else node)
+        self.new.output(tuple(returned))
         if self.count > self.repeats.count:
-            name_in_order(self.new, [one.name for one in inputs])
+            name_in_order(self.new, [new_input.name for new_input in inputs])
         losses = tuple(self.copied[name].name for name in self.train.losses if name in self.copied)
         return replace(
             self.train, graph=self.new, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants,
@@ -99,18 +99,18 @@ class _Fold:
     def _named(self, name: str, old: int | None, new: int | None) -> str:
         """A name with the number of its layer: in the block `new`, a copy of `old`, or behind all blocks."""
         end, period = self.repeats.first + self.repeats.layers, self.repeats.period
-        more = max(self.count - self.repeats.count, 0) if old is None or new is None else new - old
+        shift = max(self.count - self.repeats.count, 0) if old is None or new is None else new - old
 
-        def number(found: re.Match[str]) -> str:
-            moves = old is not None or int(found[1]) >= end
-            return f"{self.repeats.prefix}.{int(found[1]) + more * period}" if moves else found[0]
+        def number(match: re.Match[str]) -> str:
+            moves = old is not None or int(match[1]) >= end
+            return f"{self.repeats.prefix}.{int(match[1]) + shift * period}" if moves else match[0]
 
-        return self.pattern.sub(number, name) if more else name
+        return self.pattern.sub(number, name) if shift else name
 
-    def _input(self, given: Input, old: int | None, new: int | None) -> Input:
-        if given.role is Role.CONST:
-            return given if old == new else replace(given, name=f"{given.name}.{new}")
-        return replace(given, name=self._named(given.name, old, new), owner=self._named(given.owner, old, new))
+    def _input(self, source: Input, old: int | None, new: int | None) -> Input:
+        if source.role is Role.CONST:
+            return source if old == new else replace(source, name=f"{source.name}.{new}")
+        return replace(source, name=self._named(source.name, old, new), owner=self._named(source.owner, old, new))
 
     def _read(self, node: Node, old: int | None, new: int | None) -> Node:
         """What a node in the block `new`, a copy of `old`, or one outside, reads for `node`."""
@@ -124,40 +124,40 @@ class _Fold:
     def _copy(self, node: Node, new: int | None) -> None:
         block, slot = self.repeats.places.get(node, (None, 0))
         if block is None and node.op != "placeholder" and node not in self.lists.items:
-            made = self._copy_outside(node)
+            copied = self._copy_outside(node)
         else:
             reads = iter(self._reads_in(node, block, new))
-            made = copy_node(node, self.new, lambda _: next(reads))
+            copied = copy_node(node, self.new, lambda _: next(reads))
             if node in self.lists.items:
                 call, index = self.lists.items[node]
-                made.args = (made.args[0], self.columns(call)[index, new])
+                copied.args = (copied.args[0], self.columns(call)[index, new])
             elif any(n in self.changed for n in operands(node)):
                 raise GraphError(f"%{node.name} reads what depends on the number of layers", "layers that do not")
-        self.at[node if block is None or new is None else (new, slot)] = made
+        self.at[node if block is None or new is None else (new, slot)] = copied
         if block == new:
-            self.copied[node.name] = made
+            self.copied[node.name] = copied
         if node.target is GRAD_READY:
-            made.args = (made.args[0], self._named(str(made.args[1]), block, new))
-        meta.set_module_path(made, self._named(meta.module_path(made), block, new))
+            copied.args = (copied.args[0], self._named(str(copied.args[1]), block, new))
+        meta.set_module_path(copied, self._named(meta.module_path(copied), block, new))
 
     def _reads_in(self, node: Node, block: int | None, new: int | None) -> list[Node]:
         """Operands of a node; the last block left reads outside as the last of all did."""
-        given = operands(node)
+        reads = operands(node)
         if new == self.count - 1 and block is not None and block != self.last:
             end = operands(self.repeats.blocks[self.last][self.repeats.places[node][1]])
-            given = [
-                theirs if (self._block(own) or 0) > block else own for own, theirs in zip(given, end, strict=True)
+            reads = [
+                theirs if (self._block(ours) or 0) > block else ours for ours, theirs in zip(reads, end, strict=True)
             ]  # fmt: skip
-        return [self._read(one, block, new) for one in given]
+        return [self._read(operand, block, new) for operand in reads]
 
     def _copy_outside(self, node: Node) -> Node:
-        on_lists = self.lists.made.get(node) is node
+        on_lists = self.lists.call_of.get(node) is node
         columns, length = (self.columns(node), len(first_list(node))) if on_lists else (None, 0)
         args = tuple(self._argument(a, columns, length) for a in node.args)
         kwargs = {k: self._argument(v, columns, length) for k, v in node.kwargs.items()}
         new = add_node(self.new, "call_function", node.target, args, kwargs, node.name)
         meta.copy(node, new)
-        if node in self.lists.made:
+        if node in self.lists.call_of:
             self._resize(node, new)
         elif len(operands(new)) != len(operands(node)) or any(n in self.changed for n in operands(node)):
             self._make_again(node, new)
@@ -165,15 +165,15 @@ class _Fold:
 
     def _columns(self, call: Node) -> dict[tuple[int, int | None], int]:
         """The places in the operand lists of a call, and the new blocks that they are for, with their new places."""
-        found = self._laid_out([*map(self._block, first_list(call))])
-        return {(i, new): place for place, (i, _, new) in enumerate(found)}
+        placed = self._laid_out([*map(self._block, first_list(call))])
+        return {(i, new): place for place, (i, _, new) in enumerate(placed)}
 
-    def _argument(self, given: Any, columns: dict[tuple[int, int | None], int] | None, length: int) -> Any:
-        if isinstance(given, Node):
-            return self._read(given, None, None)
-        if not isinstance(given, (list, tuple)):
-            return given
-        entries = cast(Sequence[Any], given)
+    def _argument(self, argument: Any, columns: dict[tuple[int, int | None], int] | None, length: int) -> Any:
+        if isinstance(argument, Node):
+            return self._read(argument, None, None)
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        entries = cast(Sequence[Any], argument)
         blocks = [*map(self._block, entries)]
         places = [(i, blocks[i], new) for i, new in columns] if columns is not None and len(entries) == length else None
         if places is None:
@@ -183,7 +183,7 @@ class _Fold:
 
     def _resize(self, node: Node, new: Node) -> None:
         """The results of a call on lists become shorter or longer."""
-        keep = [i for i, _ in self.columns(self.lists.made[node])]
+        keep = [i for i, _ in self.columns(self.lists.call_of[node])]
 
         def cut(values: Any) -> Any:
             if not isinstance(values, (list, tuple)) or not values:

@@ -58,16 +58,16 @@ class Repeats:
 
 def find_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> Repeats | None:
     """The equal layers with the most nodes; None where a step has none. Nodes with different `marks` are not equal."""
-    found = [one for one, _ in all_repeats(graph, marks) if one is not None]
-    return max(found, key=lambda one: len(one.places), default=None)
+    candidates = [repeats for repeats, _ in all_repeats(graph, marks) if repeats is not None]
+    return max(candidates, key=lambda repeats: len(repeats.places), default=None)
 
 
 def why_not(graph: TrainGraph) -> str:
     """The reason why `find_repeats` returns None, for each list of layers; empty where it finds equal layers."""
-    found = all_repeats(graph)
-    if any(one for one, _ in found):
+    candidates = all_repeats(graph)
+    if any(repeats for repeats, _ in candidates):
         return ""
-    return "; ".join(why for _, why in found) or f"no list of {LEAST} layers or more with parameters"
+    return "; ".join(why for _, why in candidates) or f"no list of {LEAST} layers or more with parameters"
 
 
 def all_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> list[tuple[Repeats | None, str]]:
@@ -77,13 +77,13 @@ def all_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None)
 
 def _prefixes(graph: TrainGraph) -> list[str]:
     """Names of the lists of layers with parameters; lists inside layers are left out."""
-    found: dict[str, set[str]] = {}
-    for given in graph.inputs:
-        parts = given.name.split(".") if given.role is Role.PARAM else []
+    by_prefix: dict[str, set[str]] = {}
+    for program_input in graph.inputs:
+        parts = program_input.name.split(".") if program_input.role is Role.PARAM else []
         place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if place is not None:
-            found.setdefault(".".join(parts[:place]), set()).add(parts[place])
-    return [prefix for prefix, numbers in found.items() if len(numbers) >= LEAST]
+            by_prefix.setdefault(".".join(parts[:place]), set()).add(parts[place])
+    return [prefix for prefix, numbers in by_prefix.items() if len(numbers) >= LEAST]
 
 
 def _of_prefix(graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -> tuple[Repeats | None, str]:
@@ -94,10 +94,10 @@ def _of_prefix(graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -
         return None, f"{prefix}: {error}"
     whys: list[str] = []
     for first, period, count in ranges:
-        found = _within(layers, first, period, count)
-        if isinstance(found, Repeats):
-            return found, ""
-        whys.append(f"{prefix}: {found}")
+        repeats = _within(layers, first, period, count)
+        if isinstance(repeats, Repeats):
+            return repeats, ""
+        whys.append(f"{prefix}: {repeats}")
     return None, whys[0] if whys else f"{prefix}: no {LEAST} layers in a row are equal"
 
 
@@ -119,16 +119,16 @@ def _within(layers: _Layers, first: int, period: int, count: int) -> Repeats | N
 
 def _ranges(kinds: Sequence[object]) -> list[tuple[int, int, int]]:
     """Runs of blocks that may be equal, the longest first: first layer, layers in a block, number of blocks."""
-    found: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     for period in range(1, min(_LONGEST, len(kinds) // LEAST) + 1):
         start, best = 0, (0, period, 0)
         for i in range(len(kinds)):
             if i + period >= len(kinds) or kinds[i] != kinds[i + period]:
-                best = max(best, (start, period, (i - start) // period + 1), key=lambda one: one[2])
+                best = max(best, (start, period, (i - start) // period + 1), key=lambda run: run[2])
                 start = i + 1
         if best[2] >= LEAST:
-            found.append(best)
-    return sorted(found, key=lambda one: -one[1] * one[2])
+            ranges.append(best)
+    return sorted(ranges, key=lambda run: -run[1] * run[2])
 
 
 class _Layers:
@@ -138,10 +138,10 @@ class _Layers:
         self.graph, self.prefix, self.marks = graph, prefix, marks
         self.nodes = list(graph.graph.nodes)
         self.pattern = re.compile(re.escape(prefix) + r"\.(\d+)(?=[./]|$)")
-        self.inputs: dict[Node, Input] = {node: given for given, node in graph.placeholders()}
+        self.inputs: dict[Node, Input] = {node: program_input for program_input, node in graph.placeholders()}
         self.layer: dict[Node, int] = {}
-        for node, given in self.inputs.items():
-            self._say(node, self.number(given.owner or given.name))
+        for node, program_input in self.inputs.items():
+            self._say(node, self.number(program_input.owner or program_input.name))
         self._forward()
         self.lists = ListCalls(graph.graph)
         self._behind()
@@ -152,8 +152,8 @@ class _Layers:
 
     def number(self, name: str) -> int | None:
         """The number of the layer in a name."""
-        found = self.pattern.match(name)
-        return int(found[1]) if found else None
+        match = self.pattern.match(name)
+        return int(match[1]) if match else None
 
     def _say(self, node: Node, layer: int | None) -> None:
         if layer is not None:
@@ -163,9 +163,9 @@ class _Layers:
         for node in self.nodes:
             if node.op == "call_function":
                 self._say(node, self.number(meta.module_path(node)))
-        for node, given in self.inputs.items():
+        for node, program_input in self.inputs.items():
             readers = {self.layer.get(user) for user in node.users}
-            if given.role is Role.CONST and len(readers) == 1:
+            if program_input.role is Role.CONST and len(readers) == 1:
                 self._say(node, readers.pop())
 
     def _behind(self) -> None:
@@ -173,23 +173,23 @@ class _Layers:
         inner = {n: i for n, i in self.layer.items() if n in self.inputs or self._stays(n, i)}
         settled: dict[Node, int] = {}
         for node in self.nodes:
-            known = node in self.layer and node.target is not GRAD_READY
-            if node.op != "call_function" or known or node in self.lists.made:
+            has_layer = node in self.layer and node.target is not GRAD_READY
+            if node.op != "call_function" or has_layer or node in self.lists.call_of:
                 continue
-            given, source = operands(node), self.lists.source(node)
-            read = {inner[n] for n in given if n in inner}
-            behind = {settled[n] for n in given if n in settled}
+            reads, source = operands(node), self.lists.source(node)
+            inside = {inner[n] for n in reads if n in inner}
+            behind = {settled[n] for n in reads if n in settled}
             if node.target is GRAD_READY:
                 seen = {self.number(str(node.args[1]))}
             elif source is not None:
                 seen = {self.layer.get(source)}
             else:
-                seen = read or behind
+                seen = inside or behind
             if len(seen) == 1:
                 self._say(node, next(iter(seen)))
             if node not in self.layer:
                 continue
-            after = not meta.is_backward(node) and (read or all(n in settled for n in given))
+            after = not meta.is_backward(node) and (inside or all(n in settled for n in reads))
             if node.target is GRAD_READY or source is not None or after:
                 settled[node] = self.layer[node]
 
@@ -200,14 +200,14 @@ class _Layers:
 
     def kinds(self) -> list[object]:
         """A hash of each layer, in order: equal for layers that may be equal."""
-        found: dict[int, list[object]] = {}
+        shapes: dict[int, list[object]] = {}
         for node in self.nodes:
             if node in self.layer:
-                found.setdefault(self.layer[node], []).append(self.shape(node))
-        numbers = sorted(found)
+                shapes.setdefault(self.layer[node], []).append(self.shape(node))
+        numbers = sorted(shapes)
         if numbers != list(range(len(numbers))):
             raise NoRepeatsError("layers are missing")
-        return [hash(tuple(found[i])) for i in numbers]
+        return [hash(tuple(shapes[i])) for i in numbers]
 
     def shape(self, node: Node) -> tuple[object, ...]:
         """A key that equal nodes share."""
@@ -222,29 +222,29 @@ class _Cut:
     def __init__(self, layers: _Layers, first: int, period: int, count: int) -> None:
         self.layers, self.count = layers, count
         numbers = {node: (i - first) // period for node, i in layers.layer.items()}
-        self.known = {node: b for node, b in numbers.items() if 0 <= b < count}
-        self.found: list[list[Node]] = [[] for _ in range(count)]
+        self.block_of = {node: b for node, b in numbers.items() if 0 <= b < count}
+        self.members: list[list[Node]] = [[] for _ in range(count)]
 
     def blocks(self) -> list[list[Node]]:
         """The nodes of each block in the order of the graph."""
         for node in self.layers.inputs:
-            if node in self.known:
-                self.found[self.known[node]].append(node)
+            if node in self.block_of:
+                self.members[self.block_of[node]].append(node)
         calls = [node for node in self.layers.nodes if node.op == "call_function"]
-        done = 0
+        begin = 0
         sweeps = [*self._sweeps(calls), None]
         for sweep, after in pairwise(sweeps):
             assert sweep is not None, "the last is the end"
             end = after[0][1] if after else len(calls)
-            done = self._sweep(calls, sweep, done, end)
-        return self.found
+            begin = self._sweep(calls, sweep, begin, end)
+        return self.members
 
     def _sweeps(self, calls: Sequence[Node]) -> Iterator[list[tuple[int, int, int]]]:
         """Each sweep as its (block, start, end), in the order of the graph."""
         groups: list[tuple[int, int, int]] = []
         before: bool | None = None
         for i, node in enumerate(calls):
-            block, phase = self.known.get(node), meta.is_backward(node)
+            block, phase = self.block_of.get(node), meta.is_backward(node)
             if block is not None:
                 if groups and groups[-1][0] == block and phase == before:
                     groups[-1] = (block, groups[-1][1], i + 1)
@@ -278,5 +278,5 @@ class _Cut:
             raise NoRepeatsError(f"%{calls[sweep[0][1]].name}: what stands between layers is not at their ends",
                                  sweep[0][0] if tails else sweep[-1][0])  # fmt: skip
         for block, first, last in sweep:
-            self.found[block] += calls[first - head : last + tail]
+            self.members[block] += calls[first - head : last + tail]
         return sweep[-1][2] + tail
