@@ -111,10 +111,14 @@ def few(values: Iterable[Any], of: Callable[[Any], Mapping[str, Any]]) -> list[A
 
 
 def mark_crosses(items: list[pytest.Item]) -> None:
-    """Of each test marked `crossed`, mark `full` what `covering` leaves out of the product of its usual parameters."""
+    """Mark `full` what a test marked `usual` does not name, and what `covering` leaves out of one marked `crossed`."""
     crosses: dict[str, list[pytest.Function]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+            continue
+        usual = item.get_closest_marker("usual")
+        if usual and item.callspec.id not in usual.args:
+            item.add_marker("full")
             continue
         if item.get_closest_marker("crossed"):
             crosses.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -174,6 +174,7 @@ def step():
 """
 
 
+@pytest.mark.full
 def test_the_command_says_of_a_published_row_what_the_table_says(tmp_path: Path) -> None:
     """Of eight layers and one micro-batch of it, for which the table takes two and three, without sequence parallelism,
     which is no name for `--tp`.
@@ -195,6 +196,7 @@ def test_the_command_says_of_a_published_row_what_the_table_says(tmp_path: Path)
     assert json.loads(out.read_text())["step_us"] / 1e6 == pytest.approx(simulated.step_s(run, hardware), rel=0.003)
 
 
+@pytest.mark.full
 def test_checkpoints_before_torch_2_1_run_a_layer_to_its_end() -> None:
     """Its last product is the only one whose result no backward reads."""
     stops = run_of(**SMALL)

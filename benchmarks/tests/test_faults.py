@@ -111,6 +111,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(kill: Kill) -> None:
     assert resumed.resumed >= 2 or kill.where == "save"
 
 
+@pytest.mark.full
 def test_a_job_with_another_curve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(1, "replicate", "", "none", "cosine", "per_rank", False)
     case = replace(case_of(0), setup=setup, every=1, keep=2, wait=True, kills=())

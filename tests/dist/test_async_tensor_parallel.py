@@ -42,6 +42,7 @@ def _fused(rank: int, world: int, mesh: str) -> tuple[float, int, list[str]]:
     return worst, sum(node.target in FUSED for node in step.local_graph.graph.nodes), step.misses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.full)])
 def test_fused_products_compute_what_one_device_does(mesh: str) -> None:
     for worst, fused, misses in run_ranks(_fused, ws.Mesh(mesh).size, mesh):

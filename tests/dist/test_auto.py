@@ -163,6 +163,7 @@ def _applied(rank: int, world: int, path: str, layers: int = LAYERS) -> Any:
     return ws.peak_memory(step.local_graph).size_bytes, again, same, step.plan.strategy
 
 
+@pytest.mark.full
 def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
     """Its strategy and its budget, bit for bit; to other parameters it is not."""
     path = str(tmp_path / "plan.json")

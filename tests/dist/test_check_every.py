@@ -303,6 +303,7 @@ def drawn(call: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 4, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.full
 def test_ranks_may_hold_nothing_alike() -> None:
     rows = list(LAYOUTS.items())
     assert run_ranks(without_copies, 2, rows, ("without state", "state"), timeout=300) == [{}] * 2

@@ -334,6 +334,7 @@ def test_kept_gradients(two: Results) -> None:
     assert all(found.grad <= TOLERANCE for found in two["kept gradients, sharded"])
 
 
+@pytest.mark.full
 def test_bytes_at_rest(two: Results, three: Results, four: Results) -> None:
     """The first rank holds what the plan says; sharded evenly, that is 1/ranks of the whole within 1 %."""
     for ranks in (two, three, four):

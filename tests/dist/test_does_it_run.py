@@ -85,6 +85,7 @@ def run_rows(rank: int, world: int, names: list[str], style: str) -> dict[str, f
     return found
 
 
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("part", range(3))

@@ -133,6 +133,7 @@ ONCE = list(zip(COUNTED, COUNTED_ON, strict=True))
 OTHERS = [job for job in product(COUNTED, COUNTED_ON) if job not in ONCE]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jobs", [ONCE, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["once", "others"])
 def test_ranks_may_have_other_numbers_of_micro_batches(jobs: list[tuple[str, Any]]) -> None:
     """Gradients that are products on one rank are sums of products on another: what both reduce is the same."""

@@ -155,6 +155,7 @@ def _chooses(rank: int, world: int, share: float) -> tuple[float, int, str, floa
     return worst, step.strategies.pieces, said, ws.peak_memory(step.local_graph).size_bytes / peak
 
 
+@pytest.mark.full
 def test_the_first_rank_chooses_the_number_for_all() -> None:
     """The choice stays for the smaller batch of the third call."""
     first, second = run_ranks(_chooses, 2, 0.8)

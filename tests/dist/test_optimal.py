@@ -70,6 +70,7 @@ def _language_model(rank: int, world: int, auto: bool) -> dict[str, Any]:
     return {"worst": max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs)), "strategy": step.plan.strategy}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("auto", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_language_model(auto: bool) -> None:
     for found in run_ranks(_language_model, 2, auto):

@@ -184,6 +184,7 @@ def _resumed(rank: int, world: int, folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_stages_and_shards(tmp_path: Path) -> None:
     """State, also of the optimizer, goes from stages to other stages, to shards, and back."""
     for found in run_ranks(_resumed, 2, str(tmp_path)):

@@ -84,6 +84,7 @@ def test_ranks_with_other_sizes_share_one_program(style: str, semantics: str) ->
     check(style, semantics, 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("semantics", [pytest.param("per_rank", marks=pytest.mark.full), "global"])
 def test_a_step_that_ends_in_the_next_one_takes_all_sizes(semantics: str) -> None:
     """Of two sizes in a row, the update of the first completes in the call of the second."""
@@ -228,6 +229,7 @@ def _pads(rank: int, world: int, kind: str) -> tuple[float, int, list[str]]:
     return worst, len(step.programs), step.misses
 
 
+@pytest.mark.usual("stages", "global")
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=pytest.mark.full) if "," in PADDED[one][0] else one for one in PADDED]
 )

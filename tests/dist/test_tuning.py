@@ -195,6 +195,7 @@ def train_with_interruptions(rank: int, world: int, folder: str, tune: str) -> A
     return losses, orders, str(step.tuning)
 
 
+@pytest.mark.full
 def test_errors_evaluations_and_loads_between_turns_change_nothing(tmp_path: Path) -> None:
     plain, tuned = (run_ranks(train_with_interruptions, 2, str(tmp_path / tune), tune) for tune in ("off", "auto"))
     assert [one[0] for one in plain] == [one[0] for one in tuned]

@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from tests.conftest import today
 from tests.op_db.run import outcomes
 
-DAILY = 30
+DAILY = 20
 INFOS = {f"{info.name}{'.' * bool(info.variant_test_name)}{info.variant_test_name}": info for info in op_db}
 
 

@@ -40,6 +40,7 @@ def test_a_copy_answers_fails_is_dropped_or_given_up() -> None:
     assert usable_cores() >= 1
 
 
+@pytest.mark.full
 def test_a_search_on_two_cores_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows, their costs and the plan; some hold too much."""
     with torch.device("meta"):

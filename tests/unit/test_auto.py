@@ -84,6 +84,7 @@ def test_never_worse_than_any_template(kind: str, hardware: str) -> None:
     assert {row.name for row in found.rows} < {row.name for row in solved.rows}
 
 
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("hardware", EXTREMES)
 @pytest.mark.parametrize("kind", GRAPHS)

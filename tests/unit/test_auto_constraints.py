@@ -165,6 +165,7 @@ def test_axes_of_one_rank_cut_nothing() -> None:
 
 
 # -- deep models, searched meshes, files ----------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layer", "equal"),
     [*(pytest.param(one, LAYERS - 1, marks=pytest.mark.full) for one in (0, LAYERS - 1)), (5, 0)],
@@ -183,6 +184,7 @@ def test_a_wish_for_one_layer_of_many(layer: int, equal: int) -> None:
     assert not any(layout.axes for layout in rests.values())
 
 
+@pytest.mark.full
 def test_a_wish_for_all_layers_leaves_them_equal() -> None:
     found = auto(hardware=FAST, replicated={"layers.*.norm": "dp"}, solve=False).search(deep(256), "dp=8")
     assert found.folded is not None

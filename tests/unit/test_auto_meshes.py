@@ -127,6 +127,7 @@ def peak(rows: int, auto: ws.Auto) -> int:
     return auto.search(wide(rows), "dp=4").best.needs_bytes
 
 
+@pytest.mark.full
 def test_the_fastest_for_each_sequence_wins() -> None:
     auto = ws.Auto()
     found = search_batches(auto, wide, "dp=4", [8, 1, 4, 8])
@@ -142,6 +143,7 @@ def test_the_fastest_for_each_sequence_wins() -> None:
     )
 
 
+@pytest.mark.full
 def test_sizes_that_do_not_fit() -> None:
     """Of the first, why; larger ones are not captured."""
     auto, captured = ws.Auto(recompute=False), list[int]()
@@ -164,6 +166,7 @@ def test_sizes_that_do_not_fit() -> None:
         search_batches(ws.Auto(1000), wide, "dp=4", [1, 2])
 
 
+@pytest.mark.full
 def test_values_made_again_let_more_fit() -> None:
     budget = int(peak(8, ws.Auto()) * 0.9)
     found = search_batches(ws.Auto(budget), wide, "dp=4", [1, 8])
@@ -172,6 +175,7 @@ def test_values_made_again_let_more_fit() -> None:
     assert f"{len(found.rows[1].best.rematerialized)} tensors" in show(found)
 
 
+@pytest.mark.full
 def test_sizes_are_doubled_while_that_helps() -> None:
     found = search_batches(ws.Auto(), wide, "dp=4")
     assert [row.batch for row in found.rows] == [1 << power for power in range(len(found.rows))]

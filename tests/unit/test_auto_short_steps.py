@@ -100,6 +100,7 @@ def test_the_winner_is_that_of_all_layers(kind: str, hardware: str) -> None:
     assert short.plan.to_json() == long.plan.to_json()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hardware", "mesh", "tensor", "each", "least"),
     [
@@ -138,6 +139,7 @@ def priced(graph: ws.TrainGraph, template: Template, hardware: Any, mesh: ws.Mes
     return costs(ws.partition(graph, planned), planned, hardware)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hardware", "each"), [("slow", 2), *(pytest.param(name, 1, marks=pytest.mark.full) for name in MACHINES)]
 )
@@ -220,6 +222,7 @@ def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
     assert found.best.costs == priced(graph, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)), FAST)
 
 
+@pytest.mark.full
 def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
     """By what is alike in all of them; figures of the best are of what it does itself, in all layers."""
     graph, data = deep(WIDTHS["wide"]), ws.DataParallel("replicate", axis="dp")

@@ -46,6 +46,7 @@ def stepped(make: Callable[[], nn.Module], step: Any, batches: list[tuple[Any, .
     return OneDevice(both, step, batches)
 
 
+@pytest.mark.usual("2-8-dp=2-0.55", "2-7-dp=2-1.0")
 @pytest.mark.parametrize(
     ("rows", "tokens", "mesh", "share"), [(2, 8, "dp=2", 0.55), (3, 8, "dp=4", 0.31), (2, 7, "dp=2", 1.0)]
 )

@@ -447,6 +447,7 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], int]] = {  # what the step compute
 }
 
 
+@pytest.mark.usual("from_numpy", "changed in place", "a branch of Python")
 @pytest.mark.filterwarnings("ignore:fn is captured a third time")
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_an_array_is_a_tensor_until_its_contents_are_read(kind: str) -> None:

@@ -122,6 +122,7 @@ def test_other_values_are_refused_with_the_line(read: Any) -> None:
     assert "test_capture_values.py" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_value_that_keeps_changing_is_refused() -> None:
     step, model, optimizer = compiled(lambda out, batch: out.sum() * batch["ids"].sum().item())
     for i in range(16):

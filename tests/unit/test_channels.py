@@ -101,6 +101,7 @@ def test_a_stage_has_one_channel_in_each_group(channels: list[tuple[int, int]], 
     assert len(found) <= groups
 
 
+@pytest.mark.usual("4")
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_messages_go_through_the_group_of_their_channel(pieces: int) -> None:
     """Those of pieces, and weights and gradients that two stages share."""

@@ -97,6 +97,7 @@ def test_continues_exactly(optimizer: str, into: str, tmp_path: Path) -> None:
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == (optimizer == "adam tensor lr")
 
 
+@pytest.mark.usual("adam tensor lr")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam tensor lr"])
 def test_a_number_that_is_set_after_the_load_stays(optimizer: str, tmp_path: Path) -> None:
     """Loops that set the learning rate before each call; what they do not set comes from the checkpoint."""

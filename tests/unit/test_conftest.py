@@ -86,6 +86,11 @@ import pytest
 def test_of_a_cross(a, b):
     pass
 
+@pytest.mark.usual("two")
+@pytest.mark.parametrize("case", ["one", "two"])
+def test_of_cases(case):
+    pass
+
 @pytest.mark.full
 def test_of_a_catalogue():
     pass
@@ -95,25 +100,25 @@ def test_of_a_catalogue():
 @pytest.mark.parametrize(
     ("options", "passed", "left"),
     [
-        ([], 5, 10),
-        (["-m", "full"], 11, 5),
-        (["-m", "full or not full"], 16, 0),
-        (["-m", "full", "--minutes", "5"], 11, 5),
-        (["-k", "cross"], 5, 10),
+        ([], 6, 11),
+        (["-m", "full"], 12, 6),
+        (["-m", "full or not full"], 18, 0),
+        (["-m", "full", "--minutes", "5"], 12, 6),
+        (["-k", "cross"], 5, 12),
     ],
 )
 def test_what_is_full_runs_where_it_is_named(
     pytester: pytest.Pytester, options: list[str], passed: int, left: int
 ) -> None:
     pytester.makepyfile(CROSSED)
-    marks = ["crossed", "full", *conftest.TIERS]
+    marks = ["crossed", "usual", "full", *conftest.TIERS]
     pytester.makeini("[pytest]\nmarkers =\n" + "\n".join(f"    {mark}: x" for mark in marks))
     pytester.runpytest_inprocess(*options, plugins=[conftest]).assert_outcomes(passed=passed, deselected=left)
 
 
 def test_no_test_begins_without_time(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(CROSSED)
-    pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=5, deselected=10)
+    pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=6, deselected=11)
 
 
 def test_days_begin_with_other_files(request: pytest.FixtureRequest) -> None:

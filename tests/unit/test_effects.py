@@ -2585,6 +2585,7 @@ def test_objects_that_answer_every_name_or_raise_are_not_asked(stranger: Any, pl
         compare(step(x, stranger if place == "argument" else None), eager.update(x), place)
 
 
+@pytest.mark.full
 def test_another_object_in_each_call_is_captured_again_and_said_once() -> None:
     world, eager = World(), World()
     step = ws.compile(lambda x: world.update(x * world.table["scale"]), model=world.model, optimizer=world.optimizer)

@@ -145,6 +145,7 @@ def test_all_of_them_print_the_figures(mode: str) -> None:
         assert text in said
 
 
+@pytest.mark.usual("simulate", "plan")
 @pytest.mark.parametrize("mode", MODES)
 def test_all_of_them_price_other_software(mode: str, tmp_path: Path) -> None:
     """The host of `fsdp` starts ops one by one, for which a step this small waits; a product that was measured to take
@@ -168,6 +169,7 @@ SMALL = model_file("nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)", "64, 2
 DEEP = model_file(", ".join(["nn.Linear(1024, 1024), nn.GELU()"] * 8), "2048, 1024")
 
 
+@pytest.mark.usual("simulate", "plan")
 @pytest.mark.parametrize("mode", MODES)
 def test_all_of_them_have_the_order_of_other_software(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

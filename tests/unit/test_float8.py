@@ -67,6 +67,7 @@ def test_training_is_that_by_hand(recipe: Recipe, dtype: torch.dtype) -> None:
     assert all(p.dtype == dtype for p in model.parameters())
 
 
+@pytest.mark.usual("rowwise")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_autocast_and_mixed_precision_give_the_layer_bfloat16(recipe: Recipe) -> None:
     def autocast(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:

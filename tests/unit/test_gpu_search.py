@@ -193,6 +193,7 @@ def test_the_first_fits_the_device() -> None:
     assert first_fits(GpuResult((fast,), (), 100), none).best == ()
 
 
+@pytest.mark.full
 def test_what_a_setup_reserves(steps: ShortSteps, tiny: str) -> None:
     """As the program of all layers; more where gradients of micro-batches are there besides, as in a loop of three."""
     search, setup = GpuSearch(steps, H100, 1 << 30, None, 1_000_000), setup_of(1.0)
@@ -221,6 +222,7 @@ def test_all_layers_are_captured_where_one_differs(tiny: str) -> None:
     assert made == [4, 4, LAYERS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("micro_batches", "refused"),
     [pytest.param(1, False, marks=pytest.mark.full), pytest.param(3, False, marks=pytest.mark.full), (1, True)],

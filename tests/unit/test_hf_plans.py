@@ -72,6 +72,7 @@ def kept(found: Comparison) -> set[str]:
     return {".".join(part for part in name.split(".") if not part.isdigit()) for name in cut}
 
 
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("mesh", BOTH)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
@@ -81,6 +82,7 @@ def test_layers_of_columns_and_rows_gather_nothing(name: str, mesh: str) -> None
     assert len(kept(found)) >= 8
 
 
+@pytest.mark.usual("mixtral-tp=2", "qwen3_moe-dp=2,tp=2")
 @pytest.mark.crossed
 @pytest.mark.parametrize("mesh", BOTH)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "aria_text"])
@@ -97,6 +99,10 @@ def test_packed_projections_are_gathered_where_the_plan_says() -> None:
     assert gathered(found) == {"model.layers.self_attn.qkv_proj": 2, "model.layers.mlp.gate_up_proj": 2, "": 10}
 
 
+@pytest.mark.usual(
+    "deepseek_v2-mla_kv_a_proj-model.layers.self_attn.kv_b_proj.weight",
+    "nemotron_h-embedding_rowwise-model.layers.mixer.experts.up_proj",
+)
 @pytest.mark.parametrize(
     ("name", "word", "cut"),
     [

@@ -145,6 +145,7 @@ def _in_stages(
     return ws.partition(graph, ws.plan(graph, mesh, parallel, hardware=GPUS))
 
 
+@pytest.mark.usual("loop-tp-4")
 @pytest.mark.parametrize(
     "pieces", [4, pytest.param(2, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full)]
 )

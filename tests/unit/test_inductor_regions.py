@@ -78,6 +78,7 @@ def _train(layers: int, chosen: Any, **options: Any) -> list[Tensor]:
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
+@pytest.mark.usual("fused")
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"foreach": True}, marks=pytest.mark.full), {"fused": True}],

@@ -147,6 +147,7 @@ def test_layers_that_repeat_are_solved_once() -> None:
     assert few == many
 
 
+@pytest.mark.full
 def test_the_optimum_of_many_layers() -> None:
     hardware = Hardware.preset("dgx-h100")
     found = solve_layouts(llama(9)[0], replace(asked("dp=32,tp=8", hardware), axes=("dp",), storages=STORAGE_OPTIONS))[
@@ -183,6 +184,7 @@ def step_s(graph: TrainGraph, planned: Plan, hardware: Hardware) -> float:
     return costs(ws.partition(graph, planned), planned, hardware).step_s
 
 
+@pytest.mark.full
 def test_no_slower_than_the_plans_that_llama_carries() -> None:
     hardware, (graph, model) = Hardware.preset("dgx-h100"), llama(2)
     found = ws.plan(graph, "tp=8", TensorParallel("auto", hardware=hardware))

@@ -372,6 +372,7 @@ class Dropout(nn.Module):
         return self.after(F.scaled_dot_product_attention(x, x, x, mask[:, None, None, :], dropout_p=0.2)[:, 0])
 
 
+@pytest.mark.full
 def test_dropout_draws_for_the_longest_length() -> None:
     """So its numbers are those of one device for a batch that is one position longer than the longest length."""
     torch.manual_seed(0)
@@ -421,6 +422,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.full), "sdpa"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "bert" else pytest.mark.full) for n in MODELS])
 def test_models_of_transformers(name: str, attention: str) -> None:

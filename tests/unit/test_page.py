@@ -268,6 +268,7 @@ def test_lanes_hold_every_span_compactly() -> None:
     assert len(json.dumps(data)) < 6e6
 
 
+@pytest.mark.usual("0")
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize("count", [0, 100_000])
 def test_a_browser_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -254,6 +254,7 @@ class Vit(nn.Module):
         return self.head(self.pool(tokens.transpose(1, 2)).flatten(1))
 
 
+@pytest.mark.usual("even-2", "uneven-3")
 @pytest.mark.crossed
 @pytest.mark.parametrize("pooled", [1, 2, 3])
 @pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])

@@ -129,6 +129,7 @@ def test_what_is_read_in_several_layouts_is_sent_once() -> None:
     assert sorted(sent) == [(0, 1), (1, 0)]
 
 
+@pytest.mark.full
 def test_a_stage_regathers_activations_for_its_backward() -> None:
     pipeline, again = ws.Pipeline(micro_batches=2), ws.TensorParallel(SEQUENCE, reshard_after_forward=True)
     found = compare(one_device(2, False, 0.0), "pp=2,tp=2", [pipeline, again])
@@ -158,6 +159,7 @@ def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:
         assert all(written.get(one, place[last] + 1) > place[last] for one, last in held)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["pp=3,tp=2", pytest.param("dp=2,pp=3,tp=2", marks=pytest.mark.full)])
 def test_a_rank_between_others_may_have_one_layer_alone_and_one_piece(mesh: str) -> None:
     """What it exchanges depends on the batch only by what other stages send."""

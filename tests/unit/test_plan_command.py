@@ -255,6 +255,7 @@ def test_the_table():
     ]
 
 
+@pytest.mark.full
 @NEEDS_HF
 def test_comparing_by_command(tiny: str, tmp_path: Path):
     out = tmp_path / "table.json"

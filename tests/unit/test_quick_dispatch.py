@@ -150,7 +150,13 @@ FRESH = (torch.ops.aten.mul.Tensor, torch.ops.aten.sort.default)
 RECIPES = itertools.cycle(["AdamW-fused", "SGD-momentum-foreach", "Adam-tensor-lr"])
 
 
-@pytest.mark.parametrize(("case", "recipe"), list(zip(CASES, RECIPES, strict=False)))
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [
+        pytest.param(*pair, marks=pytest.mark.full if n % 4 else ())
+        for n, pair in enumerate(zip(CASES, RECIPES, strict=False))
+    ],
+)
 def test_of_whole_steps(case: str, recipe: str, own_way: Callable[[], None]) -> None:
     chosen = CASES[case]
 

@@ -194,6 +194,7 @@ def work(local: ws.LocalGraph) -> tuple[float, float]:
     return sum(node_us(n, MACHINE) for n in calls), sum(flops(n) for n in calls)
 
 
+@pytest.mark.usual("again")
 @pytest.mark.parametrize("style", ["replicate", "fully_shard", "again"])
 def test_less_work_than_checkpoints_of_every_block(style: str) -> None:
     """In no more memory than torch.utils.checkpoint of each block takes."""

@@ -177,6 +177,7 @@ WIDE = model_file(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("args", [
     ("simulate", "--recompute", "auto"),
     pytest.param(("plan", "--hardware", "dgx-h100", "--auto"), marks=pytest.mark.full),

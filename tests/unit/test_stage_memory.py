@@ -68,6 +68,7 @@ def one_device(layers: int, tied: bool, drop: float) -> OneDevice:
     return OneDevice(maker(layers, tied, drop), train, batches(8, 2))
 
 
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"])
 @pytest.mark.parametrize("pieces", [1, 4, 8])
@@ -81,6 +82,7 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", [
     ("dp=2,pp=2", GLOBAL),
     pytest.param(("pp=2,tp=2", TENSOR_PARALLEL), marks=pytest.mark.full),
@@ -128,6 +130,7 @@ def test_layers_are_computed_again_by_a_rule_in_a_loop(kind: Any) -> None:
         RecomputeLayers(kind)(stage_program(staged_local, 0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_llama(order: str) -> None:
     pytest.importorskip("transformers")
@@ -220,6 +223,7 @@ def test_a_stage_with_more_pieces_in_flight_recomputes_more() -> None:
     assert counts[0] > counts[1] >= counts[2] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.full) for part in (0.8, 0.4)), 0.1])
 def test_a_budget_is_met_in_a_loop(part: float) -> None:
     parallel = ws.MicroBatches(4)

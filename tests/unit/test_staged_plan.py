@@ -87,6 +87,7 @@ def both(
     return few, staged(ws.partition(graph, plan), BlockPrices(HARDWARE, on), order)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "layers", "pieces", "order", "chunks", "options"), [
     ("dp=2,pp=4", (1, 3, 2, 2), 8, "1f1b", None, {"tied": True}),
     pytest.param("pp=2", (4, 4), 4, "1f1b", None, {}, marks=pytest.mark.full),

@@ -14,7 +14,7 @@ from tests.places import PLACES
 CALLS = 9
 
 
-NAMES = [name if n % 16 == 0 else pytest.param(name, marks=pytest.mark.full) for n, name in enumerate(PLACES)]
+NAMES = [name if n % 32 == 0 else pytest.param(name, marks=pytest.mark.full) for n, name in enumerate(PLACES)]
 
 
 @pytest.mark.parametrize("name", NAMES)
