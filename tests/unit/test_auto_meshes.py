@@ -136,10 +136,10 @@ def test_the_fastest_for_each_sequence_wins() -> None:
     assert {row.batch: row.sequence_s for row in found.rows} == alone
     assert found.batch == min(alone, key=lambda size: alone[size])
     assert len({*alone.values()}) == 3
-    assert found.found.best.batch_s / found.batch == min(alone.values())
+    assert found.search.best.batch_s / found.batch == min(alone.values())
     assert [i.meta.shape[0] for i in found.graph.inputs if i.meta.shape == (64 * found.batch, 256)]
-    assert found.found.plan == ws.plan(
-        wide(found.batch), "dp=4", found.found.best.strategies, hardware=ws.Hardware.default()
+    assert found.search.plan == ws.plan(
+        wide(found.batch), "dp=4", found.search.best.strategies, hardware=ws.Hardware.default()
     )
 
 

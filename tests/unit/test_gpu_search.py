@@ -106,7 +106,7 @@ def test_gradients_that_add_up_are_counted_as_they_are(tiny: str) -> None:
 
 
 def simulated(steps: ShortSteps) -> int:
-    return sum(len(made.known) for made in steps.planned.values())
+    return sum(len(made.kind_costs) for made in steps.planned.values())
 
 
 @pytest.mark.full
@@ -391,7 +391,7 @@ def test_what_a_larger_step_costs_besides() -> None:
     found = one.grown(few, more)
     assert (found.peak_bytes, found.sent_bytes, found.collectives, found.rest_bytes) == (115, 6, 3, 10)
     assert (found.step_s, found.exposed_s, found.model_s) == pytest.approx((1.2, 0.6, 0.5))
-    assert found.held == {"a": 70, "b": 30, "c": 15}
+    assert found.by_kind == {"a": 70, "b": 30, "c": 15}
 
 
 def test_costs_grow_evenly() -> None:
@@ -399,7 +399,7 @@ def test_costs_grow_evenly() -> None:
     two = Costs(10, 150, 9, 3, 1.8, 0.6, 0.8, 0.2, 0.4, {"a": 90, "c": 60})
     four = repeated(one, two, 4)
     assert (four.step_s, four.model_s, four.sent_bytes) == pytest.approx((3.4, 1.6, 17))
-    assert (four.peak_bytes, four.held, four.rest_bytes) == (100, one.held, 10)
+    assert (four.peak_bytes, four.by_kind, four.rest_bytes) == (100, one.by_kind, 10)
     assert repeated(one, two, 1).step_s == 1.0
     with pytest.raises(ws.PlanError, match="0 micro-batches"):
         repeated(one, two, 0)

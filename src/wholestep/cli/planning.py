@@ -264,10 +264,10 @@ def _chosen_by_batch(
                 passes=searched_passes(request), software=request.options.software,
             )  # fmt: skip
 
-    best = within_device(shown, auto.budget_bytes, attempt, lambda best: _reserved_by_best(best.found))
+    best = within_device(shown, auto.budget_bytes, attempt, lambda best: _reserved_by_best(best.search))
     head = f"{request.target.name} on mesh {request.mesh}, by batch\n{batch_sizes.show(best)}"
     head += f"\n\nwith batches of {best.batch}"
-    report = _search_done(shown, best.found, best.graph, replace(request, target=targets[best.batch]), head)
+    report = _search_done(shown, best.search, best.graph, replace(request, target=targets[best.batch]), head)
     return report, replace(spec, batch=best.batch)
 
 

@@ -38,9 +38,9 @@ class Ahead(Generic[T]):
             self.silent = spent == before
         if self.silent:
             os.kill(self.process, signal.SIGKILL)
-        found = self._ended()
+        pickled = self._ended()
         try:
-            return pickle.loads(found)
+            return pickle.loads(pickled)
         except (EOFError, pickle.UnpicklingError):  # it did not come to its end
             return None
 
@@ -60,17 +60,17 @@ class Ahead(Generic[T]):
 
     def _ended(self) -> bytes:
         with os.fdopen(self._pipe, "rb") as pipe:
-            found = pipe.read()
+            pickled = pipe.read()
         os.waitpid(self.process, 0)
-        return found
+        return pickled
 
 
 def _answer(work: Callable[[], object], end: int) -> None:
     """The copy: writes what `work` returns, and ends."""
     try:
-        found = pickle.dumps(work())
+        pickled = pickle.dumps(work())
         with os.fdopen(end, "wb") as pipe:
-            pipe.write(found)
+            pipe.write(pickled)
     finally:
         os._exit(0)
 

@@ -100,23 +100,23 @@ class Auto:
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
         if self.pipeline is not None and (self.pinned or self.replicated):
-            found = "Auto(pipeline=...) with pinned= or replicated="
-            raise PlanError(found, "one of them", "leave out the constraints, or give a Pipeline as parallel=")
+            finding = "Auto(pipeline=...) with pinned= or replicated="
+            raise PlanError(finding, "one of them", "leave out the constraints, or give a Pipeline as parallel=")
         if self.may_cut and self.memory_bytes is None and self.pipeline is None:
-            found = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
+            finding = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
             needed = "a budget: the number of pieces is the one that fits"
-            raise PlanError(found, needed, 'give memory_bytes="80GiB", say, or a number of pieces')
-        known = [style.name for style in STYLES.values() if style.searched]
+            raise PlanError(finding, needed, 'give memory_bytes="80GiB", say, or a number of pieces')
+        names = [style.name for style in STYLES.values() if style.searched]
         if self.styles is not None and not (
-            is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*known}
+            is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*names}
         ):
             raise PlanError(
-                f"Auto(styles={shown(self.styles)})", f"some of {', '.join(map(repr, known))}", "correct the names"
+                f"Auto(styles={shown(self.styles)})", f"some of {', '.join(map(repr, names))}", "correct the names"
             )
         if not isinstance(self.data.style, str):
             raise PlanError(
                 f"Auto(data=DataParallel(style={self.data.kind.name}))",
-                f"no style: Auto chooses among {', '.join(known)}",
+                f"no style: Auto chooses among {', '.join(names)}",
                 "leave out the style, or give the DataParallel as parallel=",
             )
 
@@ -175,11 +175,11 @@ class Auto:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
             return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software, cores))
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
-        asked = constraints_of(graph, on, self.pinned, self.replicated)
-        auto = replace(self, tensor=self.tensor and asked.tensor(self.tensor))
-        folded = fold_step(graph, hardware, placed, asked.marks(graph), software=software)
+        constraints = constraints_of(graph, on, self.pinned, self.replicated)
+        auto = replace(self, tensor=self.tensor and constraints.tensor(self.tensor))
+        folded = fold_step(graph, hardware, placed, constraints.marks(graph), software=software)
         evaluator = Evaluator(
-            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, asked, software,
+            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, constraints, software,
             self.micro_batches if self.may_cut else None,
         )  # fmt: skip
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
@@ -188,9 +188,9 @@ class Auto:
             """The programs of one mesh: along the axis of `tensor` where the mesh has it, or else along `free`."""
             axis = free if auto.tensor is None else auto.tensor.axis if auto.tensor.axis in on.names else None
             tensor = auto.tensor if auto.tensor is not None and auto.tensor.is_open and axis else None
-            tensor = tensor or (asked.tensor(TensorParallel("auto", axis)) if axis else None)
+            tensor = tensor or (constraints.tensor(TensorParallel("auto", axis)) if axis else None)
             return IlpCandidates(
-                graph, on, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, asked,
+                graph, on, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, constraints,
                 symmetrize=symmetrize,
             )  # fmt: skip
 
@@ -200,14 +200,14 @@ class Auto:
         layouts, solved, program = auto._solved(mesh, same_batches, programs, watch)
         solver = MeshSolver(rough, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
         chosen = auto.candidates(mesh, same_batches, hardware, layouts)
-        chosen = [*((on, asked.template(graph, on, t)) for on, t in chosen), *auto._cut(solved)]
+        chosen = [*((on, constraints.template(graph, on, t)) for on, t in chosen), *auto._cut(solved)]
 
         def more(rows: Sequence[Candidate]) -> Candidates:
             return auto._cut(solver(rows))
 
-        found = Search(evaluator, cores=cores).run(chosen, more if is_open(mesh) and self.solve else None)
-        asked.check(found.plan, complete=True)
-        return replace(found, solved=program or solver.program(found.best.mesh))
+        search = Search(evaluator, cores=cores).run(chosen, more if is_open(mesh) and self.solve else None)
+        constraints.check(search.plan, complete=True)
+        return replace(search, solved=program or solver.program(search.best.mesh))
 
     def _staged(
         self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None, hardware: Hardware, watch: Watch,
@@ -217,33 +217,33 @@ class Auto:
         assert self.pipeline is not None, "stages are searched"
         if not is_open(mesh):
             mesh.axis_size(self.pipeline.axis)  # raises where there is none
-        search = StagedAuto(
+        staged = StagedAuto(
             graph, hardware, self.pipeline, self._beside, self.micro_batches, self.budget_bytes, self.recompute, placed,
             watch, software,
         )  # fmt: skip
         if not is_open(mesh):
-            return search.run([mesh])
-        found, errors = list[SearchResult](), list[PlanError]()
+            return staged.run([mesh])
+        searches, errors = list[SearchResult](), list[PlanError]()
         open_meshes = staged_meshes(mesh, self.pipeline.axis, self.meshes(mesh.size, hardware))
-        for one in (flat, partial(search.run, open_meshes)):
+        for run in (flat, partial(staged.run, open_meshes)):
             try:
-                found.append(one())
+                searches.append(run())
             except PlanError as error:
                 errors.append(error)
-        if not found:
+        if not searches:
             raise errors[0]
-        best = min(found, key=lambda one: one.best.rank)
+        best = min(searches, key=lambda search: search.best.rank)
         beaten = [replace(row, status=Status.SLOWER) if row.status is Status.CHOSEN else row
-                  for one in found if one is not best for row in one.rows]  # fmt: skip
+                  for search in searches if search is not best for row in search.rows]  # fmt: skip
         rows = (best.best, *sorted((*best.rows[1:], *beaten), key=lambda row: row.rank))
-        return replace(best, rows=rows, folded=next((one.folded for one in found if one.folded), None))
+        return replace(best, rows=rows, folded=next((search.folded for search in searches if search.folded), None))
 
     def _beside(self, mesh: Mesh) -> list[Template]:
         """The templates beside a pipeline: all axes of `mesh`, which has none of stages, are used."""
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
         axis = tensor.axis if tensor else "tp"
-        found = templates(mesh, tensor, axis, self.data, alone=tensor is None)
-        return [template for template in found if self._allows(template)]
+        candidates = templates(mesh, tensor, axis, self.data, alone=tensor is None)
+        return [template for template in candidates if self._allows(template)]
 
     def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
@@ -264,18 +264,18 @@ class Auto:
             MeshError: the mesh has no axis for `tensor`.
         """
         if is_open(mesh):
-            return self._cut(row for one in self.meshes(mesh.size, hardware) for row in self._open(one))
+            return self._cut(row for searched in self.meshes(mesh.size, hardware) for row in self._open(searched))
         tensor = self.tensor.axis if self.tensor else "tp"
         exact, symmetric = layouts
-        found = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric)
-        return self._cut((mesh, template) for template in found if self._allows(template))
+        candidates = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric)
+        return self._cut((mesh, template) for template in candidates if self._allows(template))
 
     def _cut(self, candidates: Iterable[tuple[Mesh, Template]]) -> Candidates:
         """Candidates with the number of pieces that was given."""
-        asked = () if self.micro_batches is None or self.may_cut else (self.micro_batches,)
+        micro_batches = () if self.micro_batches is None or self.may_cut else (self.micro_batches,)
         return [
             (mesh, t if isinstance(t.strategies, WholestepError) else replace(
-                t, strategies=(*t.strategies, *asked), symmetric=t.symmetric and (*t.symmetric, *asked)
+                t, strategies=(*t.strategies, *micro_batches), symmetric=t.symmetric and (*t.symmetric, *micro_batches)
             )) for mesh, t in candidates
         ]  # fmt: skip
 
@@ -291,18 +291,18 @@ class Auto:
         # the axis that is solved for by default; none where it would be the only one
         free = None if len(mesh.names) < 2 else "tp" if "tp" in mesh.names else mesh.names[-1]
         programs = programs_on(mesh, None if same_batches else free)
-        found = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
+        solutions = programs.templates() if self.solve and (programs.storages or programs.tensor) else []
         if self.solve and programs.tensor is not None and not same_batches:
-            found += replace(programs, tensor=None).templates()
-        made = next((t.solved for t in found if t.solved is not None), None)
-        return programs.layouts() if is_asked else (None, None), [(mesh, t) for t in found], made
+            solutions += replace(programs, tensor=None).templates()
+        first = next((t.solved for t in solutions if t.solved is not None), None)
+        return programs.layouts() if is_asked else (None, None), [(mesh, t) for t in solutions], first
 
     def _open(self, mesh: Mesh) -> Candidates:
         """Templates on one of several meshes: they use all of its axes, and `hybrid` exactly the meshes with groups."""
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
-        found = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
+        candidates = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
         grouped = {style.name for style in STYLES.values() if style.grouped}
-        return [(mesh, t) for t in found if self._allows(t) and (_style(t) in grouped) == ("shard" in mesh.names)]
+        return [(mesh, t) for t in candidates if self._allows(t) and (_style(t) in grouped) == ("shard" in mesh.names)]
 
     def _allows(self, template: Template) -> bool:
         return self.styles is None or _style(template) is None or _style(template) in self.styles
@@ -310,9 +310,9 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        asked = "".join(f", {one!r}" for one in (self.micro_batches, self.pinned, self.replicated) if one)
+        options = "".join(f", {option!r}" for option in (self.micro_batches, self.pinned, self.replicated) if option)
         within = "" if self.memory_bytes is None else f" within {self.memory_bytes:,} bytes"
-        return f"Auto of {among}{within}{asked}; {self.base(mesh).describe(mesh)}"
+        return f"Auto of {among}{within}{options}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches in every candidate that `compile` may choose.
@@ -334,9 +334,9 @@ class Auto:
         if mesh is None:
             raise MeshError("Auto(tensor=...) without a mesh", "a mesh with its axis", 'give mesh="dp=2,tp=2", say')
         mesh.axis_size(self.tensor.axis)
-        others = tuple(name for name in mesh.names if name != self.tensor.axis)
-        data = replace(self.data, style="replicate", axis=others)
-        return Strategies((data, self.tensor) if others else (self.tensor,))
+        data_axes = tuple(name for name in mesh.names if name != self.tensor.axis)
+        data = replace(self.data, style="replicate", axis=data_axes)
+        return Strategies((data, self.tensor) if data_axes else (self.tensor,))
 
 
 def _style(template: Template) -> str | None:

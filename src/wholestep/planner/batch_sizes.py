@@ -41,7 +41,7 @@ class BatchSearch:
 
     rows: tuple[BatchSize, ...]
     batch: int
-    found: SearchResult
+    search: SearchResult
     graph: TrainGraph
 
 
@@ -63,7 +63,7 @@ def search_batches(
     Raises:
         PlanError: sizes are malformed, or no plan can be made; of kind BudgetError where none fits for the smallest.
     """
-    rows, told = list[BatchSize](), watch or unwatched
+    rows, notify = list[BatchSize](), watch or unwatched
     best: tuple[float, int, SearchResult, TrainGraph] | None = None
     refused: BudgetError | None = None
     for size in _checked(sizes) if sizes is not None else _doubled(rows):
@@ -72,38 +72,38 @@ def search_batches(
             continue
         graph = capture(size)
         try:
-            found = auto.search(
+            search = auto.search(
                 graph, mesh, hardware=hardware, passes=passes, software=software,
-                watch=lambda name, size=size: told(f"batch {size}: {name}"),
+                watch=lambda name, size=size: notify(f"batch {size}: {name}"),
             )  # fmt: skip
         except BudgetError as error:
             refused = error
             rows.append(BatchSize(size, why=error.found))
             continue
-        rows.append(BatchSize(size, found.best))
+        rows.append(BatchSize(size, search.best))
         if best is None or rows[-1].sequence_s < best[0]:
-            best = rows[-1].sequence_s, size, found, graph
+            best = rows[-1].sequence_s, size, search, graph
     if best is None:
         assert refused is not None, "the first size has a plan, or was refused"
         raise refused
     return BatchSearch(tuple(rows), *best[1:])
 
 
-def show(found: BatchSearch) -> str:
+def show(search: BatchSearch) -> str:
     """The sizes as a table; below it, why some have no plan."""
     head = ("batch", "mesh", "plan", "peak", "step", "per sequence", "rematerialized", "")
-    cells = [head, *(_cells(row, row.batch == found.batch) for row in found.rows if row.best is not None)]
-    left = [f"batch {row.batch}: {row.why}" for row in found.rows if row.best is None]
-    return "\n".join([*table(cells), *left])
+    cells = [head, *(_cells(row, row.batch == search.batch) for row in search.rows if row.best is not None)]
+    unplanned = [f"batch {row.batch}: {row.why}" for row in search.rows if row.best is None]
+    return "\n".join([*table(cells), *unplanned])
 
 
 def _cells(row: BatchSize, is_best: bool) -> tuple[str, ...]:
     best = row.best
     assert best is not None, "only rows with a plan have cells"
-    made = f"{len(best.rematerialized)} tensors" if best.rematerialized else ""
+    rematerialized = f"{len(best.rematerialized)} tensors" if best.rematerialized else ""
     return (
         str(row.batch), str(best.mesh), best.name, human(best.needs_bytes), seconds(best.batch_s * best.batches),
-        seconds(row.sequence_s), made, "fastest" if is_best else "",
+        seconds(row.sequence_s), rematerialized, "fastest" if is_best else "",
     )  # fmt: skip
 
 

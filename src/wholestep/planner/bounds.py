@@ -40,7 +40,7 @@ class Costs:
         model_s: seconds of the model's arithmetic at the peak rate of the hardware; MFU is its share of `step_s`.
         again_s: the same of what is recomputed.
         host_s: that the host of a GPU needs to start the step op by op.
-        held: bytes at the peak by kind (`PeakMemory.by_kind`).
+        by_kind: bytes at the peak by kind (`PeakMemory.by_kind`).
         reserved_bytes: of torch's allocator; None where the device has none, or the program not all layers.
         idle_s: that a rank of a pipeline waits for other stages, on average.
     """
@@ -54,7 +54,7 @@ class Costs:
     model_s: float = 0.0
     again_s: float = 0.0
     host_s: float = 0.0
-    held: Mapping[str, int] = field(default_factory=dict[str, int])
+    by_kind: Mapping[str, int] = field(default_factory=dict[str, int])
     reserved_bytes: int | None = None
     idle_s: float = 0.0
     precision: StepPrecision | None = None
@@ -69,28 +69,28 @@ class Costs:
         """Hardware FLOPs utilization: recomputed arithmetic counts too."""
         return (self.model_s + self.again_s) / self.step_s if self.step_s else 0.0
 
-    def towards(self, more: Costs, times: float) -> Costs:
-        """This plus `times` the difference to `more`: costs that grow evenly from one step to a larger one."""
+    def towards(self, larger: Costs, times: float) -> Costs:
+        """This plus `times` the difference to `larger`: costs that grow evenly from one step to a larger one."""
 
         def line(name: str) -> float:
-            return getattr(self, name) + (getattr(more, name) - getattr(self, name)) * times
+            return getattr(self, name) + (getattr(larger, name) - getattr(self, name)) * times
 
-        kinds = {**self.held, **more.held}
-        held = {k: self.held.get(k, 0) * (1 - times) + more.held.get(k, 0) * times for k in kinds}
+        kinds = {**self.by_kind, **larger.by_kind}
+        sizes = {k: self.by_kind.get(k, 0) * (1 - times) + larger.by_kind.get(k, 0) * times for k in kinds}
         return Costs(
             round(line("rest_bytes")), round(line("peak_bytes")), round(line("sent_bytes")), round(line("collectives")),
             line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
-            {kind: round(size) for kind, size in held.items() if size > 0}, precision=self.precision,
+            {kind: round(size) for kind, size in sizes.items() if size > 0}, precision=self.precision,
         )  # fmt: skip
 
-    def grown(self, few: Costs, more: Costs) -> Costs:
-        """This plus the difference of `more` to `few`: what a larger step costs besides, known from smaller ones."""
+    def grown(self, smaller: Costs, larger: Costs) -> Costs:
+        """This plus `larger` minus `smaller`: what a larger step costs besides, known from smaller ones."""
         names = ("peak_bytes", "sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
-        added = {name: getattr(self, name) + getattr(more, name) - getattr(few, name) for name in names}
-        kinds = {**self.held, **more.held}
-        held = {kind: self.held.get(kind, 0) + more.held.get(kind, 0) - few.held.get(kind, 0) for kind in kinds}
-        kept = {kind: size for kind, size in held.items() if size > 0}
-        return replace(self, **added, held=kept, reserved_bytes=None)
+        added = {name: getattr(self, name) + getattr(larger, name) - getattr(smaller, name) for name in names}
+        kinds = {**self.by_kind, **larger.by_kind}
+        sizes = {k: self.by_kind.get(k, 0) + larger.by_kind.get(k, 0) - smaller.by_kind.get(k, 0) for k in kinds}
+        positive = {kind: size for kind, size in sizes.items() if size > 0}
+        return replace(self, **added, by_kind=positive, reserved_bytes=None)
 
 
 def costs(
@@ -103,8 +103,8 @@ def costs(
 
 def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
     """The costs of a program with all layers that has been through all passes."""
-    found = costs_of_part(program, planned, hardware, software)
-    return replace(found, reserved_bytes=reserved_bytes(program, hardware, software.stack))
+    part_costs = costs_of_part(program, planned, hardware, software)
+    return replace(part_costs, reserved_bytes=reserved_bytes(program, hardware, software.stack))
 
 
 def costs_of_part(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
@@ -172,28 +172,29 @@ def least_bytes(local: LocalGraph) -> int:
     varying, main = forward_backward(local, later_stages=False)
     ordered = {node for node in calls if node in varying and node in main}
     changes, rest = [0] * (len(calls) + 1), 0
-    for one in storages(local.graph):
-        if one.first < 0:
-            rest += one.size_bytes
+    for storage in storages(local.graph):
+        if storage.first < 0:
+            rest += storage.size_bytes
             continue
-        reads = [place[user] for member in one.members for user in member.users if user in ordered]
+        reads = [place[user] for member in storage.members for user in member.users if user in ordered]
         last = max(reads, default=0)
-        if one.node in ordered and last > one.first + 1:
-            changes[one.first + 1] += one.size_bytes
-            changes[last] -= one.size_bytes
+        if storage.node in ordered and last > storage.first + 1:
+            changes[storage.first + 1] += storage.size_bytes
+            changes[last] -= storage.size_bytes
     return rest + max(accumulate(changes), default=0)
 
 
 def peak_beside_gradients(program: LocalGraph) -> int:
     """The most bytes that a rank holds besides the gradients of parameters and what is made of them."""
     varying, main = forward_backward(program, later_stages=False)
-    held, calls = storages(program.graph), sum(node.op == "call_function" for node in program.graph.nodes)
-    made = _gradients(held, varying, main)
+    all_storages, calls = storages(program.graph), sum(node.op == "call_function" for node in program.graph.nodes)
+    gradients = _gradients(all_storages, varying, main)
 
-    def counts(one: Storage) -> bool:
-        return one.first < 0 or one.node not in varying or (one.node in main and (one.node, one.index) not in made)
+    def counts(storage: Storage) -> bool:
+        node, index = storage.node, storage.index
+        return storage.first < 0 or node not in varying or (node in main and (node, index) not in gradients)
 
-    return max(curve([one for one in held if counts(one)], calls), default=0)
+    return max(curve([storage for storage in all_storages if counts(storage)], calls), default=0)
 
 
 def gradients_of(program: LocalGraph) -> set[tuple[Node, int]]:
@@ -201,12 +202,12 @@ def gradients_of(program: LocalGraph) -> set[tuple[Node, int]]:
     return _gradients(storages(program.graph), *forward_backward(program, later_stages=False))
 
 
-def _gradients(held: Sequence[Storage], varying: set[Node], main: set[Node]) -> set[tuple[Node, int]]:
+def _gradients(all_storages: Sequence[Storage], varying: set[Node], main: set[Node]) -> set[tuple[Node, int]]:
     """The results of the backward that are read behind it, themselves or views of them."""
-    made = [one for one in held if one.node in main and meta.is_backward(one.node)]
+    results = [storage for storage in all_storages if storage.node in main and meta.is_backward(storage.node)]
     return {
-        (one.node, one.index) for one in made
-        if any(user in varying and user not in main for member in one.members for user in member.users)
+        (storage.node, storage.index) for storage in results
+        if any(user in varying and user not in main for member in storage.members for user in member.users)
     }  # fmt: skip
 
 
@@ -217,11 +218,11 @@ def held_between(local: LocalGraph) -> int:
     """
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
     place = {node: i for i, node in enumerate(calls)}
-    batches = [node for given, node in local.placeholders() if given.role is Role.BATCH]
+    batches = [node for graph_input, node in local.placeholders() if graph_input.role is Role.BATCH]
     begins = max((min(place[user] for user in node.users) for node in batches if node.users), default=0)
     varying, _ = forward_backward(local, later_stages=False)
-    held = [one for one in storages(local.graph) if one.node in varying and 0 <= one.first < begins]
-    return sum(one.size_bytes for one in held if one.last is not None and one.last >= begins)
+    live = [storage for storage in storages(local.graph) if storage.node in varying and 0 <= storage.first < begins]
+    return sum(storage.size_bytes for storage in live if storage.last is not None and storage.last >= begins)
 
 
 def fingerprint(local: LocalGraph) -> int:
@@ -252,8 +253,8 @@ def rough_estimate_us(
     data = strategies.data.axes(mesh) if strategies.data else ()
     ranks = prod(mesh.axis_size(axis) for axis in strategies.axes(mesh) if axis not in data)
     computed = computing_us / ranks
-    whole = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
-    collectives = data_collectives(mesh, strategies.data, whole) if strategies.data else ()
+    param_bytes = sum(i.meta.size_bytes for i in graph.inputs if i.role is Role.PARAM) / ranks
+    collectives = data_collectives(mesh, strategies.data, param_bytes) if strategies.data else ()
     sent = sum(hardware.collective_us(kind, size, mesh, axis) for kind, size, axis in collectives)
     return max(computed, sent) + 0.5 * min(computed, sent)
 

@@ -71,19 +71,19 @@ def templates(
     MeshError if `tensor` is given, and the mesh has no `tensor_axis`.
     """
     base, alone = base or DataParallel(), alone or tensor is None
-    found = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []
+    candidates = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []
     if tensor is None:
-        return found
+        return candidates
     mesh.axis_size(tensor_axis)
-    others = tuple(name for name in mesh.names if name != tensor_axis)
+    data_axes = tuple(name for name in mesh.names if name != tensor_axis)
     only = TemplateKey(None, tensor_axis=tensor_axis)
     if isinstance(tensor, WholestepError):
-        return [*found, Template(str(only), tensor, only)]
-    beside = [((data,), replace(key, tensor_axis=tensor_axis)) for key, data in _styles(others, base)]
-    for data, key in beside if others else [((), only)]:
+        return [*candidates, Template(str(only), tensor, only)]
+    beside = [((data,), replace(key, tensor_axis=tensor_axis)) for key, data in _styles(data_axes, base)]
+    for data, key in beside if data_axes else [((), only)]:
         alike = (*data, symmetric) if symmetric is not None else None
-        found.append(Template(str(key), (*data, tensor), key, symmetric=alike))
-    return found
+        candidates.append(Template(str(key), (*data, tensor), key, symmetric=alike))
+    return candidates
 
 
 def _styles(axes: tuple[str, ...], base: DataParallel) -> Iterator[tuple[TemplateKey, DataParallel]]:
@@ -114,15 +114,15 @@ def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> li
     """
     node = hardware.ranks_per_node
     node = min(node, ranks) if node else ranks
-    found: list[Mesh] = []
+    factorizations: list[Mesh] = []
     for inside in range(1, node + 1 if tensor_axis else 2):
         if ranks % inside or node % inside:
             continue
         last = [Axis(tensor_axis, inside)] if tensor_axis and inside > 1 else []
         rest = ranks // inside
-        found.append(Mesh((*([Axis("dp", rest)] if rest > 1 or not last else []), *last)))
+        factorizations.append(Mesh((*([Axis("dp", rest)] if rest > 1 or not last else []), *last)))
         for nodes in TUNING.nodes_in_a_group:
             group = node * nodes // inside
             if 1 < group < rest and rest % group == 0:
-                found.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))
-    return found
+                factorizations.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))
+    return factorizations

@@ -41,11 +41,11 @@ class Constraints:
         """The constraints of nodes and parameters: layers with different ones are not equal."""
         if not self.axes:
             return {}
-        named = {given.name: node for given, node in graph.placeholders() if given.role is Role.PARAM}
+        named = {param.name: node for param, node in graph.placeholders() if param.role is Role.PARAM}
         named = {node.name: node for node in graph.graph.nodes if node.op == "call_function"} | named
-        names = {name for asked in self.axes.values() for name in (*asked.states, *asked.replicated)}
-        found = {name: tuple((axis, asked.mark(name)) for axis, asked in self.axes.items()) for name in names}
-        return {named[name]: mark for name, mark in found.items() if name in named}
+        names = {name for constraints in self.axes.values() for name in (*constraints.states, *constraints.replicated)}
+        marks = {n: tuple((axis, constraints.mark(n)) for axis, constraints in self.axes.items()) for n in names}
+        return {named[name]: mark for name, mark in marks.items() if name in named}
 
     def tensor(self, tensor: TensorParallel) -> TensorParallel:
         """`TensorParallel("auto")` with the constraints along its axis; a plan by module as it is."""
@@ -57,16 +57,16 @@ class Constraints:
 
     def storages(self, graph: TrainGraph, mesh: Mesh, axes: Sequence[str]) -> dict[str, tuple[StorageOption, ...]]:
         """The storage options left to each parameter with a constraint along `axes`; raises PlanError if none is."""
-        asked = {axis: self.axes[axis] for axis in axes if axis in self.axes and mesh.axis_size(axis) > 1}
-        found: dict[str, tuple[StorageOption, ...]] = {}
-        for given in graph.inputs if asked else ():
-            mine = {a: w for a, w in asked.items() if given.name in w.states or given.name in w.replicated}
-            if given.role is Role.PARAM and mine:
+        by_axis = {axis: self.axes[axis] for axis in axes if axis in self.axes and mesh.axis_size(axis) > 1}
+        allowed: dict[str, tuple[StorageOption, ...]] = {}
+        for param in graph.inputs if by_axis else ():
+            mine = {a: w for a, w in by_axis.items() if param.name in w.states or param.name in w.replicated}
+            if param.role is Role.PARAM and mine:
                 options = [s for s in STORAGE_OPTIONS if not s.kind.grouped or len(axes) > 1]
-                found[given.name] = tuple(s for s in options if _keeps(given, s, mesh, tuple(axes), mine))
-                if not found[given.name]:
-                    raise _no_storage(given, mine)
-        return found
+                allowed[param.name] = tuple(s for s in options if _keeps(param, s, mesh, tuple(axes), mine))
+                if not allowed[param.name]:
+                    raise _no_storage(param, mine)
+        return allowed
 
     def template(self, graph: TrainGraph, mesh: Mesh, template: Template) -> Template:
         """`template` with another storage option for each parameter whose style breaks a constraint."""
@@ -78,8 +78,8 @@ class Constraints:
             allowed = self.storages(graph, mesh, data.axes(mesh))
         except WholestepError as error:
             return replace(template, strategies=error)
-        own = storage_of(data)
-        storage = {name: _nearest(own, options) for name, options in allowed.items() if own not in options}
+        default = storage_of(data)
+        storage = {name: _nearest(default, options) for name, options in allowed.items() if default not in options}
         if not storage:
             return template
         mixed = PerParameterStorage(**vars(data), storage=storage)
@@ -98,29 +98,29 @@ class Constraints:
         def calls(name: str) -> list[Decision]:
             return [planned.decisions[name]] if name in planned.decisions else parts.get(name, [])
 
-        def made(name: str) -> Layout | None:
+        def layout_of(name: str) -> Layout | None:
             """The storage layout of a parameter, or the result of an operation (of its last op if decomposed)."""
-            return planned.storage.get(name) or next((one.given[0] for one in calls(name)[::-1]), None)
+            return planned.storage.get(name) or next((call.given[0] for call in calls(name)[::-1]), None)
 
-        def held(name: str, computes: bool) -> list[Layout]:
+        def layouts_of(name: str, computes: bool) -> list[Layout]:
             """Storage layouts of a parameter, its state and its gradient; with `computes`, those of a call too."""
-            found = [layout for one in calls(name) for layout in (*one.operands, *one.given)] if computes else []
-            return [planned.storage[name], *owned[name], *found] if name in planned.storage else found
+            computed = [layout for call in calls(name) for layout in (*call.operands, *call.given)] if computes else []
+            return [planned.storage[name], *owned[name], *computed] if name in planned.storage else computed
 
         data = planned.strategies.data if planned.strategies else None
-        stored = data.axes(planned.mesh) if data is not None else ()
-        for axis, asked in self.axes.items():
+        data_axes = data.axes(planned.mesh) if data is not None else ()
+        for axis, constraints in self.axes.items():
             if axis not in planned.mesh.names or planned.mesh.axis_size(axis) == 1:
                 continue
-            for name, (state, pattern) in asked.states.items():
-                layout = made(name)
+            for name, (state, pattern) in constraints.states.items():
+                layout = layout_of(name)
                 if layout is None and complete:
-                    found = f"{pattern!r} asks for a layout of {name}, which the plan does not have"
-                    raise PlanError(found, "a plan of this step")
+                    finding = f"{pattern!r} asks for a layout of {name}, which the plan does not have"
+                    raise PlanError(finding, "a plan of this step")
                 if layout is not None and layout.state(axis) != state:
                     raise _broken(pattern, name, axis, state_text(state), layout.state(axis))
-            for name, pattern in asked.replicated.items():
-                for layout in held(name, computes=axis not in stored):
+            for name, pattern in constraints.replicated.items():
+                for layout in layouts_of(name, computes=axis not in data_axes):
                     if layout.state(axis).kind == "S":
                         raise _broken(pattern, name, axis, "replicated", layout.state(axis))
 
@@ -129,42 +129,40 @@ def constraints_of(
     graph: TrainGraph, meshes: Sequence[Mesh], pinned: Pinned, replicated: ReplicatedAxes
 ) -> Constraints:
     """The constraints on `graph`. PlanError for a pattern, axis or dim that does not exist, or a contradiction."""
-    known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
-    asked = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
-    asked += [(pattern, axis) for pattern, axes in replicated.items() for axis in _names(axes)]
-    for pattern, axis in asked:
-        if axis not in known:
+    names = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.names))
+    constrained = [(pattern, axis) for pattern, by in pinned.items() for axis in by]
+    constrained += [(pattern, axis) for pattern, axes in replicated.items() for axis in _names(axes)]
+    for pattern, axis in constrained:
+        if axis not in names:
             on = f"mesh {meshes[0]}" if len(meshes) == 1 else f"the {len(meshes)} meshes that are searched"
             raise PlanError(
                 f"axis {axis!r} of the constraint on {pattern!r} is on no mesh: {on}",
-                f"one of {', '.join(known)}",
+                f"one of {', '.join(names)}",
                 "correct the axis; for one of tensor parallelism on a mesh auto=N give tensor= too",
             )
-    found = {
+    by_axis = {
         axis: axis_constraints(
             graph,
             {pattern: by[axis] for pattern, by in pinned.items() if axis in by},
             [pattern for pattern, axes in replicated.items() if axis in _names(axes)],
             axis,
         )
-        for axis in dict.fromkeys(axis for _, axis in asked)
+        for axis in dict.fromkeys(axis for _, axis in constrained)
     }
-    return Constraints(found, pinned, replicated)
+    return Constraints(by_axis, pinned, replicated)
 
 
 def check_form(pinned: Pinned, replicated: ReplicatedAxes) -> None:
     """Raise PlanError for constraints that say nothing."""
     for pattern, by in pinned.items():
         if not by:
-            found, next_step = (
-                f"pinned={{{shown(pattern)}: {{}}}}",
-                f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}',
-            )
-            raise PlanError(found, "a layout for each axis, Shard(dim) or Replicate()", next_step)
+            next_step = f'give pinned={{{pattern!r}: {{"tp": Replicate()}}}}'
+            needed = "a layout for each axis, Shard(dim) or Replicate()"
+            raise PlanError(f"pinned={{{shown(pattern)}: {{}}}}", needed, next_step)
     for pattern, axes in replicated.items():
         if not axes:
-            found, next_step = f"replicated={{{shown(pattern)}: ()}}", f'give replicated={{{pattern!r}: ("dp", "tp")}}'
-            raise PlanError(found, "names of axes", next_step)
+            next_step = f'give replicated={{{pattern!r}: ("dp", "tp")}}'
+            raise PlanError(f"replicated={{{shown(pattern)}: ()}}", "names of axes", next_step)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -172,25 +170,25 @@ def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _keeps(
-    given: Input, storage: StorageOption, mesh: Mesh, axes: tuple[str, ...], asked: Mapping[str, AxisConstraints]
+    param: Input, storage: StorageOption, mesh: Mesh, axes: tuple[str, ...], by_axis: Mapping[str, AxisConstraints]
 ) -> bool:
     """True where a storage option keeps the constraints on a parameter along `axes`."""
-    rest = stored(STYLES[storage.style], given, replicated(len(given.meta.shape)), mesh, axes)
-    for axis, one in asked.items():
-        if given.name in one.states and rest.param.state(axis) != one.states[given.name][0]:
+    rest = stored(STYLES[storage.style], param, replicated(len(param.meta.shape)), mesh, axes)
+    for axis, constraints in by_axis.items():
+        if param.name in constraints.states and rest.param.state(axis) != constraints.states[param.name][0]:
             return False
-        if given.name in one.replicated and "S" in (rest.param.state(axis).kind, rest.state.state(axis).kind):
+        if param.name in constraints.replicated and "S" in (rest.param.state(axis).kind, rest.state.state(axis).kind):
             return False
     return True
 
 
-def _nearest(own: StorageOption, options: Sequence[StorageOption]) -> StorageOption:
+def _nearest(default: StorageOption, options: Sequence[StorageOption]) -> StorageOption:
     """The allowed option closest to the option of the style."""
 
     def difference(option: StorageOption) -> tuple[bool, bool, bool, bool, bool]:
         return (
-            option != own, not option.kind.shards_state, not option.kind.gathers_parameters,
-            option.regathers != own.regathers, not option.kind.grouped,
+            option != default, not option.kind.shards_state, not option.kind.gathers_parameters,
+            option.regathers != default.regathers, not option.kind.grouped,
         )  # fmt: skip
 
     return min(options, key=difference)
@@ -198,32 +196,33 @@ def _nearest(own: StorageOption, options: Sequence[StorageOption]) -> StorageOpt
 
 def _owned(plan: Plan) -> dict[str, list[Layout]]:
     """Layouts of the state and the gradient of each parameter, where they have its shape."""
-    shapes, found = {i.name: i.meta.shape for i in plan.inputs}, defaultdict[str, list[Layout]](list)
-    for given in plan.inputs:
-        if given.role in (Role.STATE, Role.GRAD) and given.meta.shape == shapes[given.owner]:
-            found[given.owner].append(plan.storage[given.name])
+    shapes, layouts = {i.name: i.meta.shape for i in plan.inputs}, defaultdict[str, list[Layout]](list)
+    for graph_input in plan.inputs:
+        if graph_input.role in (Role.STATE, Role.GRAD) and graph_input.meta.shape == shapes[graph_input.owner]:
+            layouts[graph_input.owner].append(plan.storage[graph_input.name])
     for key, layout in plan.created_storage.items():
-        found[key.rpartition("/")[0]].append(layout)
-    return found
+        layouts[key.rpartition("/")[0]].append(layout)
+    return layouts
 
 
-def _no_storage(given: Input, asked: Mapping[str, AxisConstraints]) -> PlanError:
-    said = [
-        f"{pattern!r} asks for {given.name} to be {state_text(state)} over {axis}"
-        for axis, one in asked.items() if given.name in one.states for state, pattern in [one.states[given.name]]
+def _no_storage(param: Input, by_axis: Mapping[str, AxisConstraints]) -> PlanError:
+    demands = [
+        f"{pattern!r} asks for {param.name} to be {state_text(state)} over {axis}"
+        for axis, constraints in by_axis.items() if param.name in constraints.states
+        for state, pattern in [constraints.states[param.name]]
     ]  # fmt: skip
-    said += [f"{one.replicated[given.name]!r} for nothing of it to be cut over {a}" for a, one in asked.items()
-             if given.name in one.replicated]  # fmt: skip
+    demands += [f"{constraints.replicated[param.name]!r} for nothing of it to be cut over {axis}"
+                for axis, constraints in by_axis.items() if param.name in constraints.replicated]  # fmt: skip
     return PlanError(
-        f"{', '.join(said)}: no way to store a parameter does that",
+        f"{', '.join(demands)}: no way to store a parameter does that",
         "data parallelism cuts dim 0, over all of its axes or over the last",
         "drop one of these constraints",
     )
 
 
-def _broken(pattern: str, name: str, axis: str, wanted: str, found: AxisState) -> ConstraintError:
-    there = {"V": "another value on each rank", "P": "a part of a sum"}.get(found.kind) or state_text(found)
+def _broken(pattern: str, name: str, axis: str, required: str, state: AxisState) -> ConstraintError:
+    there = {"V": "another value on each rank", "P": "a part of a sum"}.get(state.kind) or state_text(state)
     return ConstraintError(
-        f"{pattern!r} is to be {wanted} over {axis}: {name} is {there}", "a plan that keeps every constraint",
+        f"{pattern!r} is to be {required} over {axis}: {name} is {there}", "a plan that keeps every constraint",
         "drop the constraint, or give a strategy that can keep it",
     )  # fmt: skip

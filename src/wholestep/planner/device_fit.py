@@ -25,21 +25,21 @@ class Reserves(Protocol):
 
 
 @existing_objects_frozen()
-def first_fits(found: GpuResult, search: Reserves) -> GpuResult:
-    """`found` without the setups before the first that fits into a device. They lost, and are tried with more
+def first_fits(setups: GpuResult, search: Reserves) -> GpuResult:
+    """`setups` without the setups before the first that fits into a device. They lost, and are tried with more
     recomputation. Searches bound tensors, which is linear in layers; what is reserved besides follows from all layers.
     """
-    best, lost = list(found.best), list(found.lost)
+    best, lost = list(setups.best), list(setups.lost)
     while best:
         first = best.pop(0)
         assert first.costs is not None, "it was simulated"
         needs = search.reserved(first)
-        if needs is None or needs <= found.memory_bytes:
+        if needs is None or needs <= setups.memory_bytes:
             best.insert(0, replace(first, costs=replace(first.costs, reserved_bytes=needs)))
             break
-        over = holding(first, needs, found.memory_bytes, "makes torch's allocator reserve {}")
+        over = holding(first, needs, setups.memory_bytes, "makes torch's allocator reserve {}")
         over = replace(over, costs=None, staged=None)
-        more = search.heavier(over)
-        best = sorted([*best, *(one for one in more if one.costs)], key=step_s)
-        lost += [over, *(one for one in more if not one.costs)]
-    return GpuResult(tuple(best), tuple(lost), found.memory_bytes)
+        heavier = search.heavier(over)
+        best = sorted([*best, *(setup for setup in heavier if setup.costs)], key=step_s)
+        lost += [over, *(setup for setup in heavier if not setup.costs)]
+    return GpuResult(tuple(best), tuple(lost), setups.memory_bytes)

@@ -32,7 +32,7 @@ from .piece_counts import piece_counts
 from .resolve import plan_strategies
 from .search_result import Candidate, Status, Watch, first_line, unwatched
 
-Made = Sequence[tuple[Plan, LocalGraph]]
+Programs = Sequence[tuple[Plan, LocalGraph]]
 """Plans and programs: of the whole step, or of the two folded ones."""
 
 
@@ -87,11 +87,11 @@ class Evaluator:
         number = next((n for n in piece_counts(max(rows, default=1)) if n > row.pieces), None)
         if number is None:
             return None
-        asked, whole = replace(self.micro_batches, pieces=number), row.whole or row.name
-        symmetric = row.symmetric and row.symmetric.in_pieces(asked)
+        micro_batches, uncut = replace(self.micro_batches, pieces=number), row.uncut or row.name
+        symmetric = row.symmetric and row.symmetric.in_pieces(micro_batches)
         return Candidate(
-            f"{whole}, {number} micro-batches", row.mesh, row.strategies.in_pieces(asked), batches=row.batches,
-            blocks=row.blocks, symmetric=symmetric, pieces=number, whole=whole,
+            f"{uncut}, {number} micro-batches", row.mesh, row.strategies.in_pieces(micro_batches), batches=row.batches,
+            blocks=row.blocks, symmetric=symmetric, pieces=number, uncut=uncut,
         )  # fmt: skip
 
     def keeping(self, row: Candidate, size_bytes: int) -> Candidate:
@@ -100,7 +100,7 @@ class Evaluator:
         name = f"{row.name}, {human(size_bytes)} of parameters kept"
         strategies = row.strategies.gathering(None, size_bytes)
         return Candidate(
-            name, row.mesh, strategies, batches=row.batches, symmetric=strategies, pieces=row.pieces, whole=row.whole
+            name, row.mesh, strategies, batches=row.batches, symmetric=strategies, pieces=row.pieces, uncut=row.uncut
         )
 
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
@@ -109,40 +109,40 @@ class Evaluator:
         assert strategies is not None, "it has a plan"
         if doing:
             self.watch(f"{doing}{row.name}")
-        made = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
-        self.constraints.check(made.plan)
-        return made.plan, written(made.graph, made.plan)
+        step = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
+        self.constraints.check(step.plan)
+        return step.plan, written(step.graph, step.plan)
 
-    def made(self, row: Candidate, blocks: tuple[int, int] | None, known: Made = ()) -> Made:
-        """Plans and programs of the steps with so many equal layers, or of the whole; the `FEWEST` may be `known`."""
+    def programs(self, row: Candidate, blocks: tuple[int, int] | None, fewest: Programs = ()) -> Programs:
+        """Plans and programs of the steps with so many equal layers, or of the whole; `fewest`: those with `FEWEST`."""
         if not self.folded or not blocks:
             return [self.planned(row, self.graph)]
-        few = dict(zip(FEWEST, known, strict=False))
-        return [few.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
+        by_blocks = dict(zip(FEWEST, fewest, strict=False))
+        return [by_blocks.get(n) or self.planned(row, self.folded.with_blocks(n)) for n in blocks]
 
     def steps(self, row: Candidate) -> Iterator[tuple[Candidate, Any]]:
         """`row` with its lower bound, and a mark that programs share which are equal; then with its costs, and its plan
         or that of few layers.
         """
         folded = row.blocks if self.folded else None
-        made = self.made(row, FEWEST if folded else None)
-        row, itself = self.bounded(row, made), not folded or row.symmetric == row.strategies
-        yield row, hash((*(fingerprint(local) for _, local in made), "" if itself else row.name))
+        programs = self.programs(row, FEWEST if folded else None)
+        row, itself = self.bounded(row, programs), not folded or row.symmetric == row.strategies
+        yield row, hash((*(fingerprint(local) for _, local in programs), "" if itself else row.name))
         if folded not in (None, FEWEST):
-            made = self.made(row, folded, known=made)
-        yield self.simulated(row, made), made[-1][0]
+            programs = self.programs(row, folded, fewest=programs)
+        yield self.simulated(row, programs), programs[-1][0]
 
-    def bounded(self, row: Candidate, made: Made) -> Candidate:
+    def bounded(self, row: Candidate, programs: Programs) -> Candidate:
         """With its lower bound."""
-        parts = [lower_bound(local, self.hardware, self.software) for _, local in made]
-        found: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
-        return replace(row, bound_s=found.us(self.hardware, row.mesh) / 1e6 / row.batches)
+        parts = [lower_bound(local, self.hardware, self.software) for _, local in programs]
+        bound: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
+        return replace(row, bound_s=bound.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
-    def simulated(self, row: Candidate, made: Made) -> Candidate:
-        """With its costs: of the whole step, or extrapolated. The programs that are `made` are not used again."""
+    def simulated(self, row: Candidate, programs: Programs) -> Candidate:
+        """With its costs: of the whole step, or extrapolated. The `programs` are not used again."""
         if self.folded and row.blocks:
-            return _with_costs(row, self.folded.priced(row.blocks, made, self.passes))
-        return self.priced(row, made[0][0], run_passes(made[0][1], self.passes, owned=True))
+            return _with_costs(row, self.folded.priced(row.blocks, programs, self.passes))
+        return self.priced(row, programs[0][0], run_passes(programs[0][1], self.passes, owned=True))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
@@ -157,18 +157,18 @@ class Evaluator:
         """The same on the folded steps."""
         assert self.folded is not None, "the candidate was simulated with few layers"
         assert row.blocks is not None, "the candidate was simulated with few layers"
-        (_, few), (_, more) = self.made(row, row.blocks)
-        return FoldedFit(self.folded, row.blocks, (few, more), self.fitting(row))
+        (_, smaller), (_, larger) = self.programs(row, row.blocks)
+        return FoldedFit(self.folded, row.blocks, (smaller, larger), self.fitting(row))
 
     def fitted(self, row: Candidate, planned: Plan, local: LocalGraph) -> Candidate:
         """Within the budget by rematerialization in the whole step, or with the least bytes that it needs."""
         fit = self.fitting(row)
         try:
-            found = fit.choose(local)
+            fitting = fit.choose(local)
         except PlanError:
             return replace(row, needs_bytes=fit.least(local)[1])
-        row = self.priced(row, planned, fit.run(local, found))
-        return replace(row, status=Status.SLOWER, rematerialized=found.names)
+        row = self.priced(row, planned, fit.run(local, fitting))
+        return replace(row, status=Status.SLOWER, rematerialized=fitting.names)
 
     def least(self, row: Candidate) -> Candidate:
         """With the least bytes that it needs."""
@@ -182,12 +182,12 @@ class Evaluator:
         if self.folded is not None and row.blocks and row.pieces == 1:
             folded = self.folded_fit(row)
             least = folded.least()
-            found = folded.unfolded(local, least)
-            if found is not None:
-                peak = peak_memory(self.fitting(row).run(local, found)).size_bytes
+            fitting = folded.unfolded(local, least)
+            if fitting is not None:
+                peak = peak_memory(self.fitting(row).run(local, fitting)).size_bytes
                 return replace(row, needs_bytes=max(peak, ceil(least.peak_bytes)))
         return replace(row, needs_bytes=self.fitting(row).least(local)[1])
 
 
-def _with_costs(row: Candidate, found: Costs) -> Candidate:
-    return replace(row, costs=found, batch_s=found.step_s / row.batches, needs_bytes=found.peak_bytes)
+def _with_costs(row: Candidate, costs: Costs) -> Candidate:
+    return replace(row, costs=costs, batch_s=costs.step_s / row.batches, needs_bytes=costs.peak_bytes)

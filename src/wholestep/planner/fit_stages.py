@@ -41,12 +41,12 @@ def fit_stages(local: LocalGraph, budget_bytes: int, prices: BlockPrices) -> Fit
     """
     stages = range(local.mesh.axis_size(local.stage_axis))
     passes, hardware = stage_passes(local.mesh, local.stage_axis, prices), prices.hardware
-    found = [FitMemory(budget_bytes, hardware, False, passes, stage=stage).choose(local) for stage in stages]
-    names = tuple(name for one in found for name in one.names)
-    made = SavedValues(local, gathers=False, activations=True).applied(names, hardware)
-    passes = smaller_buckets(passes)[max(one.way for one in found)]
-    peaks = [peak_memory(run_passes(stage_program(made, stage), passes)).size_bytes for stage in stages]
-    return FittedStages(made, passes, names, max(peaks))
+    fittings = [FitMemory(budget_bytes, hardware, False, passes, stage=stage).choose(local) for stage in stages]
+    names = tuple(name for fitting in fittings for name in fitting.names)
+    fitted = SavedValues(local, gathers=False, activations=True).applied(names, hardware)
+    passes = smaller_buckets(passes)[max(fitting.way for fitting in fittings)]
+    peaks = [peak_memory(run_passes(stage_program(fitted, stage), passes)).size_bytes for stage in stages]
+    return FittedStages(fitted, passes, names, max(peaks))
 
 
 def least_bytes(local: LocalGraph, prices: BlockPrices) -> int:

@@ -46,32 +46,32 @@ class SavedByClass:
     def places(self) -> dict[Node, tuple[int, TensorClass]]:
         """Block (-1 outside) and class of each node: by its slot, or by its operands if partitioning made it."""
         places = {node.name: at for node, at in self.folded.repeats.places.items()}
-        found: dict[Node, tuple[int, TensorClass]] = {}
+        by_node: dict[Node, tuple[int, TensorClass]] = {}
         seen: dict[tuple[int, TensorClass], int] = {}
         for node in self.local.graph.nodes:
             if node.op == "output":
                 break
-            whole, _, part = node.name.partition("__")
+            base, _, part = node.name.partition("__")
             captured = node.target is not _COPY  # partitioning gives its copies the names of captured copies
-            at = (places.get(node.name) or places.get(whole)) if captured else None
-            reads = [found[n] for n in operands(node)]
+            at = (places.get(node.name) or places.get(base)) if captured else None
+            reads = [by_node[n] for n in operands(node)]
             if at is not None:
                 block, kind = at[0], hash((at[1], part))
             else:
                 block = next((b for b, _ in reads if b >= 0), -1)
                 kind = hash((str(node.target), *(k for _, k in reads), meta.tensors(node), meta.is_backward(node)))
             number = seen[block, kind] = seen.get((block, kind), -1) + 1
-            found[node] = block, hash((kind, number))
-        return found
+            by_node[node] = block, hash((kind, number))
+        return by_node
 
     @cached_property
     def classes(self) -> dict[TensorClass, list[tuple[int, str]]]:
         """The block and the name of every tensor of a class."""
-        found: dict[TensorClass, list[tuple[int, str]]] = {}
+        by_class: dict[TensorClass, list[tuple[int, str]]] = {}
         for value in self.saved.candidates:
             block, kind = self.places[value.storage.node]
-            found.setdefault(hash((kind, value.storage.index)), []).append((block, value.name))
-        return found
+            by_class.setdefault(hash((kind, value.storage.index)), []).append((block, value.name))
+        return by_class
 
     @cached_property
     def class_of(self) -> dict[str, TensorClass]:
@@ -80,8 +80,8 @@ class SavedByClass:
 
     def names(self, classes: Sequence[TensorClass], partly: Sequence[TensorClass] = (), blocks: int = 0) -> list[str]:
         """All tensors of `classes`, and those of `partly` in the first `blocks`."""
-        found = [name for kind in classes for _, name in self.classes.get(kind, ())]
-        return found + [name for kind in partly for block, name in self.classes.get(kind, ()) if block < blocks]
+        names = [name for kind in classes for _, name in self.classes.get(kind, ())]
+        return names + [name for kind in partly for block, name in self.classes.get(kind, ()) if block < blocks]
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,10 @@ class FoldedFit:
     pair: tuple[int, int]
     programs: tuple[LocalGraph, LocalGraph]
     fit: FitMemory
-    known: dict[object, tuple[float, float]] = field(default_factory=dict[object, tuple[float, float]])
+    costs: dict[object, tuple[float, float]] = field(default_factory=dict[object, tuple[float, float]])
 
     def __post_init__(self) -> None:
-        few, more = self.programs
-        self.few, self.more = (SavedByClass(self.folded, one, self.fit.gathers) for one in (few, more))
+        self.smaller, self.larger = (SavedByClass(self.folded, local, self.fit.gathers) for local in self.programs)
         self.ways = range(len(smaller_buckets(self.fit.after)))
 
     def longest_us(self) -> float | None:
@@ -124,7 +123,7 @@ class FoldedFit:
 
     def best(self) -> FoldedFitting:
         """The shortest step within the budget, where there is one, with the largest buckets that allow one."""
-        return next(one for one in map(self._within, self.ways) if one is not None)
+        return next(fitting for fitting in map(self._within, self.ways) if fitting is not None)
 
     def least(self) -> FoldedFitting:
         """All classes rematerialized, with the smallest buckets."""
@@ -136,22 +135,22 @@ class FoldedFit:
         """Sets of classes, each a superset of the one before, in the order of the rematerialization frontier of the
         longer program. Its second block has the weight of all blocks that are folded away.
         """
-        saved, times = self.more.saved, self.folded.count - self.pair[1] + 1
-        held = np.array(held_by(self.more.local), dtype=np.int64)
+        saved, times = self.larger.saved, self.folded.count - self.pair[1] + 1
+        held_bytes = np.array(held_by(self.larger.local), dtype=np.int64)
         for storage in saved.storages:
             node, last = storage.node, storage.last
-            kept = saved.last_segment[id(storage)] > saved.segment.get(node, 0)
-            if self.more.places[node][0] == 1 and kept and storage.first >= 0 and last is not None:
-                held[storage.first : last + 1] += storage.size_bytes * (times - 1)
+            outlives = saved.last_segment[id(storage)] > saved.segment.get(node, 0)
+            if self.larger.places[node][0] == 1 and outlives and storage.first >= 0 and last is not None:
+                held_bytes[storage.first : last + 1] += storage.size_bytes * (times - 1)
                 storage.size_bytes *= times
-        weights = {node: times for node, (block, _) in self.more.places.items() if block == 1}
-        path = choices(saved, held.tolist(), self.folded.hardware, times=weights)
-        found: list[tuple[TensorClass, ...]] = [()]
+        weights = {node: times for node, (block, _) in self.larger.places.items() if block == 1}
+        path = choices(saved, held_bytes.tolist(), self.folded.hardware, times=weights)
+        class_sets: list[tuple[TensorClass, ...]] = [()]
         for name in path[-1].names:
-            kind = self.more.class_of[name]
-            if kind not in found[-1] and kind in self.few.classes:
-                found.append((*found[-1], kind))
-        return found
+            kind = self.larger.class_of[name]
+            if kind not in class_sets[-1] and kind in self.smaller.classes:
+                class_sets.append((*class_sets[-1], kind))
+        return class_sets
 
     def _within(self, way: int) -> FoldedFitting | None:
         """The first of `chain` within the budget; its last class in as many layers as the budget needs."""
@@ -166,30 +165,30 @@ class FoldedFit:
         if low < 0:
             return FoldedFitting(way, chain[high], (), 0, us, peak)
         before_us, before = self._costs(way, chain[low])
-        wanted = (before - budget * TUNING.nearly_fits) / max(before - peak, 1.0)
-        blocks = min(ceil(wanted * self.folded.count), self.folded.count)
+        needed_share = (before - budget * TUNING.nearly_fits) / max(before - peak, 1.0)
+        blocks = min(ceil(needed_share * self.folded.count), self.folded.count)
         part = blocks / self.folded.count
-        more = tuple(kind for kind in chain[high] if kind not in chain[low])
+        partly = tuple(kind for kind in chain[high] if kind not in chain[low])
         us, peak = before_us + part * (us - before_us), before + part * (peak - before)
-        return FoldedFitting(way, chain[low], more, blocks, us, peak)
+        return FoldedFitting(way, chain[low], partly, blocks, us, peak)
 
     def _costs(self, way: int, classes: tuple[TensorClass, ...]) -> tuple[float, float]:
         """Microseconds and peak bytes of the whole step with `classes` rematerialized."""
-        if (way, classes) not in self.known:
-            made = [rematerialized(one.saved, one.names(classes)) for one in (self.few, self.more)]
-            passes = resized(smaller_buckets(self.fit.after)[way], traffic=self.folded.carried(self.pair, made))
-            a, b = (run_passes(local, passes) for local in made)
+        if (way, classes) not in self.costs:
+            programs = [rematerialized(step.saved, step.names(classes)) for step in (self.smaller, self.larger)]
+            passes = resized(smaller_buckets(self.fit.after)[way], traffic=self.folded.carried(self.pair, programs))
+            a, b = (run_passes(local, passes) for local in programs)
             hardware, software = self.folded.hardware, self.folded.software
             took = software.simulate(a, hardware).step_us, software.simulate(b, hardware).step_us
             peaks = self.fit.peak(a).size_bytes, self.fit.peak(b).size_bytes
-            self.known[way, classes] = self.folded.whole(self.pair, took), self.folded.whole(self.pair, peaks)
-        return self.known[way, classes]
+            self.costs[way, classes] = self.folded.whole(self.pair, took), self.folded.whole(self.pair, peaks)
+        return self.costs[way, classes]
 
-    def unfolded(self, local: LocalGraph, found: FoldedFitting) -> Fitting | None:
+    def unfolded(self, local: LocalGraph, fitting: FoldedFitting) -> Fitting | None:
         """The fitting of the whole step `local`; None where a class does not have a tensor for each equal layer."""
-        whole = SavedByClass(self.folded, local, self.fit.gathers)
-        for kind in (*found.classes, *found.partly):
-            few, more, all_layers = (len(one.classes.get(kind, ())) for one in (self.few, self.more, whole))
-            if all_layers != round(self.folded.whole(self.pair, (few, more))):
+        full = SavedByClass(self.folded, local, self.fit.gathers)
+        for kind in (*fitting.classes, *fitting.partly):
+            smaller, larger, in_full = (len(step.classes.get(kind, ())) for step in (self.smaller, self.larger, full))
+            if in_full != round(self.folded.whole(self.pair, (smaller, larger))):
                 return None
-        return Fitting(found.way, tuple(whole.names(found.classes, found.partly, found.blocks)))
+        return Fitting(fitting.way, tuple(full.names(fitting.classes, fitting.partly, fitting.blocks)))

@@ -75,63 +75,63 @@ class FoldedStep:
         bucket = expected_bytes(self.hardware, mesh, axes, sum(owned) * self.count // sharded)
         several = ceil(TUNING.folded_buckets * bucket * sharded / max(sum(owned), 1))
         stages = max(sum(mesh.axis_size(axis) > 1 for axis in axes) - 1, 0)
-        few = max(FEWEST[0] + stages, several)
-        more = few + max(FEWEST[1] - FEWEST[0] + stages, several)
-        saves = few + more <= self.count * TUNING.folded_share
+        smaller = max(FEWEST[0] + stages, several)
+        larger = smaller + max(FEWEST[1] - FEWEST[0] + stages, several)
+        saves = smaller + larger <= self.count * TUNING.folded_share
         if not (saves and all(self._is_symmetric(mesh, part) for part in strategies.parts)):
             return None
         try:
             stored_bytes(self.with_blocks(FEWEST[0]), mesh, strategies, placed)
         except WholestepError:
             return None
-        return few, more
+        return smaller, larger
 
     def stands_for(self, model: nn.Module) -> bool:
         """True where all layers of `model` are alike, and what it has besides has the shapes of the capture of few."""
-        captured, inside = {given.name: given.meta.shape for given in self.graph.inputs}, f"{self.repeats.prefix}."
-        held = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
-        outside = {name: tuple(one.shape) for name, one in held.items() if not name.startswith(inside)}
+        captured, inside = {i.name: i.meta.shape for i in self.graph.inputs}, f"{self.repeats.prefix}."
+        state = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
+        outside = {name: tuple(tensor.shape) for name, tensor in state.items() if not name.startswith(inside)}
         same = all(captured.get(name, shape) == shape for name, shape in outside.items())
         return same and layers_alike(model, self.repeats)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
         """`plan.make_plan.stored_bytes` of the whole step, with its errors."""
-        few, more = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
-        return round(self.whole(FEWEST, (few, more)))
+        smaller, larger = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
+        return round(self.whole(FEWEST, (smaller, larger)))
 
-    def whole(self, pair: tuple[int, int], found: tuple[float, float]) -> float:
+    def whole(self, pair: tuple[int, int], quantities: tuple[float, float]) -> float:
         """Extrapolates a linear quantity from a pair to all blocks."""
-        (few, more), (a, b) = pair, found
-        return a + (b - a) * (self.count - few) / (more - few)
+        (smaller, larger), (a, b) = pair, quantities
+        return a + (b - a) * (self.count - smaller) / (larger - smaller)
 
-    def priced(self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
+    def priced(self, pair: tuple[int, int], steps: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
         """Costs of the whole step from the plans and programs of a pair, which nobody uses again; `passes` size buckets
         for the whole step.
         """
-        scheduled = zip(made, self.scheduled(pair, made, passes, owned=True), strict=True)
+        scheduled = zip(steps, self.scheduled(pair, steps, passes, owned=True), strict=True)
         return self.costs_from(pair, [(planned, local) for (planned, _), local in scheduled])
 
     def scheduled(
-        self, pair: tuple[int, int], made: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass],
+        self, pair: tuple[int, int], steps: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass],
         owned: bool = False,
     ) -> list[LocalGraph]:  # fmt: skip
         """The programs of a pair after `passes`, which size buckets for the whole step; edited if they are `owned`."""
-        passes = resized(passes, traffic=self.carried(pair, [local for _, local in made]))
-        return [run_passes(local, passes, owned=owned) for _, local in made]
+        passes = resized(passes, traffic=self.carried(pair, [local for _, local in steps]))
+        return [run_passes(local, passes, owned=owned) for _, local in steps]
 
     def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:
         """Costs of the whole step from programs that have been through all passes."""
         a, b = (costs_of_part(local, planned, self.hardware, self.software) for planned, local in scheduled)
         return a.towards(b, (self.count - pair[0]) / (pair[1] - pair[0]))
 
-    def carried(self, pair: tuple[int, int], made: Sequence[LocalGraph]) -> CollectiveTraffic:
+    def carried(self, pair: tuple[int, int], programs: Sequence[LocalGraph]) -> CollectiveTraffic:
         """Bytes of the collectives of the whole step, from the programs of a pair."""
-        few, more = (astuple(collective_traffic(local)) for local in made)
-        return CollectiveTraffic(*(round(self.whole(pair, two)) for two in zip(few, more, strict=True)))
+        smaller, larger = (astuple(collective_traffic(local)) for local in programs)
+        return CollectiveTraffic(*(round(self.whole(pair, two)) for two in zip(smaller, larger, strict=True)))
 
-    def lower_bound(self, pair: tuple[int, int], found: Sequence[LowerBound]) -> LowerBound:
+    def lower_bound(self, pair: tuple[int, int], bounds: Sequence[LowerBound]) -> LowerBound:
         """The lower bound of the whole step from the bounds of a pair; bytes sent are exact."""
-        a, b = found
+        a, b = bounds
         sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
         return LowerBound(self.whole(pair, (a.computed_us, b.computed_us)), sent)
 
@@ -142,22 +142,22 @@ class FoldedStep:
         key = repr(part), tuple(mesh.axis_size(axis) for axis in part.axes(mesh))
         if key not in self.symmetric:
             slots = {node.name: slot for node, (_, slot) in self.repeats.places.items()}
-            found: dict[object, list[object]] = {}
+            by_slot: dict[object, list[object]] = {}
             params = [(i, slots.get(n.name)) for i, n in self.graph.placeholders() if i.role is Role.PARAM]
-            whole = {i.name: replicated(len(i.meta.shape)) for i, _ in params}
-            rest = part.resting(self.graph, mesh, {name: Resting(layout, layout) for name, layout in whole.items()})
-            for given, slot in params:
-                found.setdefault(("rest", given.name if slot is None else slot), []).append(rest[given.name])
+            unsharded = {i.name: replicated(len(i.meta.shape)) for i, _ in params}
+            rest = part.resting(self.graph, mesh, {name: Resting(layout, layout) for name, layout in unsharded.items()})
+            for param, slot in params:
+                by_slot.setdefault(("rest", param.name if slot is None else slot), []).append(rest[param.name])
             pins = part.pins(self.graph, mesh)
             for name, states in pins.results.items():
-                found.setdefault(slots.get(name, name), []).append(states)
-            for (reader, given), states in pins.reads.items():
-                if reader in slots and given in slots:
-                    found.setdefault((slots[reader], slots[given]), []).append(states)
-            numbers = {len(states) for states in found.values()}
+                by_slot.setdefault(slots.get(name, name), []).append(states)
+            for (reader, operand), states in pins.reads.items():
+                if reader in slots and operand in slots:
+                    by_slot.setdefault((slots[reader], slots[operand]), []).append(states)
+            numbers = {len(states) for states in by_slot.values()}
             every = self.repeats.count
             self.symmetric[key] = numbers <= {1, every - 1, every} and all(
-                state == states[0] for states in found.values() for state in states
+                state == states[0] for states in by_slot.values() for state in states
             )
         return self.symmetric[key]
 
@@ -179,7 +179,7 @@ def fold_step(
     left_out = layers_left_out // repeats.period
     if sum(FEWEST) > (repeats.count + left_out) * TUNING.folded_share or repeats.count < FEWEST[0]:
         return None
-    names = {node: given.name for given, node in graph.placeholders()}
+    names = {node: graph_input.name for graph_input, node in graph.placeholders()}
     for columns in zip(*repeats.blocks, strict=True):
         if placed and len({placed.get(names[node]) for node in columns if node in names}) > 1:
             return None
@@ -197,19 +197,19 @@ def layers_alike(model: nn.Module, repeats: Repeats) -> bool:
     """True where all layers of `model`, from the first of the equal ones in a capture of few, are modules of the same
     classes, shapes, numbers and flags as those a period before; but for what is the number of each layer.
     """
-    said = [_said(one) for one in model.get_submodule(repeats.prefix).children()]
-    numbers = {key for key in said[0] if all(one.get(key) == (int, i) for i, one in enumerate(said))}
-    said = [{key: value for key, value in one.items() if key not in numbers} for one in said[repeats.first :]]
-    return all(one == behind for one, behind in zip(said, said[repeats.period :], strict=False))
+    layers = [_description(module) for module in model.get_submodule(repeats.prefix).children()]
+    numbers = {key for key in layers[0] if all(layer.get(key) == (int, i) for i, layer in enumerate(layers))}
+    layers = [{key: value for key, value in layer.items() if key not in numbers} for layer in layers[repeats.first :]]
+    return all(layer == behind for layer, behind in zip(layers, layers[repeats.period :], strict=False))
 
 
-def _said(layer: nn.Module) -> dict[str, object]:
-    """What a layer says of itself, by path."""
+def _description(layer: nn.Module) -> dict[str, object]:
+    """The classes, shapes, numbers and flags of a layer, by path."""
     modules = [*cast(Iterator[tuple[str, nn.Module]], layer.named_modules())]
-    found: dict[str, object] = {f"{path}.": type(module) for path, module in modules}
-    found |= {name: (one.shape, one.dtype) for name, one in layer.state_dict(keep_vars=True).items()}
+    description: dict[str, object] = {f"{path}.": type(module) for path, module in modules}
+    description |= {name: (tensor.shape, tensor.dtype) for name, tensor in layer.state_dict(keep_vars=True).items()}
     for path, module in modules:
-        for name, one in cast(dict[str, object], vars(module)).items():
-            if isinstance(one, (bool, int, float, str)):
-                found[f"{path}.{name}"] = type(one), one
-    return found
+        for name, attribute in cast(dict[str, object], vars(module)).items():
+            if isinstance(attribute, (bool, int, float, str)):
+                description[f"{path}.{name}"] = type(attribute), attribute
+    return description

@@ -159,11 +159,11 @@ class GpuSearch:
 
     def heavier(self, setup: Setup) -> Sequence[Setup]:
         """`device_fit.Reserves.heavier`."""
-        found, more = list[Setup](), self._recomputing_more(setup)
-        while more is not None:
-            found.append(self._simulated(more, float("inf")))
-            more = self._recomputing_more(found[-1]) if found[-1].why else None
-        return found
+        setups, heavier = list[Setup](), self._recomputing_more(setup)
+        while heavier is not None:
+            setups.append(self._simulated(heavier, float("inf")))
+            heavier = self._recomputing_more(setups[-1]) if setups[-1].why else None
+        return setups
 
     def reserved(self, setup: Setup) -> int | None:
         """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
@@ -181,8 +181,8 @@ class GpuSearch:
         if summed:
             share = self._accumulated(setup) / self.param_bytes
             added = [round(i.meta.size_bytes * share) for i in local.inputs if i.role is Role.PARAM]
-            held = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
-            added.append(max(held - sum(added), 0))  # what is not cut along tensor parallelism before it is complete
+            live_bytes = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
+            added.append(max(live_bytes - sum(added), 0))  # not cut along tensor parallelism before it is complete
         return reserved_bytes(local, self.hardware, self.steps.software.stack, added, summed)
 
     def _begin(self, best: Sequence[Setup], then: Setup | None) -> None:
@@ -210,7 +210,7 @@ class GpuSearch:
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
         best, alike = list[Setup](), Counter[tuple[int, int]]()
-        waiting, put_off = sorted(fit, key=lambda one: one.estimate_s), list[Setup]()
+        waiting, put_off = sorted(fit, key=lambda candidate: candidate.estimate_s), list[Setup]()
         while waiting or put_off:
             again = not waiting  # others do not fill the page
             setup = put_off.pop(0) if again else waiting.pop(0)
@@ -224,14 +224,14 @@ class GpuSearch:
                 put_off.append(setup)  # of a kind that is shown already
                 continue
             shown = alike + Counter([group])
-            then = next((one for one in waiting if shown[self._group(one)] < TUNING.setups_alike), None)
+            then = next((queued for queued in waiting if shown[self._group(queued)] < TUNING.setups_alike), None)
             self._begin(best or [setup], then if len(best) + 1 < TUNING.setups_shown else None)  # then no bound ends it
-            found = self._simulated(setup, fastest if full else float("inf"))
-            if found.why and (heavier := self._recomputing_more(found)) is not None:
-                insort(put_off if again else waiting, heavier, key=lambda one: one.estimate_s)
+            simulated = self._simulated(setup, fastest if full else float("inf"))
+            if simulated.why and (heavier := self._recomputing_more(simulated)) is not None:
+                insort(put_off if again else waiting, heavier, key=lambda candidate: candidate.estimate_s)
                 continue
-            alike[group] += found.costs is not None
-            (lost if found.why else best).append(found)
+            alike[group] += simulated.costs is not None
+            (lost if simulated.why else best).append(simulated)
         _drop(self.simulating)
         return best
 
@@ -315,8 +315,8 @@ class GpuSearch:
         try:
             self.estimate.probe(probe.mesh, probe.strategies, setup.batch)
             for kind in self.kinds[self.kinds.index(setup.recompute) :]:
-                held = self.estimate.batch_bytes(setup.mesh, setup.batch, kind)
-                least, likely = setup.rest_bytes + held.least, setup.rest_bytes + held.likely
+                batch_bytes = self.estimate.batch_bytes(setup.mesh, setup.batch, kind)
+                least, likely = setup.rest_bytes + batch_bytes.least, setup.rest_bytes + batch_bytes.likely
                 if least <= self.memory_bytes and likely <= self.memory_bytes * TUNING.setup_memory_share:
                     us = self.estimate.step_us(
                         setup.mesh, setup.strategies, setup.batch, setup.micro_batches, kind, self.param_bytes
@@ -332,8 +332,8 @@ class GpuSearch:
         later = self.kinds[self.kinds.index(setup.recompute) + 1 :]
         if not later or not setup.over_bytes:
             return None
-        found = self._with_kind(replace(setup, recompute=later[0], why="", over_bytes=0))
-        return None if found.why else found
+        heavier = self._with_kind(replace(setup, recompute=later[0], why="", over_bytes=0))
+        return None if heavier.why else heavier
 
     def _probe(self, setup: Setup) -> Setup:
         """Parameters sharded over all data-parallel ranks, beside the same tensor parallelism."""
@@ -351,39 +351,39 @@ class GpuSearch:
         """
         self.watch(str(setup))
         copy = self.simulating.pop(str(setup), None)
-        known = copy.result() if copy else None
+        copied = copy.result() if copy else None
         self.cores = 1 if copy and copy.silent else self.cores
         try:
-            found = known or self._costs(setup, fastest_s)
+            costs = copied or self._costs(setup, fastest_s)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
-        if not isinstance(found, Costs):
-            return replace(setup, why=f"takes {seconds(found)} at least")
-        if found.peak_bytes <= self.memory_bytes:
-            return replace(setup, costs=found)
-        return self._holding(setup, found.peak_bytes, "holds about {} at its peak")
+        if not isinstance(costs, Costs):
+            return replace(setup, why=f"takes {seconds(costs)} at least")
+        if costs.peak_bytes <= self.memory_bytes:
+            return replace(setup, costs=costs)
+        return self._holding(setup, costs.peak_bytes, "holds about {} at its peak")
 
     def _costs(self, setup: Setup, fastest_s: float) -> Costs | float:
         """Costs with one micro-batch, or of all, from those with one and what a second adds; or a bound above
         `fastest_s`. What it adds is known from the fewest layers.
         """
         mesh, strategies, batch, kind = setup.mesh, setup.strategies, setup.batch, setup.recompute
-        made = self.steps.made(mesh, strategies, batch, 1).costs(kind)
+        batch_costs = self.steps.made(mesh, strategies, batch, 1).costs(kind)
         if setup.micro_batches == 1:
-            return made.costs
-        one = accumulating(made, self._accumulated(setup))
-        if one.peak_bytes > self.memory_bytes:
-            return one
+            return batch_costs.costs
+        first = accumulating(batch_costs, self._accumulated(setup))
+        if first.peak_bytes > self.memory_bytes:
+            return first
         more_us = self.estimate.batch_us(mesh, batch)
-        least_s = one.step_s + (setup.micro_batches - 1) * more_us / 1e6
+        least_s = first.step_s + (setup.micro_batches - 1) * more_us / 1e6
         if least_s > fastest_s:
             return least_s
         two = self.steps.fewest(mesh, strategies, batch, 2)
-        one = accumulating(made, round(two.whole(held_between)))
-        if one.peak_bytes > self.memory_bytes:
-            return one
-        few, more = self.steps.fewest(mesh, strategies, batch).costs(kind).costs, two.costs(kind).costs
-        return repeated(one, one.grown(few, more), setup.micro_batches)
+        first = accumulating(batch_costs, round(two.whole(held_between)))
+        if first.peak_bytes > self.memory_bytes:
+            return first
+        once, twice = self.steps.fewest(mesh, strategies, batch).costs(kind).costs, two.costs(kind).costs
+        return repeated(first, first.grown(once, twice), setup.micro_batches)
 
     def nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         """Why no setup is left."""

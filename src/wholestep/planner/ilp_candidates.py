@@ -71,24 +71,24 @@ class IlpCandidates:
         title = f"solved for {self._over}"
         try:
             gap = TUNING.rough_gap if self.rough else TUNING.close_gap
-            found = solve_layouts(self.graph, self._spec(), self._budgets(), gap)
+            solutions = solve_layouts(self.graph, self._spec(), self._budgets(), gap)
         except WholestepError as error:
             return [Template(title, error)]
-        found = [self.symmetrize(one) for one in found] if self.symmetrize is not None and self.rough else found
-        made: list[Template] = []
-        for number, one in enumerate(self._distinct(found)):
+        solutions = list(map(self.symmetrize, solutions)) if self.symmetrize is not None and self.rough else solutions
+        templates: list[Template] = []
+        for number, solution in enumerate(self._distinct(solutions)):
             symmetrize = None if self.rough else self.symmetrize
-            symmetric = self._strategies(symmetrize(one)) if symmetrize is not None else None
+            symmetric = self._strategies(symmetrize(solution)) if symmetrize is not None else None
             name = f"{title}, {number + 1}" if number else title
-            made.append(Template(name, self._strategies(one), solved=one, symmetric=symmetric))
-        return made
+            templates.append(Template(name, self._strategies(solution), solved=solution, symmetric=symmetric))
+        return templates
 
     def layouts(self) -> tuple[SolvedLayouts | None, SolvedLayouts | None]:
         """Layouts along the axis of `tensor` beside which any style may be used, and the symmetrized ones."""
-        found = solve_layouts(self.graph, self._spec())
-        if not found:
+        solutions = solve_layouts(self.graph, self._spec())
+        if not solutions:
             return None, None
-        return self._layouts(found[0]), self._layouts(self.symmetrize(found[0])) if self.symmetrize else None
+        return self._layouts(solutions[0]), self._layouts(self.symmetrize(solutions[0])) if self.symmetrize else None
 
     def _budgets(self) -> list[float | None]:
         if self.budget_bytes is None:
@@ -100,26 +100,26 @@ class IlpCandidates:
         if self.tensor is not None:
             beside = (replace(self.data, axis=self.axes),) if self.axes else ()
             tensor = replace(self.tensor, hardware=self.hardware)
-            made = problem_spec(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
+            spec = problem_spec(tensor, Strategies((*beside, tensor)), self.graph, self.mesh, self.placed or {})
         else:
             ranks = prod(self.mesh.axis_size(a) for a in self.axes)
             share = 1 / ranks if self.data.semantics == "global" else 1.0
             axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
-            made = ProblemSpec(Prices(self.hardware, self.mesh, "", share), axes, rest=dict[str, AxisState]())
-        return replace(made, storages=self.storages, allowed=self._allowed(), recomputes=self.recomputes)
+            spec = ProblemSpec(Prices(self.hardware, self.mesh, "", share), axes, rest=dict[str, AxisState]())
+        return replace(spec, storages=self.storages, allowed=self._allowed(), recomputes=self.recomputes)
 
     def _allowed(self) -> dict[str, tuple[StorageOption, ...]]:
         """The storage options of parameters with a constraint: of `storages`, or any where none of these is left."""
-        found = self.constraints.storages(self.graph, self.mesh, self.axes)
-        return {name: tuple(s for s in options if s in self.storages) or options for name, options in found.items()}
+        allowed = self.constraints.storages(self.graph, self.mesh, self.axes)
+        return {name: tuple(s for s in options if s in self.storages) or options for name, options in allowed.items()}
 
-    def _distinct(self, found: Sequence[IlpResult]) -> Iterator[IlpResult]:
+    def _distinct(self, solutions: Sequence[IlpResult]) -> Iterator[IlpResult]:
         seen: list[tuple[object, ...]] = []
-        for one in found:
-            mark = (one.params, one.storage, one.pins)
+        for solution in solutions:
+            mark = (solution.params, solution.storage, solution.pins)
             if mark not in seen:
                 seen.append(mark)
-                yield one
+                yield solution
 
     @property
     def _over(self) -> str:
@@ -127,18 +127,18 @@ class IlpCandidates:
             return f"each parameter on {','.join(self.axes)}"
         return f"each op on {self.tensor.axis}" + (f" and parameter on {','.join(self.axes)}" if self.axes else "")
 
-    def _strategies(self, made: IlpResult) -> tuple[Strategy, ...]:
+    def _strategies(self, solution: IlpResult) -> tuple[Strategy, ...]:
         parts: list[Strategy] = []
         if self.axes:
             data = replace(self.data, style="fully_shard", axis=self.axes, reshard_after_forward=False)
-            parts.append(PerParameterStorage(**vars(data), storage=made.storage, solution=str(made)))
+            parts.append(PerParameterStorage(**vars(data), storage=solution.storage, solution=str(solution)))
         if self.tensor is not None:
-            parts.append(self._layouts(made))
+            parts.append(self._layouts(solution))
         return tuple(parts)
 
-    def _layouts(self, made: IlpResult) -> SolvedLayouts:
+    def _layouts(self, solution: IlpResult) -> SolvedLayouts:
         assert self.tensor is not None, "only an axis that is solved for has layouts"
-        return made.layouts(self.tensor)
+        return solution.layouts(self.tensor)
 
 
 # -- equal layers ----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Symmetrizer:
     middle: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        params = {node: given.name for given, node in self.graph.placeholders()}
+        params = {node: graph_input.name for graph_input, node in self.graph.placeholders()}
         for node, (block, slot) in self.repeats.places.items():
             name = params.get(node, node.name)
             self.slots.setdefault(slot, []).append(name)
@@ -162,30 +162,31 @@ class Symmetrizer:
                 self.middle[name] = slot
         self.inside = {name for names in self.slots.values() for name in names}
 
-    def __call__(self, made: IlpResult) -> IlpResult:
+    def __call__(self, solution: IlpResult) -> IlpResult:
         """The symmetrized solution."""
-        pins, expanded = made.pins, tuple(self._names(made.pins.decomposed))
+        pins, expanded = solution.pins, tuple(self._names(solution.pins.decomposed))
         pins = replace(
             pins,
             results=self._spread(pins.results),
             op_strategies=self._spread(pins.op_strategies),
             decomposed=expanded,
         )
-        return replace(made, pins=pins, params=self._spread(made.params), storage=self._spread(made.storage))
+        params, storage = self._spread(solution.params), self._spread(solution.storage)
+        return replace(solution, pins=pins, params=params, storage=storage)
 
-    def _spread(self, given: Mapping[str, V]) -> dict[str, V]:
+    def _spread(self, by_name: Mapping[str, V]) -> dict[str, V]:
         out: dict[str, V] = {}
-        for name, value in given.items():
+        for name, value in by_name.items():
             out |= dict.fromkeys(self._names([name]), value)
         return out
 
-    def _names(self, given: Iterable[str]) -> dict[str, None]:
+    def _names(self, names: Iterable[str]) -> dict[str, None]:
         """The names outside of equal layers, and the equals of the names in the middle layer."""
         out: dict[str, None] = {}
-        for name in given:
+        for name in names:
             base, dashes, part = (name, "", "") if name in self.inside else name.partition("__")
             if base in self.middle:
-                out |= dict.fromkeys(f"{one}{dashes}{part}" for one in self.slots[self.middle[base]])
+                out |= dict.fromkeys(f"{equal}{dashes}{part}" for equal in self.slots[self.middle[base]])
             elif base not in self.inside:
                 out[name] = None
         return out
@@ -208,15 +209,15 @@ class MeshSolver:
 
     def __call__(self, rows: Sequence[Candidate]) -> list[tuple[Mesh, Template]]:
         """Further candidates, on the best meshes of `rows`."""
-        found: list[tuple[Mesh, Template]] = []
+        candidates: list[tuple[Mesh, Template]] = []
         recomputes = self.recompute and not any(row.status in (Status.SLOWER, Status.BOUNDED) for row in rows)
         for mesh in best_meshes(rows, self.count):
             self.watch(f"solve for layouts on {mesh}")
-            made = self.programs(mesh, recomputes).templates()
-            first = next((t.solved for t in made if t.solved is not None), None)
+            templates = self.programs(mesh, recomputes).templates()
+            first = next((t.solved for t in templates if t.solved is not None), None)
             self.solved |= {mesh: first} if first is not None else {}
-            found += [(mesh, template) for template in made]
-        return found
+            candidates += [(mesh, template) for template in templates]
+        return candidates
 
     def program(self, best: Mesh) -> IlpResult | None:
         """The program of the winner's mesh, or else of the most promising mesh."""

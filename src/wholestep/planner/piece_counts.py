@@ -13,10 +13,10 @@ def piece_counts(rows: int) -> list[int]:
         >>> piece_counts(12), piece_counts(13)
         ([2, 3, 4, 6, 12], [2, 4, 7, 13])
     """
-    found, last = list[int](), 1
+    counts, last = list[int](), 1
     while last < rows:
         least = max(round(last * TUNING.pieces_growth), last + 1)
         dividing = (n for n in range(least, min(2 * last, rows) + 1) if rows % n == 0)
         last = next(dividing, -(-rows // -(-rows // (2 * last))))
-        found.append(last)
-    return found
+        counts.append(last)
+    return counts

@@ -47,11 +47,11 @@ class PieceSearch:
 
     def candidates(self, mesh: Mesh, same_batches: bool = True) -> list[tuple[Mesh, Template]]:
         """The step on whole batches: with gathered parameters kept, and where it may, gathered again."""
-        whole, data = self.strategies.in_pieces(MicroBatches(1)), self.strategies.data
+        uncut, data = self.strategies.in_pieces(MicroBatches(1)), self.strategies.data
         if data is None or not data.kind.gathers_parameters or not self.may_regather:
-            return [(mesh, Template(data.kind.name if data else "one batch", whole.parts))]
+            return [(mesh, Template(data.kind.name if data else "one batch", uncut.parts))]
         names = {False: f"{data.kind.name}, kept", True: f"{data.kind.name}, re-gathered"}
-        return [(mesh, Template(name, whole.gathering(again).parts)) for again, name in names.items()]
+        return [(mesh, Template(name, uncut.gathering(again).parts)) for again, name in names.items()]
 
     @existing_objects_frozen()
     def search(
@@ -70,5 +70,5 @@ class PieceSearch:
             fold_step(graph, hardware, placed), micro_batches=self.strategies.micro_batches,
             may_regather=self.may_regather,
         )  # fmt: skip
-        found = Search(evaluator).run(self.candidates(mesh))
-        return replace(found, by='MicroBatches("auto")')
+        search = Search(evaluator).run(self.candidates(mesh))
+        return replace(search, by='MicroBatches("auto")')

@@ -59,7 +59,7 @@ def plan(
 
 
 def _check_placed(graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout]) -> None:
-    shapes = {given.name: given.meta.shape for given in graph.inputs}
+    shapes = {graph_input.name: graph_input.meta.shape for graph_input in graph.inputs}
     for name, layout in placed.items():
         if name not in shapes:
             raise PlanError(f"placed={{{shown(name)}: ...}}", "names of inputs of the graph", "correct the name")
@@ -84,8 +84,8 @@ def planned_program(
     hardware: Hardware | None = None,
 ) -> tuple[Plan, LocalGraph]:  # fmt: skip
     """The plan of `strategies`, and the program of a rank. Raises as `plan` does."""
-    made = plan_strategies(graph, mesh, strategies, placed, hardware)
-    return made.plan, ordered(written(made.graph, made.plan), made.plan)
+    step = plan_strategies(graph, mesh, strategies, placed, hardware)
+    return step.plan, ordered(written(step.graph, step.plan), step.plan)
 
 
 def _with_auto_solved(
@@ -104,9 +104,9 @@ def _solved(
 ) -> SolvedLayouts:
     if mesh.axis_size(tensor.axis) == 1:
         return SolvedLayouts(tensor.axis, {}, input_dim=tensor.input_dim, async_tp=tensor.async_tp)
-    made = solve_layouts(graph, problem_spec(tensor, beside, graph, mesh, placed))
-    if not made:
+    solutions = solve_layouts(graph, problem_spec(tensor, beside, graph, mesh, placed))
+    if not solutions:
         raise PlanError(
             "the solver found no layouts for this step", "some within its limit of nodes", "give a plan by module"
         )
-    return made[0].layouts(tensor)
+    return solutions[0].layouts(tensor)

@@ -21,7 +21,7 @@ from .evaluate import Evaluator
 from .folded_memory import FoldedFit, FoldedFitting
 from .search_result import INFINITE, Candidate, SearchResult, Status, first_line
 
-More = Callable[[Sequence[Candidate]], Sequence[tuple[Mesh, Template]]]
+Further = Callable[[Sequence[Candidate]], Sequence[tuple[Mesh, Template]]]
 SURE, SURE_BYTES = TUNING.sure_share, TUNING.sure_bytes_share
 """Tolerances of extrapolated seconds and bytes: candidates within them of the best are simulated with all layers."""
 
@@ -46,13 +46,13 @@ class Search:
     cores: int = 1
     copies: dict[object, Ahead[list[tuple[Candidate, Any]]]] = field(default_factory=dict[object, Any])
 
-    def run(self, candidates: Sequence[tuple[Mesh, Template]], more: More | None = None) -> SearchResult:
-        """The best of `candidates`, and of the further ones that `more` makes from their outcomes. Raises PlanError if
+    def run(self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None) -> SearchResult:
+        """The best of `candidates`, and of those that `further` makes from their outcomes. Raises PlanError if
         none can be planned, or none fits: then it names the one that needs the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)
-        rows += self._race(more(rows)) if more is not None else []
+        rows += self._race(further(rows)) if further is not None else []
         rows = self._in_pieces(rows)
         if folded is not None:
             rows = self._in_pieces(self._confirm(rows))
@@ -76,7 +76,7 @@ class Search:
     def _race(self, candidates: Sequence[tuple[Mesh, Template]]) -> list[Candidate]:
         """Tries candidates, the most promising first."""
         graph, hardware = self.evaluator.graph, self.evaluator.hardware
-        rows, computing_us = [self.evaluator.candidate(*one) for one in candidates], peak_us(graph.graph, hardware)[0]
+        rows, computing_us = [self.evaluator.candidate(*pair) for pair in candidates], peak_us(graph.graph, hardware)[0]
 
         def estimate_us(i: int) -> float:
             row = rows[i]
@@ -118,11 +118,11 @@ class Search:
             row = before[i]
             near = row.status is Status.OVER_AT_PEAK and row.blocks
             if near and not evaluator.is_over(row.needs_bytes, 1 + SURE_BYTES) and row.batch_s < self._best_s:
-                found = self._simulate(replace(row, status=Status.SLOWER, blocks=None), "all layers: ")
-                if found.status is Status.OVER_AT_PEAK and evaluator.recompute and evaluator.budget_bytes is not None:
-                    found = self._fit(found)
-                if found.status is Status.SLOWER and rows[i] is not self.best:
-                    rows[i] = found
+                again = self._simulate(replace(row, status=Status.SLOWER, blocks=None), "all layers: ")
+                if again.status is Status.OVER_AT_PEAK and evaluator.recompute and evaluator.budget_bytes is not None:
+                    again = self._fit(again)
+                if again.status is Status.SLOWER and rows[i] is not self.best:
+                    rows[i] = again
         return rows
 
     def _start(self, row: Candidate | None) -> None:
@@ -154,58 +154,58 @@ class Search:
         evaluator = self.evaluator
         evaluator.watch(f"{doing}{row.name}")
         copy = self.copies.pop(_key(row), None)
-        known = copy.result() if copy else None
+        copied = copy.result() if copy else None
         self.cores = 1 if copy and copy.silent else self.cores
-        steps = iter(known) if known else evaluator.steps(row)
+        steps = iter(copied) if copied else evaluator.steps(row)
         try:
-            found, mark = next(steps)
+            tried, mark = next(steps)
         except WholestepError as error:
             if evaluator.folded and row.blocks and not isinstance(error, ConstraintError):  # a pattern names a layer
                 return self._simulate(replace(row, blocks=None), "all layers: ")
             return replace(row, status=Status.NO_PLAN, why=first_line(error))
-        self.bounds[row.mesh, row.key or row.name] = found.bound_s
-        if self.best is not None and found.bound_s >= self.best.batch_s:
-            return replace(found, status=Status.BOUNDED)
+        self.bounds[row.mesh, row.key or row.name] = tried.bound_s
+        if self.best is not None and tried.bound_s >= self.best.batch_s:
+            return replace(tried, status=Status.BOUNDED)
         if mark in self.programs:
-            return replace(found, status=Status.SAME, why=self.programs[mark])
+            return replace(tried, status=Status.SAME, why=self.programs[mark])
         self.programs[mark] = row.name
-        found, plan = next(steps)
-        if evaluator.is_over(found.needs_bytes):
-            return replace(found, status=Status.OVER_AT_PEAK)
-        return self._compared(found, plan)
+        tried, plan = next(steps)
+        if evaluator.is_over(tried.needs_bytes):
+            return replace(tried, status=Status.OVER_AT_PEAK)
+        return self._compared(tried, plan)
 
     # -- pieces of a batch -----------------------------------------------------------------------------
     def _in_pieces(self, rows: list[Candidate]) -> list[Candidate]:
         """`rows`, and those over the budget in more and more pieces, until the tensors of one fit."""
-        found, last = list(rows), dict[tuple[Mesh, str], Candidate]()
+        all_rows, last = list(rows), dict[tuple[Mesh, str], Candidate]()
         for row in rows:
-            last[row.mesh, row.whole or row.name] = row
+            last[row.mesh, row.uncut or row.name] = row
         over = {(row.mesh, row.name) for row in rows if row.status is Status.OVER_AT_PEAK}
         for row in sorted(last.values(), key=lambda row: row.batch_s):
             is_over = (row.mesh, row.name) in over or (row.mesh, row.why) in over
-            more = self.evaluator.in_more_pieces(row) if is_over else None
-            while more is not None:
-                found.append(tried := self._try(more))
+            finer = self.evaluator.in_more_pieces(row) if is_over else None
+            while finer is not None:
+                all_rows.append(tried := self._try(finer))
                 if tried.status is Status.OVER_AT_PEAK:
                     over.add((tried.mesh, tried.name))
                 elif tried.status is not Status.NO_PLAN and (tried.mesh, tried.why) not in over:
                     break  # it fits, or is slower than one that does: in more pieces it is slower still
-                more = self.evaluator.in_more_pieces(tried)
-        return found
+                finer = self.evaluator.in_more_pieces(tried)
+        return all_rows
 
     def _keeping_some(self, rows: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that gather parameters again for each piece, and fit, with as many of them kept as fit."""
-        found, budget = list[Candidate](), self.evaluator.budget_bytes or 0
+        tried, budget = list[Candidate](), self.evaluator.budget_bytes or 0
         for row in rows:
             data = row.strategies.data if row.strategies else None
             if row.pieces == 1 or row.status is not Status.SLOWER or not (data and data.reshard_after_forward):
                 continue
-            left = budget - row.needs_bytes
-            for part in (left, left // 2):
-                found.append(self._try(self.evaluator.keeping(row, part)))
-                if found[-1].status is not Status.OVER_AT_PEAK:
+            spare = budget - row.needs_bytes
+            for part in (spare, spare // 2):
+                tried.append(self._try(self.evaluator.keeping(row, part)))
+                if tried[-1].status is not Status.OVER_AT_PEAK:
                     break
-        return found
+        return tried
 
     # -- memory ----------------------------------------------------------------------------------------
     def _fit(self, row: Candidate) -> Candidate:
@@ -234,8 +234,8 @@ class Search:
                 else:
                     fits[i], most_s = fit, min(most_s, longest_us / 1e6 / row.batches)
         near = {i: fit.best() for i, fit in fits.items() if rows[i].batch_s < most_s * (1 + SURE)}
-        found, ratio = [(fitting.step_us / 1e6 / rows[i].batches, i, fitting) for i, fitting in near.items()], 1.0
-        for batch_s, i, fitting in sorted(found, key=lambda one: one[0]):
+        timed, ratio = [(fitting.step_us / 1e6 / rows[i].batches, i, fitting) for i, fitting in near.items()], 1.0
+        for batch_s, i, fitting in sorted(timed, key=lambda timing: timing[0]):
             peak = round(fitting.peak_bytes)
             rows[i] = replace(rows[i], status=Status.SLOWER, batch_s=batch_s * ratio, needs_bytes=peak, costs=None)
             if self.best is None or rows[i].batch_s < self.best.batch_s:
@@ -251,9 +251,9 @@ class Search:
         in_all_layers = replace(fitting, classes=(*fitting.classes, *fitting.partly), partly=(), blocks=0)
         for tried in (fitting, in_all_layers):
             names = fit.unfolded(local, tried)
-            made = evaluator.priced(row, planned, evaluator.fitting(row).run(local, names)) if names else None
-            if names and made and not evaluator.is_over(made.needs_bytes):
-                return self._compared(replace(made, rematerialized=names.names), planned)
+            fitted = evaluator.priced(row, planned, evaluator.fitting(row).run(local, names)) if names else None
+            if names and fitted and not evaluator.is_over(fitted.needs_bytes):
+                return self._compared(replace(fitted, rematerialized=names.names), planned)
         return self._fit(replace(row, status=Status.OVER_AT_PEAK))
 
     def _compared(self, row: Candidate, planned: Plan | None) -> Candidate:
@@ -268,39 +268,39 @@ class Search:
     # -- refusal ---------------------------------------------------------------------------------------
     def _nothing(self, rows: Sequence[Candidate]) -> PlanError:
         evaluator, budget = self.evaluator, self.evaluator.budget_bytes
-        known = [row for row in rows if row.status in (Status.OVER_AT_REST, Status.OVER_AT_PEAK)]
-        if not known or budget is None:
+        over = [row for row in rows if row.status in (Status.OVER_AT_REST, Status.OVER_AT_PEAK)]
+        if not over or budget is None:
             drop = ", or drop a constraint" if evaluator.constraints.axes else ""
             return PlanError(
                 f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
                 "a template that the model allows",
                 f"give other styles=, another mesh or another tensor={drop}",
             )
-        nearest = self._nearest(known)
+        nearest = self._nearest(over)
         short = nearest.needs_bytes - budget
-        made = ", with all tensors rematerialized that help" if evaluator.recompute else ""
+        remark = ", with all tensors rematerialized that help" if evaluator.recompute else ""
         return BudgetError(
             f"no plan fits: the nearest, {nearest.name} on {nearest.mesh}, needs {human(nearest.needs_bytes)} on a "
-            f"rank{made}, {human(short)} more than there are",
+            f"rank{remark}, {human(short)} more than there are",
             f"at most {human(budget)}",
             f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, a smaller batch or more ranks",
         )
 
-    def _nearest(self, known: Sequence[Candidate]) -> Candidate:
+    def _nearest(self, over: Sequence[Candidate]) -> Candidate:
         """The candidate that needs the fewest bytes. One whose storage alone is over the budget is evaluated too, while
         its storage is less than that.
         """
-        done = [row for row in known if row.status is Status.OVER_AT_PEAK]
-        stored = (row for row in known if row.status is Status.OVER_AT_REST)
+        tried = [row for row in over if row.status is Status.OVER_AT_PEAK]
+        stored = (row for row in over if row.status is Status.OVER_AT_REST)
         for row in sorted(stored, key=lambda row: row.needs_bytes):
-            if done and row.needs_bytes >= min(other.needs_bytes for other in done):
+            if tried and row.needs_bytes >= min(other.needs_bytes for other in tried):
                 break
-            done.append(self.evaluator.least(row))
+            tried.append(self.evaluator.least(row))
         while True:
-            nearest = min(done, key=lambda row: row.needs_bytes)
+            nearest = min(tried, key=lambda row: row.needs_bytes)
             if not nearest.blocks or nearest.status is not Status.OVER_AT_PEAK:
                 return nearest
-            done = [replace(self.evaluator.least(row), blocks=None) if row is nearest else row for row in done]
+            tried = [replace(self.evaluator.least(row), blocks=None) if row is nearest else row for row in tried]
 
 
 def _key(row: Candidate) -> object:

@@ -53,7 +53,7 @@ class Candidate:
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.
         symmetric: the strategies of those steps, equal in equal layers.
-        pieces: of a batch, in a candidate that is tried because the one named `whole` is over the budget.
+        pieces: of a batch, in a candidate that is tried because the one named `uncut` is over the budget.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Candidate:
     blocks: tuple[int, int] | None = None
     symmetric: Strategies | None = None
     pieces: int = 1
-    whole: str = ""
+    uncut: str = ""
 
     @property
     def may_regather(self) -> bool:
@@ -82,8 +82,8 @@ class Candidate:
     @property
     def rank(self) -> tuple[bool, float, float, int]:
         """Sorts candidates: by time for a batch, then by bytes."""
-        known = self.status in (Status.CHOSEN, Status.SLOWER)
-        return not known, self.batch_s if known else INFINITE, self.bound_s if not known else 0.0, self.needs_bytes
+        timed = self.status in (Status.CHOSEN, Status.SLOWER)
+        return not timed, self.batch_s if timed else INFINITE, self.bound_s if not timed else 0.0, self.needs_bytes
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class SearchResult:
 
 def first_line(error: WholestepError) -> str:
     """The finding of an error, and what was needed."""
-    found = error.found.splitlines()[0]
-    return f"{found}; needed: {error.needed}" if error.needed else found
+    finding = error.found.splitlines()[0]
+    return f"{finding}; needed: {error.needed}" if error.needed else finding
 
 
 def unwatched(name: str) -> None:
@@ -135,67 +135,68 @@ def unwatched(name: str) -> None:
 _SHOWN = {Status.OVER_AT_PEAK: "does not fit", Status.SLOWER: ""}
 
 
-def explained(found: SearchResult) -> Plan:
+def explained(search: SearchResult) -> Plan:
     """The winner's plan with its objective and, as notes, why each other candidate lost."""
-    best = found.best
-    model = (found.solved.solution.step_us / 1e6, found.solved.solution.bound_us / 1e6) if found.solved else (0.0, 0.0)
+    best = search.best
+    solution = search.solved.solution if search.solved else None
+    model = (solution.step_us / 1e6, solution.bound_us / 1e6) if solution else (0.0, 0.0)
     objective = Objective(
-        best.batch_s, found.bound_s, best.needs_bytes, found.budget_bytes, best.rematerialized, *model
+        best.batch_s, search.bound_s, best.needs_bytes, search.budget_bytes, best.rematerialized, *model
     )
-    return replace(found.plan, objective=objective).with_notes(*notes(found))
+    return replace(search.plan, objective=objective).with_notes(*notes(search))
 
 
-def notes(found: SearchResult) -> tuple[str, ...]:
+def notes(search: SearchResult) -> tuple[str, ...]:
     """One line for the winner and one for each other candidate."""
-    best = found.best
-    several = len({row.mesh for row in found.rows}) > 1
-    few = f", {found.extrapolated} of them with few layers" if found.extrapolated else ""
+    best = search.best
+    several = len({row.mesh for row in search.rows}) > 1
+    few_layers = f", {search.extrapolated} of them with few layers" if search.extrapolated else ""
     head = (
-        f"{found.by} chose {_name(best, several)} of {len(found.rows)} candidates ({found.simulated} simulated{few}, "
-        f"{found.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} at most on a "
-        f"rank{'' if found.budget_bytes is None else f' of {human(found.budget_bytes)}'}; no schedule of any takes "
-        f"less than {shown_seconds(found.bound_s)}"
+        f"{search.by} chose {_name(best, several)} of {len(search.rows)} candidates ({search.simulated} simulated"
+        f"{few_layers}, {search.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} "
+        f"at most on a rank{'' if search.budget_bytes is None else f' of {human(search.budget_bytes)}'}; no schedule "
+        f"of any takes less than {shown_seconds(search.bound_s)}"
     )
-    lines = [head, *([f"solved: {found.solved}"] if found.solved else [])]
-    lines += [f"{_name(row, several)}: {_lost(row, found)}" for row in found.rows if row.status is not Status.CHOSEN]
-    if found.extrapolated:
-        lines.append(_extrapolated(found))
+    lines = [head, *([f"solved: {search.solved}"] if search.solved else [])]
+    lines += [f"{_name(row, several)}: {_lost(row, search)}" for row in search.rows if row.status is not Status.CHOSEN]
+    if search.extrapolated:
+        lines.append(_extrapolated(search))
     if best.rematerialized:
         lines.append(
             f"{len(best.rematerialized)} tensors are rematerialized in the backward to fit: compile with "
-            f"memory_bytes={found.budget_bytes}, or run Recompute"
+            f"memory_bytes={search.budget_bytes}, or run Recompute"
         )
     return tuple(lines)
 
 
-def show(found: SearchResult) -> str:
+def show(search: SearchResult) -> str:
     """The simulated candidates as a table, the winner first; below it the others, with the reason."""
     head = ("candidate", "mesh", "stored", "peak", "exposed", "per batch", "at least", "")
-    cells = [head, *(_cells(row) for row in found.rows if row.costs is not None)]
-    left = [f"{row.name} on {row.mesh}: {_lost(row, found)}" for row in found.rows if row.costs is None]
-    return "\n".join([*table(cells), *left, *([_extrapolated(found)] if found.extrapolated else [])])
+    cells = [head, *(_cells(row) for row in search.rows if row.costs is not None)]
+    unsimulated = [f"{row.name} on {row.mesh}: {_lost(row, search)}" for row in search.rows if row.costs is None]
+    return "\n".join([*table(cells), *unsimulated, *([_extrapolated(search)] if search.extrapolated else [])])
 
 
-def _extrapolated(found: SearchResult) -> str:
-    return f"about: extrapolated from steps with few of {found.folded}; the others, simulated, are of all layers"
+def _extrapolated(search: SearchResult) -> str:
+    return f"about: extrapolated from steps with few of {search.folded}; the others, simulated, are of all layers"
 
 
 def _cells(row: Candidate) -> tuple[str, ...]:
-    found = row.costs
-    assert found is not None, "only rows with costs have cells"
+    costs = row.costs
+    assert costs is not None, "only rows with costs have cells"
     again, about = (
         f", {len(row.rematerialized)} tensors rematerialized" if row.rematerialized else "",
         "about " if row.blocks else "",
     )
     return (
-        row.name, str(row.mesh), human(found.rest_bytes), about + human(found.peak_bytes),
-        f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-", about + shown_seconds(row.batch_s),
+        row.name, str(row.mesh), human(costs.rest_bytes), about + human(costs.peak_bytes),
+        f"{costs.exposed_s / costs.step_s:.0%}" if costs.step_s else "-", about + shown_seconds(row.batch_s),
         shown_seconds(row.bound_s), _SHOWN.get(row.status, row.status.value) + again,
     )  # fmt: skip
 
 
-def _lost(row: Candidate, found: SearchResult) -> str:
-    best, budget = found.best, found.budget_bytes or 0
+def _lost(row: Candidate, search: SearchResult) -> str:
+    best, budget = search.best, search.budget_bytes or 0
     if row.status is Status.NO_PLAN:
         return f"no plan: {row.why}"
     if row.status is Status.SAME:

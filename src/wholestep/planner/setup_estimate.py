@@ -54,40 +54,40 @@ class SetupEstimate:
     steps: ShortSteps
     hardware: Hardware
     tensor_axis: str
-    made: dict[tuple[int, int], MadeStep] = field(default_factory=dict[tuple[int, int], MadeStep])
+    probes: dict[tuple[int, int], MadeStep] = field(default_factory=dict[tuple[int, int], MadeStep])
     profiles: dict[tuple[int, int], BatchTimes] = field(default_factory=dict[tuple[int, int], BatchTimes])
-    held: dict[tuple[int, int, RecomputeKind], BatchBytes] = field(
+    bytes_by_kind: dict[tuple[int, int, RecomputeKind], BatchBytes] = field(
         default_factory=dict[tuple[int, int, RecomputeKind], BatchBytes]
     )
 
     def probe(self, mesh: Mesh, strategies: Strategies, batch: int) -> None:
         """Plan what is profiled for the ranks that share a layer on `mesh`."""
         key = self.split(mesh), batch
-        if key not in self.made:
-            self.made[key] = made = self.steps.fewest(mesh, strategies, batch)
-            self.profiles[key] = self._profiled(made)
+        if key not in self.probes:
+            self.probes[key] = step = self.steps.fewest(mesh, strategies, batch)
+            self.profiles[key] = self._profiled(step)
 
     def split(self, mesh: Mesh) -> int:
         """The ranks that share a layer."""
         return mesh.axis_size(self.tensor_axis) if self.tensor_axis in mesh.names else 1
 
-    def _profiled(self, made: MadeStep) -> BatchTimes:
-        def summed(wanted: str) -> float:
-            return made.whole(lambda local: self._summed(local, wanted))
+    def _profiled(self, step: MadeStep) -> BatchTimes:
+        def summed(part: str) -> float:
+            return step.whole(lambda local: self._summed(local, part))
 
-        return BatchTimes(*(summed(one) for one in ("forward", "elementwise", "backward", "update", "tensor")))
+        return BatchTimes(*(summed(part) for part in ("forward", "elementwise", "backward", "update", "tensor")))
 
-    def _summed(self, local: LocalGraph, wanted: str) -> float:
+    def _summed(self, local: LocalGraph, part: str) -> float:
         total, op_us = 0.0, self.steps.software.op_us(local.graph, self.hardware)
         for node in local.graph.nodes:
             if node.op != "call_function":
                 continue
             if is_collective(node):
-                on_axis = wanted == "tensor" and str(node.args[-1]) == self.tensor_axis
+                on_axis = part == "tensor" and str(node.args[-1]) == self.tensor_axis
                 total += sent_us(node, self.hardware, local.mesh) if on_axis else 0.0
                 continue
             phase = "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
-            if phase == wanted or (wanted == "elementwise" and phase == "forward" and not flops(node)):
+            if phase == part or (part == "elementwise" and phase == "forward" and not flops(node)):
                 total += op_us(node)
         return total
 
@@ -98,11 +98,11 @@ class SetupEstimate:
     def batch_bytes(self, mesh: Mesh, batch: int, kind: RecomputeKind) -> BatchBytes:
         """Bytes of one micro-batch with a kind of recomputation."""
         key = self.split(mesh), batch, kind
-        if key not in self.held:
-            made = self.made[key[:2]]
-            found = (made.whole(least_bytes, kind), made.whole(_unscheduled, kind))
-            self.held[key] = BatchBytes(*(round(size - made.whole(_inputs)) for size in found))
-        return self.held[key]
+        if key not in self.bytes_by_kind:
+            step = self.probes[key[:2]]
+            sizes = (step.whole(least_bytes, kind), step.whole(_unscheduled, kind))
+            self.bytes_by_kind[key] = BatchBytes(*(round(size - step.whole(_inputs)) for size in sizes))
+        return self.bytes_by_kind[key]
 
     def least_bytes_of(self, mesh: Mesh, batch: int, kind: RecomputeKind) -> int:
         """`BatchBytes.least` of a batch that is perhaps not captured, from the two next smaller ones: as a maximum of
@@ -112,12 +112,12 @@ class SetupEstimate:
         smaller = sorted(size for size in self._captured(split) if size <= batch)[-2:]
         if not smaller:
             return 0
-        last, *_ = found = [self.batch_bytes(mesh, size, kind).least for size in reversed(smaller)]
-        more = (last - found[-1]) // max(smaller[-1] - smaller[0], 1)
-        return last + more * (batch - smaller[-1])
+        last, *_ = sizes = [self.batch_bytes(mesh, size, kind).least for size in reversed(smaller)]
+        per_sequence = (last - sizes[-1]) // max(smaller[-1] - smaller[0], 1)
+        return last + per_sequence * (batch - smaller[-1])
 
     def _captured(self, split: int) -> list[int]:
-        return [batch for ranks, batch in self.made if ranks == split]
+        return [batch for ranks, batch in self.probes if ranks == split]
 
     def step_us(
         self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind, param_bytes: int
@@ -128,7 +128,7 @@ class SetupEstimate:
         if data is None:
             return micro_batches * one_us + profile.update_us
         axes = data.axes(mesh)
-        whole = axes[:-1] if data.kind.grouped else () if data.kind.shards_state else axes
+        replicated_axes = axes[:-1] if data.kind.grouped else () if data.kind.shards_state else axes
         each_us = all_us = 0.0
         for sent, size, axis in data_collectives(mesh, data, param_bytes / self.split(mesh)):
             us = self.hardware.collective_us(sent, size, mesh, axis)
@@ -136,7 +136,7 @@ class SetupEstimate:
             each_us += us if gathers or data.kind.shards_gradients else 0.0
             all_us += us
         waits = [max(us - one_us, 0.02 * us) for us in (each_us, all_us)]
-        update_us = profile.update_us * prod(map(mesh.axis_size, whole))
+        update_us = profile.update_us * prod(map(mesh.axis_size, replicated_axes))
         return micro_batches * one_us + update_us + (micro_batches - 1) * waits[0] + waits[1]
 
 

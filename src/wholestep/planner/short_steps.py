@@ -38,47 +38,47 @@ class MadeCosts:
 @dataclass(frozen=True)
 class MadeStep:
     """Plans and programs of a step: of all layers (`pair` is None), or of two numbers of layers. `programs` recompute,
-    and are not scheduled; `known` are their costs.
+    and are not scheduled; `kind_costs` are their costs.
     """
 
     step: FoldedStep | None
     pair: tuple[int, int] | None
-    made: Programs
+    planned: Programs
     hardware: Hardware
     software: Software = OWN
     programs: dict[RecomputeKind, Programs] = field(default_factory=dict[RecomputeKind, "Programs"], compare=False)
-    known: dict[RecomputeKind, MadeCosts] = field(default_factory=dict[RecomputeKind, "MadeCosts"], compare=False)
+    kind_costs: dict[RecomputeKind, MadeCosts] = field(default_factory=dict[RecomputeKind, "MadeCosts"], compare=False)
 
     def of(self, kind: RecomputeKind) -> Programs:
         """Plans and programs that recompute, not scheduled."""
         if kind not in self.programs:
-            self.programs[kind] = tuple((plan, run_passes(one, recomputing(kind))) for plan, one in self.made)
+            self.programs[kind] = tuple((plan, run_passes(local, recomputing(kind))) for plan, local in self.planned)
         return self.programs[kind]
 
     def costs(self, kind: RecomputeKind) -> MadeCosts:
         """Costs of the whole step with a kind of recomputation."""
-        if kind not in self.known:
-            made, passes = self.of(kind), passes_of("none", self.hardware, stack=self.software.stack)
+        if kind not in self.kind_costs:
+            planned, passes = self.of(kind), passes_of("none", self.hardware, stack=self.software.stack)
             if self.step is None or self.pair is None:
-                (plan, local), *_ = made
+                (plan, local), *_ = planned
                 programs = [run_passes(local, passes)]
-                found = costs_of(programs[0], plan, self.hardware, self.software)
+                costs = costs_of(programs[0], plan, self.hardware, self.software)
             else:
-                programs = self.step.scheduled(self.pair, made, passes)
-                plans = [plan for plan, _ in made]
-                found = self.step.costs_from(self.pair, list(zip(plans, programs, strict=True)))
-            beside = self._whole([peak_beside_gradients(one) for one in programs])
-            self.known[kind] = MadeCosts(found, round(beside))
-        return self.known[kind]
+                programs = self.step.scheduled(self.pair, planned, passes)
+                plans = [plan for plan, _ in planned]
+                costs = self.step.costs_from(self.pair, list(zip(plans, programs, strict=True)))
+            beside = self._whole([peak_beside_gradients(program) for program in programs])
+            self.kind_costs[kind] = MadeCosts(costs, round(beside))
+        return self.kind_costs[kind]
 
-    def whole(self, found: Callable[[LocalGraph], float], kind: RecomputeKind = "none") -> float:
+    def whole(self, quantity: Callable[[LocalGraph], float], kind: RecomputeKind = "none") -> float:
         """A quantity that is linear in the number of layers, of the whole step before it is scheduled."""
-        return self._whole([found(local) for _, local in self.of(kind)])
+        return self._whole([quantity(local) for _, local in self.of(kind)])
 
-    def _whole(self, found: Sequence[float]) -> float:
+    def _whole(self, quantities: Sequence[float]) -> float:
         if self.step is None or self.pair is None:
-            return found[0]
-        return self.step.whole(self.pair, (found[0], found[1]))
+            return quantities[0]
+        return self.step.whole(self.pair, (quantities[0], quantities[1]))
 
 
 @dataclass
@@ -93,15 +93,15 @@ class ShortSteps:
     hardware: Hardware
     software: Software = OWN
     model: nn.Module | None = None
-    known: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
+    steps: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
     several: dict[tuple[int, int, int], TrainGraph] = field(default_factory=dict[tuple[int, int, int], TrainGraph])
     planned: dict[tuple[object, ...], MadeStep] = field(default_factory=dict[tuple[object, ...], MadeStep])
 
     def step(self, batch: int) -> FoldedStep | TrainGraph:
         """The step with few layers; all of them where it cannot be extrapolated from few."""
-        if batch not in self.known:
-            self.known[batch] = self._captured(batch, FEWEST[1] + 1)
-        return self.known[batch]
+        if batch not in self.steps:
+            self.steps[batch] = self._captured(batch, FEWEST[1] + 1)
+        return self.steps[batch]
 
     def _captured(self, batch: int, layers: int) -> FoldedStep | TrainGraph:
         with suppress(PlanError):  # no model has so few
@@ -154,9 +154,9 @@ class ShortSteps:
         key = mesh, repr(strategies), batch, micro_batches, pair
         if key not in self.planned:
             graphs = [self._graph(step, blocks, batch, micro_batches) for blocks in (pair or (None,))]
-            made = tuple(planned_program(one, mesh, strategies, None, self.hardware) for one in graphs)
+            planned = tuple(planned_program(graph, mesh, strategies, None, self.hardware) for graph in graphs)
             folded = step if isinstance(step, FoldedStep) else None
-            self.planned[key] = MadeStep(folded, pair, made, self.hardware, self.software)
+            self.planned[key] = MadeStep(folded, pair, planned, self.hardware, self.software)
         return self.planned[key]
 
     def whole(self, mesh: Mesh, strategies: Strategies, batch: int, kind: RecomputeKind) -> LocalGraph:
@@ -174,27 +174,27 @@ class ShortSteps:
         Raises:
             PlanError: the strategy cannot store the model.
         """
-        step = self.step(min(self.known, default=1))
+        step = self.step(min(self.steps, default=1))
         if isinstance(step, FoldedStep):
             return step.stored_bytes(mesh, strategies, None)
         return stored_bytes(step, mesh, strategies, None)
 
 
-def repeated(one: Costs, two: Costs, micro_batches: int) -> Costs:
+def repeated(single: Costs, double: Costs, micro_batches: int) -> Costs:
     """Costs of a step with so many micro-batches from those with one and with two. Each further one takes what the
     second takes; the peak is that of one.
     """
     if micro_batches < 1:
         raise PlanError(f"{micro_batches} micro-batches", "at least 1", "correct it")
-    grown = one.towards(two, micro_batches - 1)
-    return replace(grown, rest_bytes=one.rest_bytes, peak_bytes=one.peak_bytes, held=one.held)
+    grown = single.towards(double, micro_batches - 1)
+    return replace(grown, rest_bytes=single.rest_bytes, peak_bytes=single.peak_bytes, by_kind=single.by_kind)
 
 
-def accumulating(one: MadeCosts, gradient_bytes: int) -> Costs:
+def accumulating(single: MadeCosts, gradient_bytes: int) -> Costs:
     """Costs of one micro-batch of several: a rank holds `gradient_bytes` that add up, and the most that it holds
     besides gradients.
     """
-    peak = max(one.beside_gradients_bytes + gradient_bytes, one.costs.peak_bytes)
-    held = dict(one.costs.held)
-    held["gradient"] = held.get("gradient", 0) + max(peak - one.costs.peak_bytes, 0)
-    return replace(one.costs, peak_bytes=peak, held=held)
+    peak = max(single.beside_gradients_bytes + gradient_bytes, single.costs.peak_bytes)
+    by_kind = dict(single.costs.by_kind)
+    by_kind["gradient"] = by_kind.get("gradient", 0) + max(peak - single.costs.peak_bytes, 0)
+    return replace(single.costs, peak_bytes=peak, by_kind=by_kind)

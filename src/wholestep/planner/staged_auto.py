@@ -74,11 +74,11 @@ class StagedAuto:
 
     def _mesh(self, mesh: Mesh) -> None:
         stages = mesh.axis_size(self.pipeline.axis)
-        others = Mesh(tuple(axis for axis in mesh.axes if axis.name != self.pipeline.axis) or (Axis("dp", 1),))
-        found = list(self.beside(others)) if mesh.size > stages else [Template("", ())]
-        found.sort(key=lambda one: one.key is None or one.key.style != _FIRST)
+        stage_mesh = Mesh(tuple(axis for axis in mesh.axes if axis.name != self.pipeline.axis) or (Axis("dp", 1),))
+        templates = list(self.beside(stage_mesh)) if mesh.size > stages else [Template("", ())]
+        templates.sort(key=lambda template: template.key is None or template.key.style != _FIRST)
         best: tuple[Candidate, Pipeline, int] | None = None
-        for number, template in enumerate(found):
+        for number, template in enumerate(templates):
             variants = self._variants(mesh, template) if number == 0 or best is None else [best[1:]]
             slower, last = set[Pipeline](), dict[Pipeline, float]()
             for pipe, pieces in variants:
@@ -93,19 +93,19 @@ class StagedAuto:
 
     def _variants(self, mesh: Mesh, template: Template) -> list[tuple[Pipeline, int]]:
         """Orders and chunks, each with growing numbers of pieces."""
-        asked, stages = self.pipeline, mesh.axis_size(self.pipeline.axis)
-        pipes = [asked]
-        if asked.schedule == "auto" and asked.chunks is None and asked.stages is None and asked.placement == "loop":
-            pipes = [asked if n == 1 else replace(asked, schedule="interleaved", chunks=n) for n in _CHUNKS]
-            pipes.append(replace(asked, placement="v"))
-        elif asked.schedule == "interleaved" and asked.chunks is None and asked.stages is None:
-            pipes = [replace(asked, chunks=n) for n in _CHUNKS[1:]]
-        given = self.micro_batches.pieces if self.micro_batches is not None else asked.micro_batches
-        if isinstance(given, int) and given > 1:
-            return [(pipe, given) for pipe in pipes]
+        fixed, stages = self.pipeline, mesh.axis_size(self.pipeline.axis)
+        pipes = [fixed]
+        if fixed.schedule == "auto" and fixed.chunks is None and fixed.stages is None and fixed.placement == "loop":
+            pipes = [fixed if n == 1 else replace(fixed, schedule="interleaved", chunks=n) for n in _CHUNKS]
+            pipes.append(replace(fixed, placement="v"))
+        elif fixed.schedule == "interleaved" and fixed.chunks is None and fixed.stages is None:
+            pipes = [replace(fixed, chunks=n) for n in _CHUNKS[1:]]
+        pieces = self.micro_batches.pieces if self.micro_batches is not None else fixed.micro_batches
+        if isinstance(pieces, int) and pieces > 1:
+            return [(pipe, pieces) for pipe in pipes]
         if isinstance(template.strategies, WholestepError):
             return [(pipes[0], stages)]
-        probe = compose([*template.strategies, replace(asked, micro_batches=2)])
+        probe = compose([*template.strategies, replace(fixed, micro_batches=2)])
         most = max(probe.rows(self.graph, mesh), default=1)
         counts = [n for n in (stages << power for power in range(most.bit_length())) if 1 < n <= most]
         return [(pipe, n) for pipe in pipes for n in counts or [most]]
@@ -142,8 +142,8 @@ class StagedAuto:
                     needs, again, status = fit.peak_bytes, fit.rematerialized, Status.SLOWER
                     step, local = fit.step(prices), fit.local
                     costs = replace(costs_of_staged(step), peak_bytes=needs)
-        taken = fullest_reserves(step, local, self.hardware, self.software)
-        costs = replace(costs, reserved_bytes=taken)
+        reserved = fullest_reserves(step, local, self.hardware, self.software)
+        costs = replace(costs, reserved_bytes=reserved)
         count = batches(strategies, row.mesh)
         self.plans[f"{row.name} on {row.mesh}"] = planned
         return replace(
@@ -159,10 +159,10 @@ class StagedAuto:
             return PlanError(f"no pipeline can be planned: {why}", needed, "give fewer stages, or a larger batch")
         nearest = min(over, key=lambda row: row.needs_bytes)
         short = human(nearest.needs_bytes - self.budget_bytes)
-        made = ", with all tensors rematerialized that help" if self.recompute else ""
+        remark = ", with all tensors rematerialized that help" if self.recompute else ""
         return BudgetError(
             f"no pipeline fits: the nearest, {nearest.name} on {nearest.mesh}, needs {human(nearest.needs_bytes)} on a "
-            f"rank{made}, {short} more than there are",
+            f"rank{remark}, {short} more than there are",
             f"at most {human(self.budget_bytes)}",
             f"give memory_bytes={human_at_least(nearest.needs_bytes)!r} or more, or more stages",
         )  # fmt: skip
@@ -172,12 +172,12 @@ def staged_meshes(mesh: Mesh, axis: str, flat: Iterable[Mesh]) -> list[Mesh]:
     """`mesh`, or of an open one those of `flat`, of as many ranks, whose first axis leaves 2, 4 or more to `axis`."""
     if not is_open(mesh):
         return [mesh]
-    found: list[Mesh] = []
-    for one in flat:
-        first, *rest = one.axes
+    meshes: list[Mesh] = []
+    for flat_mesh in flat:
+        first, *rest = flat_mesh.axes
         for stages in (1 << power for power in range(1, first.size.bit_length())):
-            if first.size % stages == 0 and "shard" not in one.names:
-                left = [Axis(first.name, first.size // stages)] if first.size > stages else []
-                made = [*left, Axis(axis, stages), *rest]
-                found.append(Mesh(tuple(made)))
-    return found
+            if first.size % stages == 0 and "shard" not in flat_mesh.names:
+                outer = [Axis(first.name, first.size // stages)] if first.size > stages else []
+                axes = [*outer, Axis(axis, stages), *rest]
+                meshes.append(Mesh(tuple(axes)))
+    return meshes

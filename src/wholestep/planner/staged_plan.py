@@ -48,6 +48,7 @@ from .folded_step import FoldedStep
 from .resolve import planned_program
 from .short_steps import CaptureStep
 
+Traffic = Sequence[CollectiveTraffic] | None
 _PIECES = 2  # that a short step has: blocks are those of any number
 _FEW, _MORE = 1, 2  # equal layers in each stage of the two short steps
 _SHORT = 3  # stages of a short step: the first, one between, the last
@@ -72,17 +73,17 @@ class StagedSetup:
     @property
     def pipeline(self) -> Pipeline:
         """The strategy along the axis of stages."""
-        found = self.strategies.pipeline
-        assert found is not None, "a setup with stages"
-        return found
+        strategy = self.strategies.pipeline
+        assert strategy is not None, "a setup with stages"
+        return strategy
 
     @property
     def pieces(self) -> int:
         """Micro-batches. Raises PlanError where their number is left open."""
-        found = next((part.pieces for part in self.strategies.parts if isinstance(part, MicroBatches)), 1)
-        if not isinstance(found, int):
+        pieces = next((part.pieces for part in self.strategies.parts if isinstance(part, MicroBatches)), 1)
+        if not isinstance(pieces, int):
             raise PlanError("a pipeline with MicroBatches('auto')", "a number of micro-batches", "give micro_batches=")
-        return found
+        return pieces
 
     @property
     def ranks(self) -> int:
@@ -96,11 +97,11 @@ class StagedSetup:
 
     def short(self, stages: Sequence[Sequence[str]]) -> tuple[Mesh, Strategies]:
         """Mesh and strategies of a step with few stages, which have the modules `stages`."""
-        axis = self.pipeline.axis
-        mesh = Mesh(tuple(Axis(one.name, len(stages)) if one.name == axis else one for one in self.mesh.axes))
-        few = Pipeline(axis, stages, _PIECES, "gpipe")
+        stage_axis = self.pipeline.axis
+        mesh = Mesh(tuple(Axis(axis.name, len(stages)) if axis.name == stage_axis else axis for axis in self.mesh.axes))
+        pipe = Pipeline(stage_axis, stages, _PIECES, "gpipe")
         parts = tuple(part for part in self.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
-        return mesh, compose([*parts, few])
+        return mesh, compose([*parts, pipe])
 
 
 @dataclass
@@ -113,24 +114,24 @@ class ShortStages:
     priced: dict[object, dict[str, BlockCost]] = field(default_factory=dict[object, "dict[str, BlockCost]"])
     plain: dict[bool, list[LocalGraph]] = field(default_factory=dict[bool, "list[LocalGraph]"])
     passed: dict[object, LocalGraph] = field(default_factory=dict[object, LocalGraph])
-    known: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
+    stage_works: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
 
     def works(
-        self, prices: BlockPrices, order: str, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None = None
+        self, prices: BlockPrices, order: str, passes: Sequence[Pass], traffic: Traffic = None
     ) -> list[StageWork]:
-        """What each stage does, at these prices, in programs that went through `passes`. `whole`: what a stage carries
-        in the step that this one stands for, from which buckets are sized; None: what it carries here.
+        """What each stage does, at these prices, in programs that went through `passes`. `traffic`: of each stage in
+        the step that this one stands for, from which buckets are sized; None: what it carries here.
         """
-        key = prices, order in APART, repr(passes), None if whole is None else tuple(whole)
-        if key not in self.known:
+        key = prices, order in APART, repr(passes), None if traffic is None else tuple(traffic)
+        if key not in self.stage_works:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
-            costs, cut = self.costs(prices, order, passes, whole)
-            ran = [self._ran(apart, passes, whole) for apart in ((False, True) if order in APART else (False,))]
-            self.known[key] = [
+            costs, cut = self.costs(prices, order, passes, traffic)
+            ran = [self._ran(apart, passes, traffic) for apart in ((False, True) if order in APART else (False,))]
+            self.stage_works[key] = [
                 work_of(StagePrograms(plain, *several), position, _own(costs, stage), _own(cut, stage), prices)
                 for stage, (plain, *several) in enumerate(zip(self.programs(False), *ran, strict=True))
             ]
-        return self.known[key]
+        return self.stage_works[key]
 
     @property
     def count(self) -> int:
@@ -149,18 +150,18 @@ class ShortStages:
         return [collective_traffic(program) for program in self.programs(False)]
 
     def costs(
-        self, prices: BlockPrices, order: str, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None = None
+        self, prices: BlockPrices, order: str, passes: Sequence[Pass], traffic: Traffic = None
     ) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:  # fmt: skip
         """Costs of blocks with weight gradients inside the backward, and apart from it (zero-bubble orders)."""
-        costs = self._costs(prices, False, passes, whole)
-        return costs, self._costs(prices, True, passes, whole) if order in APART else costs
+        costs = self._costs(prices, False, passes, traffic)
+        return costs, self._costs(prices, True, passes, traffic) if order in APART else costs
 
     def _costs(
-        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None
+        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], traffic: Traffic
     ) -> dict[str, BlockCost]:
-        key = prices, apart, repr(passes), None if whole is None else tuple(whole)
+        key = prices, apart, repr(passes), None if traffic is None else tuple(traffic)
         if key not in self.priced:
-            nodes = (node for program in self._ran(apart, passes, whole) for node in program.graph.nodes)
+            nodes = (node for program in self._ran(apart, passes, traffic) for node in program.graph.nodes)
             parts = {part.stage: part for node in nodes if (part := part_of(node)) is not None}
             blocks = [parts[stage].blocks if stage in parts else () for stage in range(self.count)]
             messages = next((part.messages for part in parts.values()), dict[str, Message]())
@@ -170,24 +171,24 @@ class ShortStages:
     def busy_us(self, prices: BlockPrices) -> list[float]:
         """Microseconds of each stage for a piece, before passes."""
         costs = self.costs(prices, "", ())[0].values()
-        return [sum(one.us for one in costs if one.stage == stage) for stage in range(self.count)]
+        return [sum(block.us for block in costs if block.stage == stage) for stage in range(self.count)]
 
-    def _ran(self, apart: bool, passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None) -> list[LocalGraph]:
-        """The program of each stage after passes, with sizes for what the `whole` carries."""
-        found = list[LocalGraph]()
+    def _ran(self, apart: bool, passes: Sequence[Pass], traffic: Traffic) -> list[LocalGraph]:
+        """The program of each stage after passes, with buckets that are sized for `traffic`."""
+        programs = list[LocalGraph]()
         for stage, program in enumerate(self.programs(apart)):
-            sizes = passes if whole is None else resized(passes, traffic=whole[stage])
+            sizes = passes if traffic is None else resized(passes, traffic=traffic[stage])
             key = apart, stage, repr(sizes)
             if key not in self.passed:
                 self.passed[key] = run_passes(program, sizes)
-            found.append(self.passed[key])
-        return found
+            programs.append(self.passed[key])
+        return programs
 
 
 def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
     """`local` in an order whose blocks have gradients of weights apart, or not."""
-    made = local.copy()
-    for node in made.graph.nodes:
+    copy = local.copy()
+    for node in copy.graph.nodes:
         loop = loop_of(node)
         if loop is None or loop.stages is None:
             continue
@@ -196,17 +197,17 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
             cuts = cuts_for(loop, local.mesh, local.stage_axis, order)
             stages = stages_of(*cuts, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
-    return made
+    return copy
 
 
 def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
-    own = {name: block for name, block in costs.items() if block.stage == stage}
-    return dict(sorted(own.items(), key=lambda item: (item[1].level, item[1].is_filler)))
+    blocks = {name: block for name, block in costs.items() if block.stage == stage}
+    return dict(sorted(blocks.items(), key=lambda item: (item[1].level, item[1].is_filler)))
 
 
 def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Exchange]:
     """What stages exchange outside of loops; the last stage of `local` is the last of `ranks`."""
-    last, found, at_phase = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange](), "forward"
+    last, exchanged, at_phase = local.mesh.axis_size(local.stage_axis) - 1, list[Exchange](), "forward"
     for node in exchanges(local).values():
         if meta.is_backward(node) or at_phase == "backward":  # parameters may be sent before, and the loss behind it
             at_phase = "update" if phase(node) == "update" else "backward"
@@ -214,10 +215,10 @@ def _exchanges(local: LocalGraph, prices: BlockPrices, ranks: int) -> list[Excha
             source, target = (ranks - 1 if at == last else cast(int, at) for at in node.args[1:3])
             size = meta.size_bytes(node)
             us = prices.sent_us(size, local.stage_axis) + 2 * prices.end_us(size, local.stage_axis)
-            found.append(Exchange(source=source, target=target, us=us, phase=at_phase))
+            exchanged.append(Exchange(source=source, target=target, us=us, phase=at_phase))
         else:
-            found.append(Exchange(is_loop=loop_of(node) is not None, phase=at_phase))
-    return found
+            exchanged.append(Exchange(is_loop=loop_of(node) is not None, phase=at_phase))
+    return exchanged
 
 
 def staged(
@@ -231,23 +232,23 @@ def staged(
     """
     loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
     if len(loops) > 1:
-        found = f"a pipeline in which stages share {len(loops)} loops over micro-batches"
-        raise PlanError(found, "one loop", "give one micro-batch, or let the step have one forward and backward")
+        finding = f"a pipeline in which stages share {len(loops)} loops over micro-batches"
+        raise PlanError(finding, "one loop", "give one micro-batch, or let the step have one forward and backward")
     shared = loops[0].stages if loops else None
     named = order or ("zero_bubble" if shared is not None and shared.has_fillers else "1f1b")
     short, priced = ShortStages(local), list[dict[str, BlockCost]]()
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
     works = short.works(prices, named, passes)
-    for several, whole in zip(short.costs(prices, named, passes), (True, False), strict=True):
-        blocks = [block for work in works for block in (work.whole if whole else work.apart)]
+    for several, together in zip(short.costs(prices, named, passes), (True, False), strict=True):
+        blocks = [block for work in works for block in (work.whole if together else work.apart)]
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
-    made = staged_step(
+    step = staged_step(
         [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
         loops[0].pieces if loops else 1, order or shared or named, prices.hardware.ranks_per_core,
     )  # fmt: skip
-    return replace(made, precision=precision_of(local))
+    return replace(step, precision=precision_of(local))
 
 
 @dataclass(frozen=True)
@@ -259,28 +260,28 @@ class ShortPair:
 
     def works(
         self, layers: Sequence[int], count: int, prices: BlockPrices, order: str, passes: Sequence[Pass],
-        whole: Sequence[CollectiveTraffic] | None,
+        traffic: Traffic,
     ) -> list[StageWork]:  # fmt: skip
         """The work of stages with so many each of all `count` equal layers."""
-        few, more = (short.works(prices, order, passes, whole) for short in self.steps)
-        times_all = self._times(count / len(few))
+        smaller, larger = (short.works(prices, order, passes, traffic) for short in self.steps)
+        times_all = self._times(count / len(smaller))
         return [
-            few[kind].towards(more[kind], self._times(own), times_all)
-            for kind, own in zip(_kinds(len(layers), len(few)), layers, strict=True)
+            smaller[kind].towards(larger[kind], self._times(stage_layers), times_all)
+            for kind, stage_layers in zip(_kinds(len(layers), len(smaller)), layers, strict=True)
         ]
 
     def spread(self, count: int, stages: int, prices: BlockPrices) -> tuple[int, ...]:
         """The equal layers of each stage, `count` in all (`spread`)."""
-        few, more = (one.busy_us(prices) for one in self.steps)
-        return spread(few, more, count, stages)
+        smaller, larger = (short.busy_us(prices) for short in self.steps)
+        return spread(smaller, larger, count, stages)
 
     def traffic(self, layers: Sequence[int], ranks: int) -> list[CollectiveTraffic]:
         """What the program of a rank with each kind of stage carries, all its chunks counted, of the rank with most."""
-        few, more = (short.traffic() for short in self.steps)
-        kinds = _kinds(len(layers), len(few))
+        smaller, larger = (short.traffic() for short in self.steps)
+        kinds = _kinds(len(layers), len(smaller))
 
         def of_stage(stage: int) -> tuple[float, ...]:
-            two = zip(astuple(few[kinds[stage]]), astuple(more[kinds[stage]]), strict=True)
+            two = zip(astuple(smaller[kinds[stage]]), astuple(larger[kinds[stage]]), strict=True)
             return tuple(a + (b - a) * self._times(layers[stage]) for a, b in two)
 
         of_rank = [
@@ -291,12 +292,12 @@ class ShortPair:
             [max(of_rank[stage % ranks][i] for stage, kind in enumerate(kinds) if kind == short) for i in (0, 1)]
             for short in {*kinds}
         ]  # fmt: skip
-        made = dict(zip({*kinds}, most, strict=True))
-        return [CollectiveTraffic(*map(round, made.get(short, (0, 0)))) for short in range(len(few))]
+        by_kind = dict(zip({*kinds}, most, strict=True))
+        return [CollectiveTraffic(*map(round, by_kind.get(short, (0, 0)))) for short in range(len(smaller))]
 
     def _times(self, layers: float) -> float:
-        few, more = self.layers
-        return (layers - few) / (more - few)
+        smaller, larger = self.layers
+        return (layers - smaller) / (larger - smaller)
 
 
 @dataclass
@@ -325,58 +326,58 @@ class ShortPipelines:
         prices = prices or BlockPrices(self.hardware, setup.mesh)
         passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
         loops = setup.pieces >= _PIECES and setup.pipeline.placement == "loop"
-        found = self._short(setup, batch, (_FEW, _MORE)) if loops else None
-        if found is None:
+        pair = self._short(setup, batch, (_FEW, _MORE)) if loops else None
+        if pair is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
                 raise PlanError("layers= of a step that three stages do not stand for", needed, "leave it out")
             return self._whole(setup, batch, passes, prices)
-        layers = self._layers(setup, batch, found, prices)
-        whole, count = found.traffic(layers, setup.ranks), self._equal_layers(batch)[0]
-        wider = _filling(found, whole, min(max(layers), count // len(whole)), passes)
-        if wider != found.layers:
-            found = self._short(setup, batch, wider) or found
-        return self._from(found, setup, batch, layers, prices, passes, whole)
+        layers = self._layers(setup, batch, pair, prices)
+        traffic, count = pair.traffic(layers, setup.ranks), self._equal_layers(batch)[0]
+        wider = _filling(pair, traffic, min(max(layers), count // len(traffic)), passes)
+        if wider != pair.layers:
+            pair = self._short(setup, batch, wider) or pair
+        return self._from(pair, setup, batch, layers, prices, passes, traffic)
 
-    def estimate(self, setup: StagedSetup, like: StagedSetup, batch: int, prices: BlockPrices) -> StagedStep | None:
-        """About `step`, from the short stages of `like`, of which only sizes of the axes of data and stages differ: in
-        what they reduce and update. Nothing is planned if `like` has been. None where short stages do not stand for it.
+    def estimate(self, setup: StagedSetup, similar: StagedSetup, batch: int, prices: BlockPrices) -> StagedStep | None:
+        """About `step`, from the short stages of `similar`, where only sizes of the data and stage axes differ: in what
+        they reduce and update. Nothing is planned if `similar` has been. None where short stages do not stand for it.
 
         Raises:
             PlanError: as `step`.
         """
-        found = self._short(like, batch, (_FEW, _MORE), _SHORT) if setup.pieces >= _PIECES else None
-        if found is None:
+        pair = self._short(similar, batch, (_FEW, _MORE), _SHORT) if setup.pieces >= _PIECES else None
+        if pair is None:
             return None
         passes = stage_passes(setup.mesh, setup.pipeline.axis, prices)
-        layers = self._layers(setup, batch, found, prices)
-        return self._from(found, setup, batch, layers, prices, passes, None)
+        layers = self._layers(setup, batch, pair, prices)
+        return self._from(pair, setup, batch, layers, prices, passes, None)
 
-    def _layers(self, setup: StagedSetup, batch: int, found: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
+    def _layers(self, setup: StagedSetup, batch: int, pair: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
         """The equal layers of each stage."""
         count = self._equal_layers(batch)[0]
-        layers = setup.layers or found.spread(count, setup.stages, prices)
+        layers = setup.layers or pair.spread(count, setup.stages, prices)
         if len(layers) != setup.stages or sum(layers) != count:
             text = f"{sum(layers)} layers in {len(layers)} stages"
             raise PlanError(text, f"{count} in {setup.stages}", "correct layers=")
         return layers
 
     def _from(
-        self, found: ShortPair, setup: StagedSetup, batch: int, layers: Sequence[int], prices: BlockPrices,
-        passes: Sequence[Pass], whole: Sequence[CollectiveTraffic] | None,
+        self, pair: ShortPair, setup: StagedSetup, batch: int, layers: Sequence[int], prices: BlockPrices,
+        passes: Sequence[Pass], traffic: Traffic,
     ) -> StagedStep:  # fmt: skip
         """The step of stages with so many layers each."""
         order, (count, period) = setup.pipeline.schedule, self._equal_layers(batch)
-        works = found.works(layers, count, prices, order, passes, whole)
+        works = pair.works(layers, count, prices, order, passes, traffic)
         whole_blocks, apart = (chain(works, setup.ranks, fillers) for fillers in (False, True))
         by_rank = [
             [(works[stage], layers[stage] * period) for stage in range(rank, setup.stages, setup.ranks)]
             for rank in range(setup.ranks)
         ]  # fmt: skip
-        outside = _exchanges(found.steps[0].local, prices, setup.ranks)
+        outside = _exchanges(pair.steps[0].local, prices, setup.ranks)
         crowd = prices.hardware.ranks_per_core
-        made = staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, crowd)
-        return replace(made, precision=precision_of(found.steps[0].local))
+        step = staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, crowd)
+        return replace(step, precision=precision_of(pair.steps[0].local))
 
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
         graph = self.capture(batch * setup.pieces, 1, self.layers)
@@ -394,10 +395,10 @@ class ShortPipelines:
     def _folded(self, batch: int, blocks: int) -> FoldedStep | None:
         """The step with so many equal layers or more; None where it has too few."""
         if batch not in self.folded:
-            found = self._captured(batch, _SHORT, _SHORT)
-            if found is None or not (self.model is None or found[0].stands_for(self.model)):
+            captured = self._captured(batch, _SHORT, _SHORT)
+            if captured is None or not (self.model is None or captured[0].stands_for(self.model)):
                 return None
-            self.folded[batch] = found
+            self.folded[batch] = captured
         folded, layers = self.folded[batch]
         left_out, rest = divmod(self.layers - layers, folded.repeats.period)
         many = left_out >= 0 and folded.repeats.count + left_out >= blocks
@@ -419,19 +420,19 @@ class ShortPipelines:
         if folded is None:
             return None
         parts = tuple(part for part in setup.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
-        made: list[ShortStages] = []
+        steps: list[ShortStages] = []
         for each in pair:
             mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
             key = mesh, repr(parts), batch, each
             if key not in self.short:
                 graph = folded.with_blocks(each * count)
                 self.short[key] = ShortStages(planned_program(graph, mesh, strategies, None, self.hardware)[1])
-            made.append(self.short[key])
-        few, more = made
-        same = [type(node.target) for node in exchanges(few.local).values()] == [
-            type(node.target) for node in exchanges(more.local).values()
+            steps.append(self.short[key])
+        smaller, larger = steps
+        same = [type(node.target) for node in exchanges(smaller.local).values()] == [
+            type(node.target) for node in exchanges(larger.local).values()
         ]
-        return ShortPair((few, more), pair) if same and is_chain(few.local) and is_chain(more.local) else None
+        return ShortPair((smaller, larger), pair) if same and all(is_chain(short.local) for short in steps) else None
 
 
 def _kinds(stages: int, short: int) -> list[int]:
@@ -440,20 +441,20 @@ def _kinds(stages: int, short: int) -> list[int]:
 
 
 def _filling(
-    found: ShortPair, whole: Sequence[CollectiveTraffic], most: int, passes: Sequence[Pass]
+    pair: ShortPair, traffic: Sequence[CollectiveTraffic], most: int, passes: Sequence[Pass]
 ) -> tuple[int, int]:
     """Numbers of layers in a stage that fill a few buckets, so that it matters little at which one closes; no more than
     there are, `most`. Where nothing overlaps, one layer tells as much as several.
     """
-    sizing = next((one for one in passes if isinstance(one, SizeBuckets)), None)
-    if sizing is None or not any(isinstance(one, Overlap) for one in passes):
-        return found.layers
-    at = len(whole) // 2
-    few, more = (short.traffic()[at].reduced_bytes for short in found.steps)
-    sized = replace(sizing, traffic=whole[at])(found.steps[0].programs(False)[at])
+    sizing = next((pass_ for pass_ in passes if isinstance(pass_, SizeBuckets)), None)
+    if sizing is None or not any(isinstance(pass_, Overlap) for pass_ in passes):
+        return pair.layers
+    at = len(traffic) // 2
+    smaller, larger = (short.traffic()[at].reduced_bytes for short in pair.steps)
+    sized = replace(sizing, traffic=traffic[at])(pair.steps[0].programs(False)[at])
     assert sized.sizes is not None, "it has been sized"
-    several = ceil(TUNING.folded_buckets * sized.sizes.bucket_bytes / max(more - few, 1)) if more > few else 1
-    several = max(min(several, _MOST, most - 1), 1)
+    buckets_bytes, added_bytes = TUNING.folded_buckets * sized.sizes.bucket_bytes, max(larger - smaller, 1)
+    several = max(min(ceil(buckets_bytes / added_bytes) if larger > smaller else 1, _MOST, most - 1), 1)
     return several, max(min(2 * several, most), several + 1)
 
 
@@ -464,22 +465,22 @@ def _modules(folded: FoldedStep, each: int, stage: int) -> list[str]:
     return [f"{repeats.prefix}.{first + number}" for number in range(each * repeats.period)]
 
 
-def spread(few: Sequence[float], more: Sequence[float], layers: int, stages: int) -> tuple[int, ...]:
+def spread(one_layer: Sequence[float], two_layers: Sequence[float], layers: int, stages: int) -> tuple[int, ...]:
     """The equal layers of each stage, so that the longest one is as short as it can be: one after the other goes where
-    it adds least. Every stage has one, but the first and the last, which have what stands around them. `few`, `more`:
-    microseconds of each kind of stage for a piece, with one layer and with two.
+    it adds least. Every stage has one, but the first and the last, which have what stands around them. `one_layer`,
+    `two_layers`: microseconds of each kind of stage for a piece, with so many.
 
     Raises:
         PlanError: there are too few.
     """
-    found = [0, *[1] * (stages - 2), 0]
-    if layers < sum(found):
+    counts = [0, *[1] * (stages - 2), 0]
+    if layers < sum(counts):
         raise PlanError(f"{stages} stages of {layers} equal layers", f"at most {layers + 2}", "give fewer chunks")
-    each = [(few[kind], more[kind] - few[kind]) for kind in _kinds(stages, len(few))]
-    for _ in range(layers - sum(found)):
-        at = min(range(stages), key=lambda stage: each[stage][0] + each[stage][1] * found[stage])
-        found[at] += 1
-    return tuple(found)
+    each = [(one_layer[kind], two_layers[kind] - one_layer[kind]) for kind in _kinds(stages, len(one_layer))]
+    for _ in range(layers - sum(counts)):
+        at = min(range(stages), key=lambda stage: each[stage][0] + each[stage][1] * counts[stage])
+        counts[at] += 1
+    return tuple(counts)
 
 
 def fullest_reserves(step: StagedStep, local: LocalGraph, hardware: Hardware, software: Software) -> int | None:
@@ -488,15 +489,15 @@ def fullest_reserves(step: StagedStep, local: LocalGraph, hardware: Hardware, so
     """
     if not hardware.has_gpus:
         return None
-    own = stage_program(local, step.stages.index(step.fullest))
-    return reserved_bytes(run_passes(own, pipeline(schedule=None)), hardware, software.stack)
+    program = stage_program(local, step.stages.index(step.fullest))
+    return reserved_bytes(run_passes(program, pipeline(schedule=None)), hardware, software.stack)
 
 
-def costs_of_staged(made: StagedStep) -> Costs:
+def costs_of_staged(step: StagedStep) -> Costs:
     """The costs of a step for `Figures`: bytes of the fullest stage, times of a rank on average."""
-    full = made.fullest
+    full = step.fullest
     return Costs(
-        full.rest_bytes, full.peak_bytes, made.sent_bytes, made.collectives, made.step_us / 1e6, made.waited_us / 1e6,
-        made.model_us / 1e6, made.again_us / 1e6, 0.0, full.kinds, idle_s=made.bubble * made.step_us / 1e6,
-        precision=made.precision,
+        full.rest_bytes, full.peak_bytes, step.sent_bytes, step.collectives, step.step_us / 1e6, step.waited_us / 1e6,
+        step.model_us / 1e6, step.again_us / 1e6, 0.0, full.kinds, idle_s=step.bubble * step.step_us / 1e6,
+        precision=step.precision,
     )  # fmt: skip

@@ -62,14 +62,14 @@ class StagedSearch:
         best, lost, waiting = list[Setup](), list[Setup](), list[Setup]()
         for setup in self._estimated(self._setups(ranks, sequences)):
             (lost if setup.why else waiting).append(setup)
-        for setup in sorted(waiting, key=lambda one: one.estimate_s):
-            fastest = min((one.costs.step_s for one in best if one.costs), default=float("inf"))
+        for setup in sorted(waiting, key=lambda candidate: candidate.estimate_s):
+            fastest = min((candidate.costs.step_s for candidate in best if candidate.costs), default=float("inf"))
             late = setup.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
             if late or len(best) >= TUNING.most_setups:
                 lost.append(replace(setup, why=f"not simulated: about {seconds(setup.estimate_s)} by a quick estimate"))
                 continue
-            found = self._simulated(setup)
-            (best if found.costs else lost).append(found)
+            simulated = self._simulated(setup)
+            (best if simulated.costs else lost).append(simulated)
         return best, lost
 
     def _estimated(self, setups: Iterable[Setup]) -> Iterator[Setup]:
@@ -84,7 +84,7 @@ class StagedSearch:
         for setup in setups:
             groups.setdefault((-self._split(setup), "dp" not in setup.mesh.names, setup.batch), []).append(setup)
         for (split, _, batch), several in sorted(groups.items(), key=lambda item: item[0]):
-            like, slower = min(several, key=self._bubble), 0
+            similar, slower = min(several, key=self._bubble), 0
             work_s = works.get((split, batch, kinds[0]), 0.0)
             for setup in sorted(several, key=self._bubble):
                 rough_s = setup.micro_batches * work_s * self._longest(setup) / (1 - self._bubble(setup))
@@ -96,33 +96,33 @@ class StagedSearch:
                 if why:
                     yield replace(setup, recompute=kinds[0], estimate_s=rough_s, why=why)
                     continue
-                found, busy_us = self._estimate(setup, like, kinds)
-                kinds = kinds[kinds.index(found.recompute) :]
+                estimated, busy_us = self._estimate(setup, similar, kinds)
+                kinds = kinds[kinds.index(estimated.recompute) :]
                 work_s = work_s or busy_us / setup.micro_batches / 1e6
-                works.setdefault((split, batch, found.recompute), work_s)
-                late = bool(found.why) or found.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
+                works.setdefault((split, batch, estimated.recompute), work_s)
+                late = bool(estimated.why) or estimated.estimate_s > fastest * (1 + TUNING.setup_estimate_share)
                 slower = slower + 1 if late else 0
-                fastest = fastest if found.why else min(fastest, found.estimate_s)
-                yield found
+                fastest = fastest if estimated.why else min(fastest, estimated.estimate_s)
+                yield estimated
 
-    def _estimate(self, setup: Setup, like: Setup, kinds: Sequence[RecomputeKind]) -> tuple[Setup, float]:
+    def _estimate(self, setup: Setup, similar: Setup, kinds: Sequence[RecomputeKind]) -> tuple[Setup, float]:
         """With an estimate, and the microseconds in which its stages do something."""
-        prices, found, busy_us = BlockPrices(self.hardware, setup.mesh, self.software), setup, 0.0
+        prices, estimated, busy_us = BlockPrices(self.hardware, setup.mesh, self.software), setup, 0.0
         for kind in kinds:
-            found = replace(setup, recompute=kind)
-            self.watch(f"about {found}")
-            own, other = (StagedSetup(one.mesh, one.strategies) for one in (found, like))
+            estimated = replace(setup, recompute=kind)
+            self.watch(f"about {estimated}")
+            staged, other = (StagedSetup(candidate.mesh, candidate.strategies) for candidate in (estimated, similar))
             try:
-                step = self.pipelines(kind).estimate(own, other, setup.batch, prices)
+                step = self.pipelines(kind).estimate(staged, other, setup.batch, prices)
             except WholestepError as error:
-                return replace(found, why=f"no plan: {first_line(error)}"), 0.0
+                return replace(estimated, why=f"no plan: {first_line(error)}"), 0.0
             if step is None:
-                return found, 0.0  # stages are not alike: it is simulated
-            busy_us, peak = sum(one.busy_us + one.waited_us for one in step.stages), step.fullest.peak_bytes
+                return estimated, 0.0  # stages are not alike: it is simulated
+            busy_us, peak = sum(stage.busy_us + stage.waited_us for stage in step.stages), step.fullest.peak_bytes
             if peak <= self.memory_bytes * TUNING.setup_memory_share:
-                return replace(found, estimate_s=step.step_us / 1e6), busy_us
-            found = holding(found, peak, self.memory_bytes, "holds about {} at its peak by a quick estimate")
-        return found, busy_us
+                return replace(estimated, estimate_s=step.step_us / 1e6), busy_us
+            estimated = holding(estimated, peak, self.memory_bytes, "holds about {} at its peak by a quick estimate")
+        return estimated, busy_us
 
     def _split(self, setup: Setup) -> int:
         axis = self.tensor.axis if self.tensor else ""
@@ -168,18 +168,18 @@ class StagedSearch:
 
     def _simulated(self, setup: Setup) -> Setup:
         """With simulated costs and the first kind of recomputation that fits, from its own on."""
-        found = setup
+        tried = setup
         for kind in self.kinds[self.kinds.index(setup.recompute) :]:
-            found = replace(setup, recompute=kind)
-            self.watch(str(found))
+            tried = replace(setup, recompute=kind)
+            self.watch(str(tried))
             try:
                 prices = BlockPrices(self.hardware, setup.mesh, self.software)
-                staged = StagedSetup(setup.mesh, found.strategies)
+                staged = StagedSetup(setup.mesh, tried.strategies)
                 step = self.pipelines(kind).step(staged, setup.batch, prices=prices)
             except WholestepError as error:
-                return replace(found, why=f"no plan: {first_line(error)}")
+                return replace(tried, why=f"no plan: {first_line(error)}")
             costs = costs_of_staged(step)
             if costs.peak_bytes <= self.memory_bytes:
-                return replace(found, costs=costs, staged=step)
-            found = holding(found, costs.peak_bytes, self.memory_bytes, "holds about {} at its peak")
-        return found
+                return replace(tried, costs=costs, staged=step)
+            tried = holding(tried, costs.peak_bytes, self.memory_bytes, "holds about {} at its peak")
+        return tried

@@ -70,7 +70,7 @@ class Figures:
         return {
             "ranks": self.ranks, "step_s": costs.step_s, "step_tokens": self.step_tokens,
             "tokens_per_s": self.tokens_per_s, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "mfu": costs.mfu,
-            "hfu": costs.hfu, "peak_bytes": costs.peak_bytes, "peak_bytes_by_kind": dict(costs.held),
+            "hfu": costs.hfu, "peak_bytes": costs.peak_bytes, "peak_bytes_by_kind": dict(costs.by_kind),
             "reserved_bytes": costs.reserved_bytes, "memory_bytes": self.memory_bytes, "exposed_s": costs.exposed_s,
             "idle_s": costs.idle_s, "host_s": costs.host_s,
             "precision": asdict(costs.precision) if costs.precision else None,
@@ -111,7 +111,7 @@ class Figures:
     def _memory(self) -> str:
         costs, room = self.costs, self.memory_bytes
         parts = ", ".join(
-            f"{kind} {human(size)}" for kind, size in costs.held.items() if size >= 1e-3 * costs.peak_bytes
+            f"{kind} {human(size)}" for kind, size in costs.by_kind.items() if size >= 1e-3 * costs.peak_bytes
         )
         over = "" if room is None else f" of {human(room)}" + (", too much" if costs.peak_bytes > room else "")
         return f"{human(costs.peak_bytes)}{over}" + (f": {parts}" if parts else "")

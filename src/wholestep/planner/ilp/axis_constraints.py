@@ -34,9 +34,9 @@ class AxisConstraints:
 
     def allows(self, node: Node, name: str, option: Option) -> bool:
         """True for an option that the constraints leave to a node, or to the parameter called `name`."""
-        asked = self._state(name)
-        if asked is not None and not any(user.name.startswith(f"{_decomposed_op(name)}__") for user in node.users):
-            return option.gives.get(0) == asked[0]
+        required = self._state(name)
+        if required is not None and not any(user.name.startswith(f"{_decomposed_op(name)}__") for user in node.users):
+            return option.gives.get(0) == required[0]
         states = (*option.gives.values(), *option.takes.values())
         return not self._is_replicated(name) or all(s.kind != "S" for s in states)
 
@@ -63,7 +63,7 @@ def axis_constraints(
     Raises PlanError if a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask
     for different things of one tensor. `axis` is named there.
     """
-    modules, states, kept = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
+    modules, states, unsharded = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
     for pattern, placement in pins.items():
         for path in _matching(modules, pattern):
             param = modules.params.get(path)
@@ -76,42 +76,42 @@ def axis_constraints(
     for pattern in replicated:
         for path in _matching(modules, pattern):
             owned = [name for name in modules.params if name == path or name.startswith(f"{path}.")]
-            kept |= dict.fromkeys(owned or modules.held(path), pattern)
-            kept |= {n.name: pattern for n in modules.inside(path)}
-    for name in kept.keys() & states.keys():
+            unsharded |= dict.fromkeys(owned or modules.held(path), pattern)
+            unsharded |= {n.name: pattern for n in modules.inside(path)}
+    for name in unsharded.keys() & states.keys():
         if states[name][0].kind == "S":
-            raise _contradiction(states[name][1], states[name][0], kept[name], REPLICATED, name, axis)
-    return AxisConstraints(states, kept)
+            raise _contradiction(states[name][1], states[name][0], unsharded[name], REPLICATED, name, axis)
+    return AxisConstraints(states, unsharded)
 
 
 def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str) -> AxisState:
     """The state of a placement, its dim counted from the left."""
-    made = meta.tensor(node)
-    if not isinstance(placement, Shard) or made is None:
+    tensor = meta.tensor(node)
+    if not isinstance(placement, Shard) or tensor is None:
         return REPLICATED
-    dim, ndim = cast(int, placement.dim), len(made.shape)
+    dim, ndim = cast(int, placement.dim), len(tensor.shape)
     if not -ndim <= dim < ndim:
         raise PlanError(
-            f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(made.shape)}",
+            f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(tensor.shape)}",
             f"a dim from 0 to {ndim - 1}" if ndim else "a tensor that has dims",
             "give another dim, or drop this pin",
         )
     return AxisState("S", dim % ndim)
 
 
-def _contradiction(one: str, has: AxisState, other: str, wants: AxisState, name: str, axis: str) -> PlanError:
+def _contradiction(pattern: str, has: AxisState, other: str, wants: AxisState, name: str, axis: str) -> PlanError:
     over = f" over {axis}" if axis else ""
     return PlanError(
-        f"{one!r} asks for {name} to be {state_text(has)}{over}, {other!r} for it to be {state_text(wants)}{over}",
+        f"{pattern!r} asks for {name} to be {state_text(has)}{over}, {other!r} for it to be {state_text(wants)}{over}",
         "one constraint for each tensor and axis",
         "drop one of the two, or make its pattern narrower",
     )
 
 
 def _matching(modules: Modules, pattern: str) -> list[str]:
-    found = modules.matching(pattern)
-    if found:
-        return found
+    paths = modules.matching(pattern)
+    if paths:
+        return paths
     raise PlanError(
         f"the pattern {pattern!r} names no module and no parameter",
         f"those of the step, as {modules.near(pattern)}",

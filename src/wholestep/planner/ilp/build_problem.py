@@ -69,12 +69,12 @@ def problem_spec(
     shares = data is not None and data.semantics == "global"
     share = 1 / prod(mesh.axis_size(a) for a in axes) if shares else 1.0
     rest: dict[str, AxisState] = {}
-    for given in graph.inputs:
-        if given.role is Role.PARAM and given.name in placed:
-            rest[given.name] = placed[given.name].state(tensor.axis)
-        elif given.role is Role.BATCH:
-            cut = tensor.batch_cut(mesh, given.name, len(given.meta.shape))
-            rest |= {given.name: AxisState("S", cut.dim)} if cut is not None else {}
+    for graph_input in graph.inputs:
+        if graph_input.role is Role.PARAM and graph_input.name in placed:
+            rest[graph_input.name] = placed[graph_input.name].state(tensor.axis)
+        elif graph_input.role is Role.BATCH:
+            cut = tensor.batch_cut(mesh, graph_input.name, len(graph_input.meta.shape))
+            rest |= {graph_input.name: AxisState("S", cut.dim)} if cut is not None else {}
     storages = (storage_of(data),) if data is not None and axes else ()
     prices = Prices(tensor.hardware or Hardware.default(), mesh, tensor.axis, share)
     return ProblemSpec(prices, axes, storages, rest, axis_constraints(graph, tensor.pinned, tensor.replicated))
@@ -91,8 +91,8 @@ class ProblemBuilder:
     of_param: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        self.inputs: dict[Node, Input] = {node: given for given, node in self.graph.placeholders()}
-        self.params = {given.name: node for node, given in self.inputs.items() if given.role is Role.PARAM}
+        self.inputs: dict[Node, Input] = {node: graph_input for graph_input, node in self.graph.placeholders()}
+        self.params = {param.name: node for node, param in self.inputs.items() if param.role is Role.PARAM}
         self.moving = moving(self.graph)
         included = self._included()
         self.calls = [n for n in self.graph.graph.nodes if n in included]
@@ -113,21 +113,21 @@ class ProblemBuilder:
         for node in self.graph.graph.nodes:
             if any(n in after for n in node.all_input_nodes):
                 after[node] = None
-        held = sum(i.meta.size_bytes for i in self.graph.inputs if i.role in (Role.PARAM, Role.STATE))
+        stored_bytes = sum(i.meta.size_bytes for i in self.graph.inputs if i.role in (Role.PARAM, Role.STATE))
         spent = sum(node_us(n, self.spec.prices.hardware) for n in after if n not in self.moving)
-        self.update_us = spent / max(held, 1)  # for each byte of a parameter and its state
-        found = {n for n in self.moving if n.op == "call_function" and n not in after}
-        todo, before = [n for node in found for n in node.all_input_nodes], set[Node]()
+        self.update_us = spent / max(stored_bytes, 1)  # for each byte of a parameter and its state
+        included = {n for n in self.moving if n.op == "call_function" and n not in after}
+        todo, before = [n for node in included for n in node.all_input_nodes], set[Node]()
         while todo:
             node = todo.pop()
-            if node.op == "call_function" and node not in found and node not in after and node not in before:
+            if node.op == "call_function" and node not in included and node not in after and node not in before:
                 before.add(node)
                 todo += node.all_input_nodes
         of_params = set(self.params.values())
         for node in self.graph.graph.nodes:
             if node in before and any(n in of_params for n in node.all_input_nodes):
                 of_params.add(node)
-        return found | (before & of_params)
+        return included | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
         mark, allowed = self.spec.constraints.mark(param), self.spec.allowed.get(param)
@@ -135,27 +135,27 @@ class ProblemBuilder:
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis in which a parameter may be stored."""
-        made = meta.tensor(self.params[param])
-        assert made is not None, "a parameter is one tensor"
+        tensor = meta.tensor(self.params[param])
+        assert tensor is not None, "a parameter is one tensor"
         fixed = self.spec.rest.get(param)
         if fixed is not None:
             return [fixed]
         free = self.spec.constraints.mark(param) == _UNCONSTRAINED
-        if len(made.shape) == 1 and made.size_bytes < TUNING.smallest_sharded_vector_bytes and free:
+        if len(tensor.shape) == 1 and tensor.size_bytes < TUNING.smallest_sharded_vector_bytes and free:
             return [REPLICATED]
-        return states_of(made, self.spec.prices.parts)
+        return states_of(tensor, self.spec.prices.parts)
 
     # -- choices -------------------------------------------------------------------------
     def problem(self) -> Problem:
         """The problem of the graph."""
         readers = self._readers()
-        for node, given in self.inputs.items():
-            if given.role is Role.PARAM and self.number[node] not in self.of_class:
-                self._param(node, given)
-            elif node in self.number and given.role is not Role.PARAM:
-                self._add(node, (Option({0: self.spec.rest[given.name]}, {}),))
-            if given.role is Role.PARAM:
-                self.of_param[given.name] = self.of_class[self.number[node]][0]
+        for node, graph_input in self.inputs.items():
+            if graph_input.role is Role.PARAM and self.number[node] not in self.of_class:
+                self._param(node, graph_input)
+            elif node in self.number and graph_input.role is not Role.PARAM:
+                self._add(node, (Option({0: self.spec.rest[graph_input.name]}, {}),))
+            if graph_input.role is Role.PARAM:
+                self.of_param[graph_input.name] = self.of_class[self.number[node]][0]
         for node in self.calls:
             if self.number[node] not in self.of_class and not _torch.is_getitem(node.target):
                 several = len(readers.get((self.number[node], 0), ())) > 1
@@ -173,40 +173,40 @@ class ProblemBuilder:
         self.of_class.setdefault(self.number[node], []).append(len(self.choices))
         self.choices.append(OneOf(node.name, allowed, len(self.members[self.number[node]])))
 
-    def _param(self, node: Node, given: Input) -> None:
+    def _param(self, node: Node, param: Input) -> None:
         spec, prices = self.spec, self.spec.prices
-        owned = [i for i in self.graph.inputs if i.role is Role.STATE and i.owner == given.name]
-        grads = [g for g in self.grads if str(g.args[1]) == given.name]
+        owned = [i for i in self.graph.inputs if i.role is Role.STATE and i.owner == param.name]
+        grads = [g for g in self.grads if str(g.args[1]) == param.name]
         options: list[Option] = []
-        for state in self._states(given.name):
-            size = prices.local(given.meta, state).size_bytes
-            share = size / max(given.meta.size_bytes, 1)
-            state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == given.meta.shape else 1) for i in owned)
+        for state in self._states(param.name):
+            size = prices.local(param.meta, state).size_bytes
+            share = size / max(param.meta.size_bytes, 1)
+            state_bytes = sum(i.meta.size_bytes * (share if i.meta.shape == param.meta.shape else 1) for i in owned)
             grad_bytes = size if grads else 0.0
             update_us = self.update_us * (size + state_bytes) if grads else 0.0
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in spec.allowed.get(given.name, spec.storages) or (None,):
+            for storage in spec.allowed.get(param.name, spec.storages) or (None,):
                 how = storage or REPLICATE
                 load = storage_load(how, size, state_bytes, grad_bytes, update_us, prices, spec.axes)
-                load = replace(load, kept=0.0) if spec.recomputes else load
+                load = replace(load, saved=0.0) if spec.recomputes else load
                 options.append(Option({0: state}, takes, load, storage=storage))
         self._add(node, options)
 
     # -- values ---------------------------------------------------------------------------
     def _readers(self) -> dict[tuple[int, int], dict[tuple[int, int], bool]]:
         """For each class and output, the classes and operand places that read it: True for reads in the backward."""
-        found: dict[tuple[int, int], dict[tuple[int, int], bool]] = {}
+        readers: dict[tuple[int, int], dict[tuple[int, int], bool]] = {}
 
-        def note(given: Node, reader: tuple[int, int], later: bool) -> None:
-            source, output = made_by(given)
+        def note(operand: Node, reader: tuple[int, int], later: bool) -> None:
+            source, output = made_by(operand)
             if source in self.number and source.target is not GRAD_READY:
-                found.setdefault((self.number[source], output), {})[reader] = later
+                readers.setdefault((self.number[source], output), {})[reader] = later
 
         for node in self.calls:
             rule = None if _torch.is_getitem(node.target) else find_rule(node)
-            for place, given in enumerate(operands(node)):
+            for place, operand in enumerate(operands(node)):
                 if not _torch.is_getitem(node.target) and not (rule and place in rule.by_shape):
-                    note(given, (self.number[node], place), meta.is_backward(node))
+                    note(operand, (self.number[node], place), meta.is_backward(node))
         seen: dict[str, int] = {}
         for node in self.grads:
             name = str(node.args[1])
@@ -215,7 +215,7 @@ class ProblemBuilder:
         for number, (output, node) in enumerate(self.graph.results()):
             if output.kind == "result" or output.target not in self.params:
                 note(node, (-1, number), False)
-        return found
+        return readers
 
     def _values(self, readers: Mapping[tuple[int, int], dict[tuple[int, int], bool]]) -> list[ValueEdge]:
         out: list[ValueEdge] = []
@@ -227,8 +227,8 @@ class ProblemBuilder:
                 continue
             needs = [Need(results, 0, later) if reader < 0 else self._need(reader, place, later)
                      for (reader, place), later in places.items()]  # fmt: skip
-            kept = [need for need in dict.fromkeys(needs) if need is not None]
-            value = self._value(self.members[number][0], maker, output, tuple(kept))
+            distinct = [need for need in dict.fromkeys(needs) if need is not None]
+            value = self._value(self.members[number][0], maker, output, tuple(distinct))
             if value is not None:
                 out.append(value)
         return out
@@ -238,24 +238,24 @@ class ProblemBuilder:
         return None if taker is None else Need(taker, place, later)
 
     def _value(self, node: Node, maker: int, output: int, needs: tuple[Need, ...]) -> ValueEdge | None:
-        made = meta.tensors(node)[output]
-        if made is None or not needs:
+        tensor = meta.tensors(node)[output]
+        if tensor is None or not needs:
             return None
         prices, moves = self.spec.prices, node in self.moving
-        given = [o.gives[output] for o in self.choices[maker].options]
-        taken = [o.takes[need.at] for need in needs for o in self.choices[need.taker].options]
+        gives = [o.gives[output] for o in self.choices[maker].options]
+        takes = [o.takes[need.at] for need in needs for o in self.choices[need.taker].options]
         names = {param.name for param in self.params.values()}
         bulk = not moves or all(self.choices[n.taker].name in names for n in needs)
         later = meta.is_backward(node) or all(need.later for need in needs)
-        pairs = product(dict.fromkeys(given), dict.fromkeys(taken))
-        loads = {p: _load(move, later, bulk) for p in pairs if (move := prices.move(made, *p, bulk=bulk)) is not None}
+        pairs = product(dict.fromkeys(gives), dict.fromkeys(takes))
+        loads = {p: _load(move, later, bulk) for p in pairs if (move := prices.move(tensor, *p, bulk=bulk)) is not None}
         early = moves and not meta.is_backward(node) and not self.spec.recomputes
-        kept = {s: prices.local(made, s).size_bytes * prices.share for s in dict.fromkeys(taken)} if early else {}
+        saved = {s: prices.local(tensor, s).size_bytes * prices.share for s in dict.fromkeys(takes)} if early else {}
         count, memory = self.choices[maker].count, self.number[_root(node)] if early else -1
-        free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(given)) * len(set(taken))
-        if free and not (kept and any(need.later for need in needs)):
+        free = all(load.is_nothing for load in loads.values()) and len(loads) == len(set(gives)) * len(set(takes))
+        if free and not (saved and any(need.later for need in needs)):
             return None
-        return ValueEdge(maker, output, needs, loads, count, kept, memory, made.size_bytes)
+        return ValueEdge(maker, output, needs, loads, count, saved, memory, tensor.size_bytes)
 
     # -- layouts ---------------------------------------------------------------------------
     def layouts(self, picked: Sequence[int]) -> tuple[Pins, dict[str, AxisState], dict[str, StorageOption]]:
@@ -297,21 +297,21 @@ def node_classes(nodes: Sequence[Node], marks: Mapping[Node, Hashable]) -> dict[
     may cost time, never correctness.
     """
     inside = set(nodes)
-    given = {node: [n for n in operands(node) if n in inside] for node in nodes}
+    operands_of = {node: [n for n in operands(node) if n in inside] for node in nodes}
     readers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
     for node in nodes:
-        for place, one in enumerate(given[node]):
-            readers[one].append((node, place))
-    found = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
+        for place, operand in enumerate(operands_of[node]):
+            readers[operand].append((node, place))
+    class_of = _numbered({node: (_about(node), marks.get(node)) for node in nodes})
     for _ in range(TUNING.class_rounds):
-        found = _numbered({
+        class_of = _numbered({
             node: (
-                found[node], tuple(found[n] for n in given[node]),
-                tuple(sorted((found[n], place) for n, place in readers[node])),
+                class_of[node], tuple(class_of[n] for n in operands_of[node]),
+                tuple(sorted((class_of[n], place) for n, place in readers[node])),
             )
             for node in nodes
         })  # fmt: skip
-    return found
+    return class_of
 
 
 def without_numbers(name: str) -> str:
@@ -320,13 +320,13 @@ def without_numbers(name: str) -> str:
 
 
 def _about(node: Node) -> Hashable:
-    made = tuple(m and (m.shape, m.stride, m.dtype) for m in meta.tensors(node))
+    tensors = tuple(m and (m.shape, m.stride, m.dtype) for m in meta.tensors(node))
     if node.op != "call_function":
-        return node.op, made
+        return node.op, tensors
     if node.target is GRAD_READY:  # it names its parameter
-        return node.target, made
+        return node.target, tensors
     args = repr(map_arg((node.args, node.kwargs), lambda _: "%"))
-    return node.target, args, made, meta.is_backward(node), without_numbers(meta.module_path(node))
+    return node.target, args, tensors, meta.is_backward(node), without_numbers(meta.module_path(node))
 
 
 def _numbered(keys: Mapping[Node, Hashable]) -> dict[Node, int]:

@@ -12,7 +12,7 @@ Data
     n_c, n_v               how many equal ops, or values, a choice or a value stands for
     g_i(v), t_i(q)         the state that option i gives v, or takes at need q
     L_i, L_v(a, b)         load of option i, and of resharding v from state a to b (infeasible pairs are left out)
-    L(r, p), rest, kept, made   components of a load: microseconds of stream r in phase p, and bytes
+    L(r, p), rest, saved, grad  components of a load: microseconds of stream r in phase p, and bytes
     k_v(b)                 bytes that v holds from the forward to the backward in state b
     B                      the budget in bytes;  w = BESIDE
 
@@ -29,7 +29,7 @@ Objective: the sum over phases of the longest stream, and a little of all stream
     min  sum_p T_p  +  w * sum_p sum_r S_rp
 
     where  S_rp = L_fixed(r, p) + sum_ci n_c L_i(r, p) x_ci + sum_v sum_ab n_v L_v(a, b)(r, p) y_v(a, b),
-    and rest, kept, made are sums of the same form
+    and rest, saved, grad are sums of the same form
 
 Constraints, each with the method of `Formulation` that adds it
 
@@ -37,10 +37,10 @@ Constraints, each with the method of `Formulation` that adds it
     flow               sum_b f_q(a, b) = sum_{i: g_i(v) = a} x_ci                  for each v, q in N(v), state a
                        sum_a f_q(a, b) = sum_{i: t_i(q) = b} x_ci                  for each v, q in N(v), state b
     any_of             y_v(a, b) >= f_q(a, b)                                      for each v, (a, b), q in N(v)
-    kept_memory        h_m >= sum_b n_v k_v(b) z_v(b)                              for each v in m, where z_v(b) >=
+    saved_memory       h_m >= sum_b n_v k_v(b) z_v(b)                              for each v in m, where z_v(b) >=
                        sum_{i: t_i(q) = b} x_ci for each need q in the backward (`any_of`)
     longest_stream     T_p >= S_rp                                                 for each r, p
-    budget             rest + kept + sum_m h_m <= B  and  rest + made <= B         where a budget is given
+    budget             rest + saved + sum_m h_m <= B  and  rest + grad <= B        where a budget is given
 
 Only x is integral: with integral x, flow has one solution, and all other variables are at their lower bounds. Where a
 value is given, or needed, in a single state, f is the x of the other side and no variable is made.
@@ -79,8 +79,8 @@ class Formulation:
             (defaultdict(float), defaultdict(float), defaultdict(float)) for _ in PHASES
         ]
         self.rest: Terms = defaultdict(float)
-        self.kept: Terms = defaultdict(float)
-        self.made: Terms = defaultdict(float)
+        self.saved: Terms = defaultdict(float)
+        self.grad: Terms = defaultdict(float)
         self.memory: dict[int, int] = {}
         self.one_option()
         for value in problem.values:
@@ -103,32 +103,32 @@ class Formulation:
                 self._add({column: 1.0}, option.load * choice.count)
 
     def _add(self, terms: Mapping[int, float], load: StepLoad) -> None:
-        """Add `load`, times the sum of `terms`, to S, rest, kept and made."""
+        """Add `load`, times the sum of `terms`, to S, rest, saved and grad."""
         sums = [
             (total, us / 1e3)
             for phase, totals in enumerate(self.streams)
             for total, us in zip(totals, load.streams(phase), strict=True)
         ]
-        sums += [(self.rest, load.rest / _GIB), (self.kept, load.kept / _GIB), (self.made, load.made / _GIB)]
+        sums += [(self.rest, load.rest / _GIB), (self.saved, load.saved / _GIB), (self.grad, load.grad / _GIB)]
         for total, amount in sums:
             for column, factor in terms.items() if amount else ():
                 total[column] += amount * factor
 
     def _value(self, value: ValueEdge) -> None:
-        given = self._states(value.maker, value.output, gives=True)
+        gives = self._states(value.maker, value.output, gives=True)
         moved: dict[tuple[AxisState, AxisState], list[Terms]] = {}
         late: dict[AxisState, list[Terms]] = {}
         for need in value.needs:
-            taken = self._states(need.taker, need.at, gives=False)
-            for pair, terms in self.flow(given, taken, value).items():
+            takes = self._states(need.taker, need.at, gives=False)
+            for pair, terms in self.flow(gives, takes, value).items():
                 moved.setdefault(pair, []).append(terms)
-            for state, terms in taken.items() if need.later else ():
+            for state, terms in takes.items() if need.later else ():
                 late.setdefault(state, []).append(terms)
         for pair, several in moved.items():
             load = value.moves[pair]
             if not load.is_nothing:
                 self._add(self.any_of(several), load * value.count)
-        self.kept_memory(value, late)
+        self.saved_memory(value, late)
 
     def _states(self, choice: int, at: int, gives: bool) -> dict[AxisState, Terms]:
         """For each state of one value the options that give it, or take it."""
@@ -138,19 +138,19 @@ class Formulation:
         return out
 
     def flow(
-        self, given: Mapping[AxisState, Terms], taken: Mapping[AxisState, Terms], value: ValueEdge
+        self, gives: Mapping[AxisState, Terms], takes: Mapping[AxisState, Terms], value: ValueEdge
     ) -> dict[tuple[AxisState, AxisState], Terms]:
         """F of one need: for each pair of states the terms that are 1 where it is the pair."""
-        pairs = [(g, w) for g in given for w in taken if (g, w) in value.moves]
-        if len(given) == 1 and len(pairs) == len(taken):
-            return {(g, w): taken[w] for g, w in pairs}
-        if len(taken) == 1 and len(pairs) == len(given):
-            return {(g, w): given[g] for g, w in pairs}
+        pairs = [(g, w) for g in gives for w in takes if (g, w) in value.moves]
+        if len(gives) == 1 and len(pairs) == len(takes):
+            return {(g, w): takes[w] for g, w in pairs}
+        if len(takes) == 1 and len(pairs) == len(gives):
+            return {(g, w): gives[g] for g, w in pairs}
         flow = {pair: self.column() for pair in pairs}
-        for g, terms in given.items():
+        for g, terms in gives.items():
             into = {flow[pair]: 1.0 for pair in pairs if pair[0] == g}
             self.rows.append((0.0, 0.0, {**into, **dict.fromkeys(terms, -1.0)}))
-        for w, terms in taken.items():
+        for w, terms in takes.items():
             out = {flow[pair]: 1.0 for pair in pairs if pair[1] == w}
             self.rows.append((0.0, 0.0, {**out, **dict.fromkeys(terms, -1.0)}))
         return {pair: {column: 1.0} for pair, column in flow.items()}
@@ -164,18 +164,18 @@ class Formulation:
             self.rows.append((-INFINITE, 0.0, {**terms, column: -1.0}))
         return {column: 1.0}
 
-    def kept_memory(self, value: ValueEdge, late: Mapping[AxisState, list[Terms]]) -> None:
+    def saved_memory(self, value: ValueEdge, late: Mapping[AxisState, list[Terms]]) -> None:
         """A memory holds the largest of the values that are views of it, in each state that the backward reads."""
-        held: Terms = defaultdict(float)
+        saved: Terms = defaultdict(float)
         for state, several in late.items():
-            size = value.kept.get(state, 0.0) * value.count / _GIB
+            size = value.saved.get(state, 0.0) * value.count / _GIB
             for column, factor in self.any_of(several).items() if size else ():
-                held[column] += size * factor
-        if held and self.problem.budget_bytes is not None:
+                saved[column] += size * factor
+        if saved and self.problem.budget_bytes is not None:
             if value.memory not in self.memory:
                 self.memory[value.memory] = self.column()
-                self.kept[self.memory[value.memory]] += 1.0
-            self.rows.append((-INFINITE, 0.0, {**held, self.memory[value.memory]: -1.0}))
+                self.saved[self.memory[value.memory]] += 1.0
+            self.rows.append((-INFINITE, 0.0, {**saved, self.memory[value.memory]: -1.0}))
 
     def longest_stream(self) -> None:
         """The objective, and T of each phase is at least each stream."""
@@ -191,7 +191,7 @@ class Formulation:
     def budget(self) -> None:
         """Peak bytes at the end of the forward, and before the update."""
         fixed = self.problem.fixed
-        for terms, amount in ((self.kept, fixed.kept), (self.made, fixed.made)):
+        for terms, amount in ((self.saved, fixed.saved), (self.grad, fixed.grad)):
             if self.problem.budget_bytes is None:
                 return
             both = defaultdict(float, self.rest)
@@ -225,15 +225,15 @@ def solve(problem: Problem, gap: float = 0.005) -> Solution | None:
 
     The search ends after a number of nodes, the same on every machine, or else after a minute.
     """
-    made = Formulation(problem)
-    found = _run(made, gap)
-    if found is None:
+    program = Formulation(problem)
+    solved = _run(program, gap)
+    if solved is None:
         return None
-    values, bound_ms = found
-    picked = tuple(max(range(len(row)), key=lambda i: values[row[i]]) for row in made.x)
+    values, bound_ms = solved
+    picked = tuple(max(range(len(row)), key=lambda i: values[row[i]]) for row in program.x)
     load = evaluate(problem, picked)
     assert load is not None, "the program allows feasible assignments only"
-    return Solution(picked, load, min(bound_ms * 1e3, load.step_us), len(made.costs))
+    return Solution(picked, load, min(bound_ms * 1e3, load.step_us), len(program.costs))
 
 
 def _run(program: Formulation, gap: float) -> tuple[list[float], float] | None:
@@ -248,7 +248,7 @@ def _run(program: Formulation, gap: float) -> tuple[list[float], float] | None:
     lp.row_lower_ = np.array([low for low, _, _ in program.rows])
     lp.row_upper_ = np.array([high for _, high, _ in program.rows])
     kinds = highspy.HighsVarType
-    lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in program.integral]
+    lp.integrality_ = [kinds.kInteger if integral else kinds.kContinuous for integral in program.integral]
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for _, _, terms in program.rows)])
     lp.a_matrix_.index_ = np.array([column for _, _, terms in program.rows for column in terms])

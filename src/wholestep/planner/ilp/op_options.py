@@ -30,14 +30,14 @@ def op_options(node: Node, prices: Prices, later: bool, may_reduce: bool) -> lis
         gives, takes = dict.fromkeys(outputs, REPLICATED), dict.fromkeys(range(count), REPLICATED)
         load = StepLoad(in_phase(prices.op_us(node, {}, {}), later))
         return [(Option(gives, takes, load),)]
-    taken = {i for group in rule.groups for i in group.operands}
-    given = {o for group in rule.groups for o in group.outputs}
-    ungrouped = frozenset(set(range(count)) - taken - rule.by_shape), frozenset(set(outputs) - given)
-    found: list[tuple[Option, ...]] = []
+    grouped_operands = {i for group in rule.groups for i in group.operands}
+    grouped_outputs = {o for group in rule.groups for o in group.outputs}
+    ungrouped = frozenset({*range(count)} - grouped_operands - rule.by_shape), frozenset({*outputs} - grouped_outputs)
+    choices: list[tuple[Option, ...]] = []
     for group in rule.groups:
-        found.append(tuple(_options(node, rule, group, prices, later, may_reduce, ungrouped)))
+        choices.append(tuple(_options(node, rule, group, prices, later, may_reduce, ungrouped)))
         ungrouped = frozenset[int](), frozenset[int]()  # in the first group only
-    return found
+    return choices
 
 
 def _options(
@@ -50,11 +50,11 @@ def _options(
         gives = dict.fromkeys(ungrouped[1], REPLICATED) | {**option.gives}
         us = prices.op_us(node, option.takes, option.gives) * (1 / len(rule.groups))
         yield Option(gives, takes, StepLoad(in_phase(us, later)), option.name)
-        made = meta.tensor(node)
-        if not may_reduce or made is None or gives[0].kind != "P":
+        tensor = meta.tensor(node)
+        if not may_reduce or tensor is None or gives[0].kind != "P":
             continue
-        for state in states_of(made, prices.parts):
-            move = prices.move(made, gives[0], state)
+        for state in states_of(tensor, prices.parts):
+            move = prices.move(tensor, gives[0], state)
             if move is not None:
                 load = StepLoad(in_phase(us + move.copied_us, later), in_phase(move.sent_us, later))
                 yield Option({0: state}, takes, load, option.name, reduced=True)
@@ -62,11 +62,11 @@ def _options(
 
 def _candidates(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy]:
     """The op strategies under which every rank has rows, and no product of replicated tensors stays partial."""
-    given, heavy = operands(node), flops(node) > 0
+    arguments, heavy = operands(node), flops(node) > 0
     for option in op_strategies(group, prices.parts):
         if option.factor and any(
-            s.kind == "S" and found.shape[s.dim] < prices.parts
-            for i, s in option.takes.items() if (found := meta.tensor(given[i])) is not None
+            s.kind == "S" and tensor.shape[s.dim] < prices.parts
+            for i, s in option.takes.items() if (tensor := meta.tensor(arguments[i])) is not None
         ):  # fmt: skip
             continue
         if heavy and any(s.kind == "P" for s in option.takes.values()):
@@ -74,9 +74,9 @@ def _candidates(node: Node, group: Group, prices: Prices) -> Iterator[OpStrategy
         yield option
 
 
-def states_of(made: TensorMeta, parts: int) -> list[AxisState]:
+def states_of(tensor: TensorMeta, parts: int) -> list[AxisState]:
     """Replicated, and sharded on each dim that has a row for every rank."""
-    return [REPLICATED, *(AxisState("S", d) for d, size in enumerate(made.shape) if size >= parts > 1)]
+    return [REPLICATED, *(AxisState("S", d) for d, size in enumerate(tensor.shape) if size >= parts > 1)]
 
 
 def in_phase(us: float, later: bool) -> Phases:

@@ -49,25 +49,23 @@ class Prices:
         """Ranks along the axis; 1 without one."""
         return self.mesh.axis_size(self.axis) if self.axis else 1
 
-    def local(self, made: TensorMeta, state: AxisState) -> TensorMeta:
+    def local(self, tensor: TensorMeta, state: AxisState) -> TensorMeta:
         """The shard of the first rank."""
         if state.kind != "S":
-            return made
-        shape = (*made.shape[: state.dim], -(-made.shape[state.dim] // self.parts), *made.shape[state.dim + 1 :])
-        return meta.with_shape(made, shape)
+            return tensor
+        shape = (*tensor.shape[: state.dim], -(-tensor.shape[state.dim] // self.parts), *tensor.shape[state.dim + 1 :])
+        return meta.with_shape(tensor, shape)
 
     def op_us(self, node: Node, takes: States, gives: States) -> float:
         """One op on shards; operands and outputs without a state are replicated."""
         whole_us = node_us(node, self.hardware)
         if not (takes or gives) or not whole_us:
             return whole_us * self.share
-        given = operands(node)
-        places = iter([self._stand_in(n, takes.get(i, REPLICATED)) for i, n in enumerate(given)])
+        places = iter([self._stand_in(n, takes.get(i, REPLICATED)) for i, n in enumerate(operands(node))])
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(places))
         new = self.graph.create_node("call_function", node.target, args, kwargs)
         meta.copy(node, new)
-        made = meta.tensors(node)
-        meta.set_tensors(new, [m and self.local(m, gives.get(i, REPLICATED)) for i, m in enumerate(made)])
+        meta.set_tensors(new, [m and self.local(m, gives.get(i, REPLICATED)) for i, m in enumerate(meta.tensors(node))])
         return node_us(new, self.hardware) * self.share
 
     def _stand_in(self, node: Node, state: AxisState) -> Node:
@@ -77,13 +75,13 @@ class Prices:
         return new
 
     # -- reshards ----------------------------------------------------------------------------
-    def move(self, made: TensorMeta, have: AxisState, want: AxisState, bulk: bool = False) -> Move | None:
+    def move(self, tensor: TensorMeta, have: AxisState, want: AxisState, bulk: bool = False) -> Move | None:
         """The reshard from `have` to `want` as `partition` does it; None where it is infeasible.
 
         Collectives need contiguous tensors: partial results and shards of any dim but the first are copied. Bucketed
         collectives copy into the bucket or out of it.
         """
-        size, hardware = made.size_bytes * self.share, self.hardware
+        size, hardware = tensor.size_bytes * self.share, self.hardware
         local = size / self.parts
 
         def send(kind: str, size: float) -> float:
@@ -146,21 +144,21 @@ def storage_load(
         sent[_BACKWARD] += gathered if option.regathers else 0.0
     state_share = ranks if option.kind.shards_state else 1
     rest = param / (ranks if option.kind.gathers_parameters else 1) + state / state_share
-    kept = param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
+    saved = param if option.kind.gathers_parameters and not option.regathers and ranks > 1 else 0.0
     copied = copy_us(hardware, param) if any(sent) else 0.0
     spent = (copied if sent[0] else 0.0, copied, (copied if sent[2] else 0.0) + alone_us / state_share)
-    return StepLoad(spent, stored=tuple(sent), rest=rest, kept=kept, made=grad / state_share)
+    return StepLoad(spent, stored=tuple(sent), rest=rest, saved=saved, grad=grad / state_share)
 
 
 def _summed_us(hardware: Hardware, size: float, mesh: Mesh, axes: Sequence[str]) -> float:
     """A sum over `axes`: an all-reduce along each, or the sum of pieces along the others between a reduce-scatter and a
     gather along the last, as `reshard` does it.
     """
-    whole = sum(bulk_us(hardware, "all_reduce", size, mesh, axis) for axis in axes)
+    all_reduced = sum(bulk_us(hardware, "all_reduce", size, mesh, axis) for axis in axes)
     if len(axes) < 2:
-        return whole
+        return all_reduced
     shared = sum(bulk_us(hardware, kind, size, mesh, axes[-1]) for kind in ("reduce_scatter", "all_gather"))
-    return min(whole, shared + _summed_us(hardware, size / mesh.axis_size(axes[-1]), mesh, axes[:-1]))
+    return min(all_reduced, shared + _summed_us(hardware, size / mesh.axis_size(axes[-1]), mesh, axes[:-1]))
 
 
 def _staged_us(hardware: Hardware, kind: str, size: float, mesh: Mesh, axes: Sequence[str]) -> float:

@@ -29,8 +29,8 @@ class StepLoad:
     """Microseconds by phase, and bytes, that one decision adds to a step of one rank.
 
     The solved axis communicates while the rank waits (`waits`) or computes (`beside`), the data-parallel axes for
-    `stored`. Bytes are held during the whole step (`rest`), from the forward to the backward (`kept`), or from the
-    backward to the update (`made`).
+    `stored`. Bytes are held during the whole step (`rest`), from the forward to the backward (`saved`), or from the
+    backward to the update (`grad`).
     """
 
     computes: Phases = _NONE
@@ -38,8 +38,8 @@ class StepLoad:
     beside: Phases = _NONE
     stored: Phases = _NONE
     rest: float = 0.0
-    kept: float = 0.0
-    made: float = 0.0
+    saved: float = 0.0
+    grad: float = 0.0
 
     @property
     def _us(self) -> tuple[Phases, ...]:
@@ -47,16 +47,16 @@ class StepLoad:
 
     def __add__(self, other: StepLoad) -> StepLoad:
         us = (tuple(map(add, a, b)) for a, b in zip(self._us, other._us, strict=True))
-        return StepLoad(*us, rest=self.rest + other.rest, kept=self.kept + other.kept, made=self.made + other.made)
+        return StepLoad(*us, rest=self.rest + other.rest, saved=self.saved + other.saved, grad=self.grad + other.grad)
 
     def __mul__(self, times: float) -> StepLoad:
-        us = (tuple(one * times for one in phases) for phases in self._us)
-        return StepLoad(*us, rest=self.rest * times, kept=self.kept * times, made=self.made * times)
+        us = (tuple(phase_us * times for phase_us in phases) for phases in self._us)
+        return StepLoad(*us, rest=self.rest * times, saved=self.saved * times, grad=self.grad * times)
 
     @property
     def is_nothing(self) -> bool:
         """True where it adds nothing."""
-        return not any((*chain(*self._us), self.rest, self.kept, self.made))
+        return not any((*chain(*self._us), self.rest, self.saved, self.grad))
 
     def streams(self, phase: int) -> tuple[float, float, float]:
         """Microseconds of the three streams in one phase: compute, the solved axis, the data-parallel axes."""
@@ -71,7 +71,7 @@ class StepLoad:
     @property
     def peak_bytes(self) -> float:
         """Peak bytes: at the end of the forward, or before the update."""
-        return self.rest + max(self.kept, self.made)
+        return self.rest + max(self.saved, self.grad)
 
 
 NOTHING = StepLoad()
@@ -116,7 +116,7 @@ class ValueEdge:
     """Output `output` of choice `maker`, read by `needs`.
 
     `moves`: the load of resharding it from one state to another, once for all needs of one state; missing pairs are
-    infeasible. `count`: how many equal values there are. `kept`: bytes that the forward holds for the backward in a
+    infeasible. `count`: how many equal values there are. `saved`: bytes that the forward holds for the backward in a
     state, where some need is `later`. Of values with the same `memory` only the largest counts. `size`: global bytes.
     """
 
@@ -125,7 +125,7 @@ class ValueEdge:
     needs: tuple[Need, ...]
     moves: Mapping[tuple[AxisState, AxisState], StepLoad]
     count: int = 1
-    kept: Mapping[AxisState, float] = field(default_factory=dict[AxisState, float])
+    saved: Mapping[AxisState, float] = field(default_factory=dict[AxisState, float])
     memory: int = -1
     size: float = 0.0
 
@@ -146,18 +146,18 @@ def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
     options = [choice.options[i] for choice, i in zip(problem.choices, picked, strict=True)]
     for choice, option in zip(problem.choices, options, strict=True):
         total += option.load * choice.count
-    held: dict[int, float] = {}
+    saved_bytes: dict[int, float] = {}
     for value in problem.values:
-        given = options[value.maker].gives[value.output]
+        maker_state = options[value.maker].gives[value.output]
         for state in dict.fromkeys(options[need.taker].takes[need.at] for need in value.needs):
-            move = value.moves.get((given, state))
+            move = value.moves.get((maker_state, state))
             if move is None:
                 return None
             total += move * value.count
         later = dict.fromkeys(options[need.taker].takes[need.at] for need in value.needs if need.later)
-        kept = sum(value.kept.get(state, 0.0) for state in later) * value.count
-        held[value.memory] = max(held.get(value.memory, 0.0), kept)
-    return total + StepLoad(kept=sum(held.values()))
+        saved = sum(value.saved.get(state, 0.0) for state in later) * value.count
+        saved_bytes[value.memory] = max(saved_bytes.get(value.memory, 0.0), saved)
+    return total + StepLoad(saved=sum(saved_bytes.values()))
 
 
 def fits(problem: Problem, load: StepLoad) -> bool:
@@ -179,10 +179,10 @@ class Presolved:
 
     def original(self, picked: tuple[int, ...]) -> tuple[int, ...]:
         """The options of all original choices, from those of the smaller problem."""
-        found: dict[int, int] = {}
+        options: dict[int, int] = {}
         for choice, option in enumerate(picked):
-            found |= self.parts[choice][option]
-        return tuple(found[number] for number in range(len(found)))
+            options |= self.parts[choice][option]
+        return tuple(options[number] for number in range(len(options)))
 
 
 def presolve(problem: Problem) -> Presolved:
@@ -194,16 +194,16 @@ def presolve(problem: Problem) -> Presolved:
     """
     chains = {n: (c, [{n: i} for i in range(len(c.options))]) for n, c in enumerate(problem.choices)}
     values, into = list(problem.values), {n: n for n in chains}
-    made: dict[int, list[int]] = {}
+    by_maker: dict[int, list[int]] = {}
     for i, value in enumerate(values):
-        made.setdefault(value.maker, []).append(i)
+        by_maker.setdefault(value.maker, []).append(i)
     for at in range(len(values)):
         value = values[at]
         taker = value.needs[0].taker
         maker = _root(into, value.maker)
-        if len(value.needs) > 1 or taker == maker or len(made.get(value.maker, ())) > 1 or into[taker] != taker:
+        if len(value.needs) > 1 or taker == maker or len(by_maker.get(value.maker, ())) > 1 or into[taker] != taker:
             continue
-        chain = _merged(chains[maker], chains[taker], value, [values[i] for i in made.get(taker, ())])
+        chain = _merged(chains[maker], chains[taker], value, [values[i] for i in by_maker.get(taker, ())])
         if chain is not None:
             chains[maker] = chain
             into[taker] = maker
@@ -211,28 +211,28 @@ def presolve(problem: Problem) -> Presolved:
             values[at] = replace(value, needs=())
     numbers = {old: new for new, old in enumerate(sorted(chains))}
     of = tuple(numbers[_root(into, n)] for n in range(len(problem.choices)))
-    kept = [_renumbered(v, of) for v in values if v.needs]
+    unmerged = [_renumbered(v, of) for v in values if v.needs]
     choices, parts = zip(*(chains[n] for n in sorted(chains)), strict=True)
-    return Presolved(replace(problem, choices=choices, values=tuple(kept)), tuple(map(tuple, parts)))
+    return Presolved(replace(problem, choices=choices, values=tuple(unmerged)), tuple(map(tuple, parts)))
 
 
-def _merged(maker: _Chain, taker: _Chain, value: ValueEdge, made: list[ValueEdge]) -> _Chain | None:
+def _merged(maker: _Chain, taker: _Chain, value: ValueEdge, results: list[ValueEdge]) -> _Chain | None:
     """Both as one choice; None where the merge could lose a better assignment."""
     (before, before_of), (after, after_of), at = maker, taker, value.needs[0].at
-    apart = before.count != after.count or (value.needs[0].later and value.kept)
-    if apart or any(set(o.takes) != {at} for o in after.options) or any(v.size > value.size for v in made):
+    apart = before.count != after.count or (value.needs[0].later and value.saved)
+    if apart or any(set(o.takes) != {at} for o in after.options) or any(v.size > value.size for v in results):
         return None
     if not {o.gives[value.output] for o in before.options} <= {o.takes[at] for o in after.options}:
         return None
     options: list[Option] = []
-    made_of: list[dict[int, int]] = []
-    for first, one in zip(before_of, before.options, strict=True):
-        for second, other in zip(after_of, after.options, strict=True):
-            move = value.moves.get((one.gives[value.output], other.takes[at]))
+    merged_of: list[dict[int, int]] = []
+    for first, giving in zip(before_of, before.options, strict=True):
+        for second, taking in zip(after_of, after.options, strict=True):
+            move = value.moves.get((giving.gives[value.output], taking.takes[at]))
             if move is not None and move.is_nothing:
-                options.append(Option(other.gives, one.takes, one.load + other.load))
-                made_of.append(first | second)
-    return replace(before, options=tuple(options)), made_of
+                options.append(Option(taking.gives, giving.takes, giving.load + taking.load))
+                merged_of.append(first | second)
+    return replace(before, options=tuple(options)), merged_of
 
 
 def _root(into: dict[int, int], number: int) -> int:

@@ -50,11 +50,11 @@ class IlpResult:
         )
 
     def __str__(self) -> str:
-        made = self.solution
+        solution = self.solution
         return (
-            f"{seconds(made.step_us / 1e6)} by a model that adds up, at least {seconds(made.bound_us / 1e6)}, "
-            f"gap {made.gap:.2%}; {self.choices} choices for {self.nodes} ops and parameters, "
-            f"{made.variables} variables"
+            f"{seconds(solution.step_us / 1e6)} by a model that adds up, at least {seconds(solution.bound_us / 1e6)}, "
+            f"gap {solution.gap:.2%}; {self.choices} choices for {self.nodes} ops and parameters, "
+            f"{solution.variables} variables"
         )
 
 
@@ -73,14 +73,14 @@ def solve_layouts(
         return []
     needed = _needed(first, names)
     program = every if len(needed) == len(names) else _LayoutProgram.of(graph, spec, needed)
-    found = [program.solve(budget, gap) for budget in budgets]
-    return [made for made in found if made is not None]
+    solved = [program.solve(budget, gap) for budget in budgets]
+    return [layouts for layouts in solved if layouts is not None]
 
 
 def decomposable(graph: TrainGraph) -> list[str]:
     """Names of the ops that can be decomposed so that they can be sharded."""
-    found = (n for n in graph.graph.nodes if n.op == "call_function" and n.target in _DECOMPOSED)
-    return [n.name for n in found if can_expand(n)]
+    nodes = (n for n in graph.graph.nodes if n.op == "call_function" and n.target in _DECOMPOSED)
+    return [n.name for n in nodes if can_expand(n)]
 
 
 def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
@@ -92,12 +92,12 @@ def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _LayoutProgram:
-    """The problem of a graph with the ops `names` decomposed; `known` are the results so far, with their budgets."""
+    """The problem of a graph with the ops `names` decomposed; `solved` are the results so far, with their budgets."""
 
     builder: ProblemBuilder
     presolved: Presolved
     names: tuple[str, ...]
-    known: list[tuple[float | None, IlpResult]] = field(default_factory=list[tuple[float | None, IlpResult]])
+    solved: list[tuple[float | None, IlpResult]] = field(default_factory=list[tuple[float | None, IlpResult]])
 
     @staticmethod
     def of(graph: TrainGraph, spec: ProblemSpec, names: Sequence[str]) -> _LayoutProgram:
@@ -107,14 +107,14 @@ class _LayoutProgram:
     def solve(self, budget: float | None, gap: float) -> IlpResult | None:
         """The result within `budget`: that of a larger budget where it fits."""
         problem = replace(self.presolved.problem, budget_bytes=budget)
-        for larger, found in self.known:
-            if (larger is None or (budget is not None and larger >= budget)) and fits(problem, found.solution.load):
-                return found
-        made = solve(problem, gap)
-        if made is None:
+        for larger, layouts in self.solved:
+            if (larger is None or (budget is not None and larger >= budget)) and fits(problem, layouts.solution.load):
+                return layouts
+        solution = solve(problem, gap)
+        if solution is None:
             return None
-        pins, params, storage = self.builder.layouts(self.presolved.original(made.picked))
+        pins, params, storage = self.builder.layouts(self.presolved.original(solution.picked))
         pins, nodes = replace(pins, decomposed=self.names), len(self.builder.calls) + len(self.builder.params)
-        found = IlpResult(pins, params, storage, made, len(self.presolved.problem.choices), nodes)
-        self.known.append((budget, found))
-        return found
+        layouts = IlpResult(pins, params, storage, solution, len(self.presolved.problem.choices), nodes)
+        self.solved.append((budget, layouts))
+        return layouts
