@@ -64,7 +64,7 @@ class Stages:
                 yield from _until(lambda begun=begun: len(begun) == self.count)
                 late = max(begun.values()) - begun[stage]
                 clock.begun[node] += late
-                clock.done[node] += late
+                clock.ends[node] += late
             else:
                 clock.run(node)
 

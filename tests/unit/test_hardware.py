@@ -380,7 +380,7 @@ def test_compute_beside_a_collective_takes_longer():
     hardware = replace(h100, device=replace(h100.device, contention=1.25))
     long = node_us(compute, hardware)
     for wire, expected in ((0.0, long), (1e6, 1.25 * long), (0.5 * long, long + 0.1 * long)):
-        clock = Clock(hardware, local.mesh, begun={sent: 0.0}, done={sent: wire}, stolen_us={sent: 0.2 * wire})
+        clock = Clock(hardware, local.mesh, begun={sent: 0.0}, ends={sent: wire}, stolen_us={sent: 0.2 * wire})
         clock.run(compute)
         assert clock.now == pytest.approx(expected)
 

@@ -161,7 +161,7 @@ def test_a_collective_takes_from_computing_what_is_left_of_it() -> None:
 
     def after(us: float, taken: float) -> float:
         clock = Clock(hardware_with(launch_us=us, memory_bytes_per_us=1e12), MESH)
-        clock.begun[sent], clock.done[sent], clock.stolen_us[sent] = 0.0, 100.0, taken
+        clock.begun[sent], clock.ends[sent], clock.stolen_us[sent] = 0.0, 100.0, taken
         clock.run(op)
         return clock.now
 
@@ -185,11 +185,11 @@ def test_collectives_are_faster_while_a_rank_waits() -> None:
     clock = Clock(hardware_with(launch_us=0.0, memory_bytes_per_us=speed, collectives=(wire, gather)), MESH)
     clock.run(first)
     clock.run(second)
-    assert [clock.done[n] for n in (first, second)] == pytest.approx([100, 200]), "if it computes all the while"
+    assert [clock.ends[n] for n in (first, second)] == pytest.approx([100, 200]), "if it computes all the while"
     clock.run(op)
     clock.run(next(n for n in first.users if is_wait(n)))
     assert (clock.now, clock.waited) == pytest.approx((40 + 30, 30))
-    assert (clock.begun[second], clock.done[second], clock.links_free) == pytest.approx((70, 170, 170))
+    assert (clock.begun[second], clock.ends[second], clock.links_free) == pytest.approx((70, 170, 170))
     clock.run(next(n for n in second.users if is_wait(n)))
     assert (clock.now, clock.waited) == pytest.approx((70 + 50, 30 + 50))
 

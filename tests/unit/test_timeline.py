@@ -98,13 +98,13 @@ def test_collectives_of_axes_that_share_a_link_get_half_of_it_each() -> None:
     clock = Clock(hardware, mesh)
     clock.run(one)
     clock.run(other)
-    assert (clock.done[one], clock.done[other]) == (pytest.approx(2 * alone), pytest.approx(2 * alone))
+    assert (clock.ends[one], clock.ends[other]) == (pytest.approx(2 * alone), pytest.approx(2 * alone))
 
     _, (one, other) = collectives(("a", "a"))
     clock = Clock(hardware, mesh)
     clock.run(one)
     clock.run(other)
-    assert (clock.done[one], clock.done[other]) == (pytest.approx(alone), pytest.approx(2 * alone))
+    assert (clock.ends[one], clock.ends[other]) == (pytest.approx(alone), pytest.approx(2 * alone))
 
 
 def test_axes_on_links_of_their_own_do_not_slow_each_other() -> None:
@@ -119,7 +119,7 @@ def test_axes_on_links_of_their_own_do_not_slow_each_other() -> None:
         clock.run(one)
         clock.run(other)
         short = min(sent_us(one, clock.hardware, mesh), sent_us(other, clock.hardware, mesh))
-        assert min(clock.done.values()) == pytest.approx(factor * short)
+        assert min(clock.ends.values()) == pytest.approx(factor * short)
 
 
 def test_a_trace_that_perfetto_opens(tmp_path: Path) -> None:

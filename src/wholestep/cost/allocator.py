@@ -64,15 +64,15 @@ class _Pool:
     def _forget(self, block: Block) -> None:
         self.free.pop(bisect_left(self.free, (block.size, block.at)))
 
-    def _joined(self, one: Block, other: Block) -> Block:
-        one.size += other.size
-        one.after = other.after
-        if other.after is not None:
-            other.after.before = one
-        if self.last is other:
-            self.last = one
-        self.blocks.pop(other.at, None)
-        return one
+    def _joined(self, lower: Block, upper: Block) -> Block:
+        lower.size += upper.size
+        lower.after = upper.after
+        if upper.after is not None:
+            upper.after.before = lower
+        if self.last is upper:
+            self.last = lower
+        self.blocks.pop(upper.at, None)
+        return lower
 
     def _segment(self, size: int) -> Block:
         if self.grows:
@@ -82,23 +82,23 @@ class _Pool:
             self.last = block
             self._grow(size)
             return block
-        made = _SMALL_SEGMENT if self.small else _LARGE_SEGMENT if size < _MIDDLE else -(-size // _PAGE) * _PAGE
-        block = Block(made, self.next)
-        self.reserved, self.next = self.reserved + made, self.next + made + 1
+        reserved = _SMALL_SEGMENT if self.small else _LARGE_SEGMENT if size < _MIDDLE else -(-size // _PAGE) * _PAGE
+        block = Block(reserved, self.next)
+        self.reserved, self.next = self.reserved + reserved, self.next + reserved + 1
         return block
 
     def _grow(self, size: int) -> None:
         assert self.last is not None, "there is an end"
         page = _SMALL_SEGMENT if self.small else _LARGE_SEGMENT
-        more = -(-size // page) * page
-        self.last.size += more
-        self.reserved, self.next = self.reserved + more, self.next + more
+        added = -(-size // page) * page
+        self.last.size += added
+        self.reserved, self.next = self.reserved + added, self.next + added
 
     def _split(self, block: Block, size: int) -> None:
-        left = block.size - size
-        if left < _ROUND or (not self.grows and not self.small and left <= _SMALL):
+        spare = block.size - size
+        if spare < _ROUND or (not self.grows and not self.small and spare <= _SMALL):
             return
-        rest = Block(left, block.at + size, True, block, block.after)
+        rest = Block(spare, block.at + size, True, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest

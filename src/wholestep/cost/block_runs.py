@@ -26,9 +26,9 @@ class Spent:
     us: float = 0.0
     waited_us: float = 0.0
 
-    def plus(self, more: Spent, times: float = 1.0) -> Spent:
-        """This and `times` another."""
-        return Spent(self.us + times * more.us, self.waited_us + times * more.waited_us)
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        """This and `times` the other."""
+        return Spent(self.us + times * other.us, self.waited_us + times * other.waited_us)
 
     def without(self, waited_us: float) -> Spent:
         """This with so much less waiting, down to none."""
@@ -77,8 +77,8 @@ class BlockCost:
         if number == pieces - 1 and self.last is not None:
             return self.last
         if number == 0 and self.first is not None:
-            more = self.first.waited_us - self.waited_us
-            return self.first.without(min(more, begin))
+            extra_us = self.first.waited_us - self.waited_us
+            return self.first.without(min(extra_us, begin))
         return self.spent
 
 
@@ -131,9 +131,9 @@ class BlockRuns:
                 self.followers.setdefault(before, []).append(name)
         sent = {message for block in self.blocks.values() for message, _, _ in block.sends}
         if unsent := sorted(self.readers.keys() - sent):
-            found = f"a stage would send {unsent[0]!r} for each piece, and computes it in no block"
+            finding = f"a stage would send {unsent[0]!r} for each piece, and computes it in no block"
             needed = "values that the blocks of a stage compute; parameters that are gathered once a step"
-            raise PlanError(found, needed, "DataParallel(reshard_after_forward=False), or one micro-batch")
+            raise PlanError(finding, needed, "DataParallel(reshard_after_forward=False), or one micro-batch")
         count = {name: len(block.needs) + len(block.after) for name, block in self.blocks.items()}
         self.waits = {(name, piece): count[name] for piece in range(self.pieces) for name in self.blocks}
         self.ready_at = {task: 0.0 for task, waits in self.waits.items() if waits == 0}
@@ -157,15 +157,15 @@ class BlockRuns:
         block = self.blocks[name]
         self.free[block.stage] = end
         self.spans.append((block.stage, name, piece, begin, end))
-        found: list[Task] = []
+        ready: list[Task] = []
         for other in self.followers.get(name, ()):
-            found += self._arrived((other, piece), end)
+            ready += self._arrived((other, piece), end)
         for message, target, us in block.sends:
             channel = (block.stage, target)
             self.channels[channel] = max(self.channels.get(channel, 0.0), end) + us
             for other in self.readers.get(message, ()):
-                found += self._arrived((other, piece), self.channels[channel])
-        return found
+                ready += self._arrived((other, piece), self.channels[channel])
+        return ready
 
     def _arrived(self, task: Task, when: float) -> list[Task]:
         self.waits[task] -= 1
@@ -175,23 +175,23 @@ class BlockRuns:
     def result(self) -> OrderResult:
         """The order that was run."""
         ordered = sorted(self.spans, key=lambda span: (span[3], span[4]))
-        orders: list[list[Task]] = [[] for _ in range(self.stages)]
+        by_stage: list[list[Task]] = [[] for _ in range(self.stages)]
         for stage, name, piece, _, _ in ordered:
-            orders[stage].append((name, piece))
-        made = tuple(map(tuple, orders))
+            by_stage[stage].append((name, piece))
+        orders = tuple(map(tuple, by_stage))
         return OrderResult(
-            made, max(self.free, default=0.0), tuple(ordered), peaks(self.blocks, made), tuple(self.waited)
+            orders, max(self.free, default=0.0), tuple(ordered), peaks(self.blocks, orders), tuple(self.waited)
         )
 
 
 @dataclass
 class HeldBytes:
     """What pieces in flight hold on a stage: what a block leaves is there until the last block of its piece has run.
-    `left`: of each piece, the blocks that have not. `most_bytes`: that were held at once.
+    `remaining`: of each piece, the blocks that have not. `most_bytes`: that were held at once.
     """
 
     blocks: Mapping[str, BlockCost]
-    left: dict[int, int]
+    remaining: dict[int, int]
     held_bytes: int = 0
     most_bytes: int = 0
     of_piece: dict[int, int] = field(default_factory=dict[int, int])
@@ -205,23 +205,23 @@ class HeldBytes:
         """A task begins and ends."""
         name, piece = task
         self.most_bytes = max(self.most_bytes, self.held_bytes + self.adds(task))
-        more = self.blocks[name].holds_bytes - self.blocks[name].frees_bytes
-        self.of_piece[piece] = self.of_piece.get(piece, 0) + more
-        self.held_bytes += more
-        self.left[piece] -= 1
-        if not self.left[piece]:
+        added = self.blocks[name].holds_bytes - self.blocks[name].frees_bytes
+        self.of_piece[piece] = self.of_piece.get(piece, 0) + added
+        self.held_bytes += added
+        self.remaining[piece] -= 1
+        if not self.remaining[piece]:
             self.held_bytes -= self.of_piece[piece]
 
 
 def peaks(blocks: Mapping[str, BlockCost], orders: Orders) -> tuple[int, ...]:
     """The most bytes that pieces in flight hold on each stage."""
-    found: list[int] = []
+    stage_peaks: list[int] = []
     for tasks in orders:
-        held = HeldBytes(blocks, dict(Counter(piece for _, piece in tasks)))
+        in_flight = HeldBytes(blocks, dict(Counter(piece for _, piece in tasks)))
         for task in tasks:
-            held.run(task)
-        found.append(held.most_bytes)
-    return tuple(found)
+            in_flight.run(task)
+        stage_peaks.append(in_flight.most_bytes)
+    return tuple(stage_peaks)
 
 
 def simulate_orders(
@@ -265,19 +265,19 @@ def _share_cores(run: BlockRuns, orders: Orders, at: list[int], crowd: float) ->
                 running[stage] = task, now, run.begin(task, now)
                 at[stage] += 1
         speed = min(crowd, len(orders) / len(running)) if running else 1.0
-        ends: dict[int, float] = {stage: now + left / speed for stage, (_, _, left) in running.items()}
+        ends: dict[int, float] = {stage: now + remaining / speed for stage, (_, _, remaining) in running.items()}
         if not ends and not later:
             return
         then: float = min([*later, *ends.values()])
-        for stage, (task, begin, left) in list(running.items()):
+        for stage, (task, begin, remaining) in list(running.items()):
             if ends[stage] <= then:
                 del running[stage]
                 run.end(task, begin, then)
             else:
-                running[stage] = task, begin, left - (then - now) * speed
+                running[stage] = task, begin, remaining - (then - now) * speed
         now = then
 
 
-def on_shared_cores(blocks: Mapping[str, BlockCost], pieces: int, found: OrderResult, crowd: float) -> OrderResult:
-    """`found`, an order of ranks with a core each, with the time that it takes where ranks share cores."""
-    return found if crowd <= 1 else replace(found, us=simulate_orders(blocks, pieces, found.orders, crowd=crowd).us)
+def on_shared_cores(blocks: Mapping[str, BlockCost], pieces: int, order: OrderResult, crowd: float) -> OrderResult:
+    """`order`, of ranks with a core each, with the time that it takes where ranks share cores."""
+    return order if crowd <= 1 else replace(order, us=simulate_orders(blocks, pieces, order.orders, crowd=crowd).us)

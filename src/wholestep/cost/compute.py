@@ -30,14 +30,14 @@ def node_us(node: Node, hardware: Hardware) -> float:
     collectives; of a part of a stage: without waiting for others.
     """
     if loop := loop_of(node):
-        inner = (one for one in loop.body.nodes if not is_collective(one) and not is_wait(one))
-        return loop.pieces * sum(node_us(one, hardware) for one in inner)
+        inner = (call for call in loop.body.nodes if not is_collective(call) and not is_wait(call))
+        return loop.pieces * sum(node_us(call, hardware) for call in inner)
     if part := part_of(node):
         us = {block.name: block.us for block in part.running}
         return sum(us[action.name] for action in part.actions if action.kind == "run")
-    made = work(node)
-    if made is not None:
-        return hardware.work_us(made)
+    node_work = work(node)
+    if node_work is not None:
+        return hardware.work_us(node_work)
     return hardware.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
 
 
@@ -45,7 +45,7 @@ def stage_us(node: Node, hardware: Hardware) -> float:
     """Microseconds of one call node of a stage's program, where blocks have other sizes than when they were priced."""
     if (part := part_of(node)) is None:
         return node_us(node, hardware)
-    us = {block.name: sum(node_us(one, hardware) for one in block.body.nodes) for block in part.running}
+    us = {block.name: sum(node_us(call, hardware) for call in block.body.nodes) for block in part.running}
     return sum(us[action.name] for action in part.actions if action.kind == "run")
 
 
@@ -53,16 +53,16 @@ def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
     if node.op != "call_function" or is_free(node):
         return None
-    made = next((m for m in meta.tensors(node) if m is not None), None)
-    dtype = _name(made.dtype) if made else "float32"
-    product, found = _matmul(node), arithmetic(node.target)
-    if product is not None and made is not None:
+    tensor = next((m for m in meta.tensors(node) if m is not None), None)
+    dtype = _name(tensor.dtype) if tensor else "float32"
+    product, operation = _matmul(node), arithmetic(node.target)
+    if product is not None and tensor is not None:
         b, m, n, k = product
-        given = _multiplied(node)
-        each = b * ((m * k + k * n) * given.itemsize + m * n * made.dtype.itemsize)
+        factor_dtype = _multiplied(node)
+        each = b * ((m * k + k * n) * factor_dtype.itemsize + m * n * tensor.dtype.itemsize)
         moved = _moved(node) if _is_grouped(node) else each
-        return Work(moved, flops(node), _name(given), product)
-    attends, backward = (found.kind == "attention", found.backward) if found else (False, False)
+        return Work(moved, flops(node), _name(factor_dtype), product)
+    attends, backward = (operation.kind == "attention", operation.backward) if operation else (False, False)
     return Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
         attends and _is_causal(node), backward, streams(node.target), node.target in BUCKET_COPIES,
@@ -71,12 +71,12 @@ def work(node: Node) -> Work | None:
 
 def _moved(node: Node) -> int:
     """Bytes read plus written."""
-    given = operands(node)
+    arguments = operands(node)
     if node.target in WRITES_A_PART:
-        return 2 * sum(map(meta.size_bytes, {*given[1:]}))
+        return 2 * sum(map(meta.size_bytes, {*arguments[1:]}))
     if node.target in READS_A_PART:
-        return sum(map(meta.size_bytes, {*given[1:]})) + 2 * meta.size_bytes(node)
-    return sum(map(meta.size_bytes, {*given})) + meta.size_bytes(node)
+        return sum(map(meta.size_bytes, {*arguments[1:]})) + 2 * meta.size_bytes(node)
+    return sum(map(meta.size_bytes, {*arguments})) + meta.size_bytes(node)
 
 
 def is_free(node: Node) -> bool:
@@ -93,18 +93,18 @@ def flops(node: Node) -> float:
     """Multiplications and additions of a product, a convolution or attention; 0 for other ops."""
     if is_fused(node):
         return fused_flops(node)
-    found = arithmetic(node.target)
-    if found is None:
+    operation = arithmetic(node.target)
+    if operation is None:
         return 0.0
-    if found.kind == "product":
+    if operation.kind == "product":
         product = _matmul(node)
         return 0.0 if not product else _grouped(node)[1] if _is_grouped(node) else 2.0 * prod(product)
-    made, shapes, backward = meta.tensors(node), _shapes(node), found.backward
-    if found.kind == "attention" and len(shapes) >= 3:
+    outputs, shapes, backward = meta.tensors(node), _shapes(node), operation.backward
+    if operation.kind == "attention" and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
         return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if backward else 1.0)
-    if found.kind == "convolution" and len(shapes) >= 2:
-        data, weight = (shapes[0], shapes[2]) if backward else (made[0].shape if made[0] else (), shapes[1])
+    if operation.kind == "convolution" and len(shapes) >= 2:
+        data, weight = (shapes[0], shapes[2]) if backward else (outputs[0].shape if outputs[0] else (), shapes[1])
         return 2.0 * prod(data[:1] + data[2:]) * prod(weight) * (2 if backward else 1)
     return 0.0
 
@@ -129,11 +129,11 @@ def precision_of(step: TrainGraph | LocalGraph) -> StepPrecision:
     """The dtypes of weights, of what products multiply, and of optimizer state; those of a hundredth are left out."""
     stored = {role: Counter[str]() for role in (Role.PARAM, Role.STATE)}
     count = size = 0
-    for given in step.inputs:
-        if given.role in stored:
-            stored[given.role][_name(given.meta.dtype)] += given.meta.size_bytes
-            size += (1 + given.trainable) * given.meta.size_bytes
-            count += prod(given.meta.shape) if given.role is Role.PARAM else 0
+    for graph_input in step.inputs:
+        if graph_input.role in stored:
+            stored[graph_input.role][_name(graph_input.meta.dtype)] += graph_input.meta.size_bytes
+            size += (1 + graph_input.trainable) * graph_input.meta.size_bytes
+            count += prod(graph_input.meta.shape) if graph_input.role is Role.PARAM else 0
     weights, state = map(_mostly, stored.values())
     products = (node for node, _ in with_bodies(step.graph) if node.all_input_nodes and arithmetic(node.target))
     compute = Counter(_name(_multiplied(node)) for node in products)
@@ -162,15 +162,15 @@ def _multiplied(node: Node) -> torch.dtype:
 def _matmul(node: Node) -> tuple[int, int, int, int] | None:
     if node.target not in PRODUCTS:
         return None
-    made, shapes = meta.tensors(node), _shapes(node)
-    if made[0] is None or len(shapes) < 2:
+    outputs, shapes = meta.tensors(node), _shapes(node)
+    if outputs[0] is None or len(shapes) < 2:
         return None
     if node.target is aten.linear.default:
-        return 1, prod(made[0].shape[:-1]), made[0].shape[-1], shapes[0][-1]
+        return 1, prod(outputs[0].shape[:-1]), outputs[0].shape[-1], shapes[0][-1]
     if _is_grouped(node):
         return _grouped(node)[0]
-    one, other = shapes[:2] if node.target is aten._scaled_mm.default else shapes[-2:]
-    return prod(one[:-2]), one[-2], other[-1], one[-1]
+    first, second = shapes[:2] if node.target is aten._scaled_mm.default else shapes[-2:]
+    return prod(first[:-2]), first[-2], second[-1], first[-1]
 
 
 def _is_grouped(node: Node) -> bool:
@@ -184,9 +184,9 @@ def _grouped(node: Node) -> tuple[tuple[int, int, int, int], float]:
     """(groups, m, n, k) of one product for each group, and the operations of all. Where groups end is not known before
     a step runs: they are priced as if of one size, rounded up to whole rows. Operations are exact for any sizes.
     """
-    (one, other), made = _shapes(node)[:2], meta.one_tensor(node).shape
-    groups = next((shape[0] for shape in (one, other, made) if len(shape) == 3), 1)
-    sizes, cut = [one[-2], other[-1], one[-1]], _CUT.get((len(one), len(other)))
+    (first, second), product = _shapes(node)[:2], meta.one_tensor(node).shape
+    groups = next((shape[0] for shape in (first, second, product) if len(shape) == 3), 1)
+    sizes, cut = [first[-2], second[-1], first[-1]], _CUT.get((len(first), len(second)))
     count = 2.0 * prod(sizes) * (groups if cut is None else 1)
     if cut is not None:
         groups = max(min(groups, sizes[cut]), 1)
@@ -206,8 +206,8 @@ def _attention(node: Node, backward: bool) -> tuple[int, int, int, int, int] | N
 
 def _is_causal(node: Node) -> bool:
     names = [a.name for a in _torch.schema_of(node.target).arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return given.get("is_causal") is True
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return arguments.get("is_causal") is True
 
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from torch.fx import Node
 
@@ -31,11 +31,11 @@ def fused_us(node: Node, hardware: Hardware) -> float:
     both; first and last nothing hides. A block is as large as what one rank holds, and multiplies as fast as a product
     of that shape alone. Copies go by the copy engines, and slow no product. A barrier is a kernel and a hop.
     """
-    parts, blocks, left = cast(int, node.args[-2]), _blocks(node), one_tensor(node_at(node, 0))
-    name = str(left.dtype).removeprefix("torch.")
+    parts, blocks, operand = cast(int, node.args[-2]), _blocks(node), one_tensor(node_at(node, 0))
+    name = str(operand.dtype).removeprefix("torch.")
     multiply = sum(hardware.matmul_us(1, rows, columns, inner, name) for rows, inner, columns in blocks)
     links, gathers = hardware.levels[0], node.target in GATHER_AND_MULTIPLY
-    sent = left.size_bytes if gathers else one_tensor(node).size_bytes
+    sent = operand.size_bytes if gathers else one_tensor(node).size_bytes
     barrier = hardware.launch_us + links.latency_us
     send = hardware.launch_us + sent / links.bytes_per_us
     if gathers:  # into shared memory, and out of it for what is gathered
@@ -48,13 +48,12 @@ def fused_us(node: Node, hardware: Hardware) -> float:
 
 def _blocks(node: Node) -> list[tuple[int, int, int]]:
     """(rows, inner, columns) of the products of one block."""
-    left = one_tensor(node_at(node, 0))
+    operand = one_tensor(node_at(node, 0))
     if node.target in GATHER_AND_MULTIPLY:
-        factors = [_shape(one) for one in cast(list[Node], node.args[1])]
-        return [(left.numel // left.shape[-1], *factor) for factor in factors]
-    return [(left.shape[0] // cast(int, node.args[-2]), *_shape(node_at(node, 1)))]
+        factors = [_shape(weight) for weight in cast(list[Node], node.args[1])]
+        return [(operand.numel // operand.shape[-1], *factor) for factor in factors]
+    return [(operand.shape[0] // cast(int, node.args[-2]), *_shape(node_at(node, 1)))]
 
 
 def _shape(node: Node) -> tuple[int, int]:
-    found: Any = one_tensor(node).shape
-    return found
+    return cast("tuple[int, int]", one_tensor(node).shape)

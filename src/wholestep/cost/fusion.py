@@ -74,23 +74,23 @@ def kernel_work(kernel: Kernel) -> Work:
     """What a kernel moves: what it reads of others and what others read of it. One op has its own work."""
     nodes = kernel.nodes
     if len(nodes) == 1:
-        own = work(nodes[0])
-        assert own is not None, f"%{nodes[0].name} has a kernel"
-        return own
-    inside, read = set(nodes), dict[Node, int]()
+        op_work = work(nodes[0])
+        assert op_work is not None, f"%{nodes[0].name} has a kernel"
+        return op_work
+    inside, read_bytes = set(nodes), dict[Node, int]()
     moved = sum(meta.size_bytes(node) for node in nodes if is_mutating(node) or _is_read_elsewhere(node, inside))
     for node in nodes:
-        for i, given in enumerate(operands(node)):
-            source = source_of(given)
+        for i, operand in enumerate(operands(node)):
+            source = source_of(operand)
             if source not in inside:
-                size = min(meta.size_bytes(given), meta.size_bytes(source))
+                size = min(meta.size_bytes(operand), meta.size_bytes(source))
                 part = min(size, meta.size_bytes(node)) if i == 0 and node.target in READS_A_PART else size
-                read[source] = max(read.get(source, 0), part)
+                read_bytes[source] = max(read_bytes.get(source, 0), part)
         if packet_name(node.target) in _BOTH:
             moved += sum(map(meta.size_bytes, operands(node)[:2]))
-    made = next((m for m in meta.tensors(nodes[-1]) if m is not None), None)
-    dtype = str(made.dtype).removeprefix("torch.") if made else "float32"
-    return Work(sum(read.values()) + moved, dtype=dtype, streams=all(streams(node.target) for node in nodes))
+    tensor = next((m for m in meta.tensors(nodes[-1]) if m is not None), None)
+    dtype = str(tensor.dtype).removeprefix("torch.") if tensor else "float32"
+    return Work(sum(read_bytes.values()) + moved, dtype=dtype, streams=all(streams(node.target) for node in nodes))
 
 
 class _Fusion:
@@ -112,22 +112,22 @@ class _Fusion:
         return list(dict.fromkeys(self.of.values()))
 
     def _stage(self, node: Node) -> int:
-        return max((self.stages.get(source_of(given), 0) for given in operands(node)), default=0)
+        return max((self.stages.get(source_of(operand), 0) for operand in operands(node)), default=0)
 
     def _join(self, node: Node, region: int) -> None:
         stage, joins = self._stage(node), self._fuses(node)
-        made = Kernel(stage, region)
+        kernel = Kernel(stage, region)
         if joins:
-            sources = {source_of(given) for given in operands(node)}
+            sources = {source_of(operand) for operand in operands(node)}
             near = [self.of[s] for s in sources if s in self.of and self._fuses(s)]
-            made.reduces = _reduces(node)
+            kernel.reduces = _reduces(node)
             for other in dict.fromkeys(near):
-                alike = not other.reduces or not made.reduces or other.reduces == made.reduces
+                alike = not other.reduces or not kernel.reduces or other.reduces == kernel.reduces
                 if alike and (other.stage, other.region) == (stage, region):
-                    made.nodes += other.nodes
-                    made.reduces = made.reduces or other.reduces
-        made.nodes.append(node)
-        self.of |= dict.fromkeys(made.nodes, made)
+                    kernel.nodes += other.nodes
+                    kernel.reduces = kernel.reduces or other.reduces
+        kernel.nodes.append(node)
+        self.of |= dict.fromkeys(kernel.nodes, kernel)
         self.stages[node] = stage + (not joins or _reduces(node) == "columns")
 
     def _fuses(self, node: Node) -> bool:
@@ -140,8 +140,8 @@ def _fuses(node: Node) -> bool:
     if not _torch.is_op(target) or is_list_op(target) or arithmetic(target) is not None:
         return False
     name = packet_name(target)
-    known = is_pointwise(target) or name in _ROWS | _REDUCTIONS | _COPIES
-    return known and torch.Tag.nondeterministic_seeded not in target.tags
+    fusible = is_pointwise(target) or name in _ROWS | _REDUCTIONS | _COPIES
+    return fusible and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _reduces(node: Node) -> str:
@@ -149,13 +149,13 @@ def _reduces(node: Node) -> str:
     name = packet_name(node.target)
     if name in _ROWS:
         return "rows"
-    given = meta.tensor(operands(node)[0]) if name in _REDUCTIONS else None
-    if given is None:
+    tensor = meta.tensor(operands(node)[0]) if name in _REDUCTIONS else None
+    if tensor is None:
         return ""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if not given.shape or not isinstance(dims, (list, tuple, int)):
+    if not tensor.shape or not isinstance(dims, (list, tuple, int)):
         return "columns"
-    rank = len(given.shape)
+    rank = len(tensor.shape)
     reduced = {int(str(d)) % rank for d in ([dims] if isinstance(dims, int) else dims)}
     return "rows" if rank - 1 in reduced and len(reduced) < rank else "columns"
 
@@ -175,8 +175,8 @@ def source_of(node: Node) -> Node:
     """What a view, or one of several results, is a part of."""
     while node.op == "call_function":
         picks = _torch.is_getitem(node.target)
-        given = node.all_input_nodes[0] if picks else shared_operand(node) if is_free(node) else None
-        if given is None:
+        source = node.all_input_nodes[0] if picks else shared_operand(node) if is_free(node) else None
+        if source is None:
             return node
-        node = given
+        node = source
     return node

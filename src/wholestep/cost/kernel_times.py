@@ -68,10 +68,10 @@ class KernelTimes:
         """The kernels of call nodes whose microseconds were measured; of what is no ATen op there are none.
 
         Example:
-            >>> found = step.profile(model, optimizer, batch).kernels
+            >>> times = step.profile(model, optimizer, batch).kernels
         """
-        found = ((_key(node), us) for node, us in times if us > 0)
-        return KernelTimes(tuple(KernelTime(*key, us) for key, us in found if key is not None))
+        keyed = ((_key(node), us) for node, us in times if us > 0)
+        return KernelTimes(tuple(KernelTime(*key, us) for key, us in keyed if key is not None))
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON, for `load` and `wholestep simulate --profile`; missing folders are created."""
@@ -88,29 +88,29 @@ class KernelTimes:
         try:
             body = as_object(parse(Path(path).read_bytes()), "")
             if "traceEvents" in body:
-                made = KernelTimes(tuple(_traced(as_list(body["traceEvents"], "traceEvents"))))
+                profile = KernelTimes(tuple(_traced(as_list(body["traceEvents"], "traceEvents"))))
             else:
-                made = cast(KernelTimes, read(KernelTimes, body))
-            for i, one in enumerate(made.kernels):
-                if not one.us > 0:
-                    raise wrong(f"kernels[{i}].us", one.us, "a number above 0")
-            for name, value in (("device", made.device), ("host", made.host)):
+                profile = cast(KernelTimes, read(KernelTimes, body))
+            for i, kernel in enumerate(profile.kernels):
+                if not kernel.us > 0:
+                    raise wrong(f"kernels[{i}].us", kernel.us, "a number above 0")
+            for name, value in (("device", profile.device), ("host", profile.host)):
                 if not 0 <= value < float("inf"):
                     raise wrong(name, value, "a number of at least 0")
         except (OSError, ValueError) as error:  # also a path with a null
             raise PlanError(f"profile {str(path)!r} cannot be read: {error}", _FORM) from error
         except MalformedError as error:
             raise PlanError(f"profile {str(path)!r}: {error.found}", error.needed, "correct that entry") from error
-        if not (made.kernels or made.device):
+        if not (profile.kernels or profile.device):
             needed = f"{_FORM}, or an export of torch.profiler with record_shapes=True on a GPU"
             raise PlanError(f"profile {str(path)!r} has no kernel", needed)
-        return made
+        return profile
 
     @cached_property
     def _by_key(self) -> Mapping[tuple[str, Shapes, str], float]:
         several: dict[tuple[str, Shapes, str], list[float]] = defaultdict(list)
-        for one in self.kernels:
-            several[one.op, one.shapes, one.dtype].append(one.us)
+        for kernel in self.kernels:
+            several[kernel.op, kernel.shapes, kernel.dtype].append(kernel.us)
         return {key: median(times) for key, times in several.items()}
 
     def us(self, node: Node) -> float | None:
@@ -120,34 +120,34 @@ class KernelTimes:
 
     def applied(self, times: Mapping[Node, float]) -> dict[Node, float]:
         """Predicted `times`, as far as they were measured, and the others by what that says of their class."""
-        known = {node: us for node, took in times.items() if took > 0 and (us := self.us(node)) is not None}
+        measured_us = {node: us for node, took in times.items() if took > 0 and (us := self.us(node)) is not None}
         measured, predicted = defaultdict[str, float](float), defaultdict[str, float](float)
-        for node, us in known.items():
+        for node, us in measured_us.items():
             measured[_class(node)] += us
             predicted[_class(node)] += times[node]
         by = {name: us / predicted[name] for name, us in measured.items()}
         rest = {node: us * (self.device or by.get(_class(node), 1.0)) for node, us in times.items()}
-        return rest | known
+        return rest | measured_us
 
 
 def _class(node: Node) -> str:
-    found = arithmetic(node.target)
-    return "product" if node.target in PRODUCTS else "" if found is None else found.kind
+    operation = arithmetic(node.target)
+    return "product" if node.target in PRODUCTS else "" if operation is None else operation.kind
 
 
 def _key(node: Node) -> tuple[str, Shapes, str] | None:
     """What a kernel of an ATen op is looked up by."""
-    made = [m for given in operands(node) if (m := meta.tensor(given)) is not None]
-    if not made:
+    tensors = [m for operand in operands(node) if (m := meta.tensor(operand)) is not None]
+    if not tensors:
         return None
     op = packet_name(node.target)
     if node.target in PRODUCTS and not _torch.is_op(node.target):
-        op, made = "mm", made[-2:]  # a product that a pass wrote, into a bucket
-    found = arithmetic(node.target)
-    shapes = tuple(tuple(one.shape) for one in made)
-    if found is not None and found.kind == "attention":
-        op, shapes = _attention(found.backward, shapes)
-    return (op.removesuffix("_"), shapes, str(made[0].dtype).removeprefix("torch.")) if op else None
+        op, tensors = "mm", tensors[-2:]  # a product that a pass wrote, into a bucket
+    operation = arithmetic(node.target)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    if operation is not None and operation.kind == "attention":
+        op, shapes = _attention(operation.backward, shapes)
+    return (op.removesuffix("_"), shapes, str(tensors[0].dtype).removeprefix("torch.")) if op else None
 
 
 def _attention(backward: bool, shapes: Shapes) -> tuple[str, Shapes]:
@@ -162,30 +162,30 @@ def _traced(events: list[Any]) -> Iterator[KernelTime]:
     """
     ops: dict[Any, tuple[str, Shapes, str]] = {}
     took: dict[Any, float] = defaultdict(float)
-    for i, given in enumerate(events):
-        event = as_object(given, f"traceEvents[{i}]")
-        told = as_object(event.get("args", {}), f"traceEvents[{i}].args")
-        kind, number = event.get("cat"), told.get("External id")
+    for i, entry in enumerate(events):
+        event = as_object(entry, f"traceEvents[{i}]")
+        arguments = as_object(event.get("args", {}), f"traceEvents[{i}].args")
+        kind, number = event.get("cat"), arguments.get("External id")
         if kind == "kernel":
             took[number] += read(float, event.get("dur"), f"traceEvents[{i}].dur")
-        elif kind == "cpu_op" and "Input Dims" in told:
+        elif kind == "cpu_op" and "Input Dims" in arguments:
             where = f"traceEvents[{i}].args['Input Dims']"
-            ops[number] = _op(str(event.get("name")), as_list(told["Input Dims"], where), told, where)
+            ops[number] = _op(str(event.get("name")), as_list(arguments["Input Dims"], where), arguments, where)
     for number, us in took.items():
         if number in ops and us > 0:
             yield KernelTime(*ops[number], us)
 
 
-def _op(name: str, dims: list[Any], told: Mapping[str, Any], where: str) -> tuple[str, Shapes, str]:
+def _op(name: str, dims: list[Any], arguments: Mapping[str, Any], where: str) -> tuple[str, Shapes, str]:
     """Arguments that are no tensors have no dims."""
     shapes = tuple(
-        cast("tuple[int, ...]", read(tuple[int, ...], one, f"{where}[{i}]"))
-        for i, one in enumerate(dims) if isinstance(one, list) and one and not isinstance(one[0], list)
+        cast("tuple[int, ...]", read(tuple[int, ...], shape, f"{where}[{i}]"))
+        for i, shape in enumerate(dims) if isinstance(shape, list) and shape and not isinstance(shape[0], list)
     )  # fmt: skip
-    types = as_list(told.get("Input type", []), where)
-    dtype = next((_DTYPES[one] for one in types if one in _DTYPES), "float32")
+    types = as_list(arguments.get("Input type", []), where)
+    dtype = next((_DTYPES[type_name] for type_name in types if type_name in _DTYPES), "float32")
     op = name.removeprefix("aten::")
-    found = arithmetic(getattr(getattr(torch.ops.aten, op, None), "default", None))
-    if found is not None and found.kind == "attention":
-        return *_attention(found.backward, shapes), dtype
+    operation = arithmetic(getattr(getattr(torch.ops.aten, op, None), "default", None))
+    if operation is not None and operation.kind == "attention":
+        return *_attention(operation.backward, shapes), dtype
     return op.removesuffix("_"), shapes, dtype

@@ -32,9 +32,9 @@ def op_times(
         times = dict.fromkeys(calls, 0.0) | alone
     generation = 2 if stack is None else stack.flash_attention
     for node in calls if generation != 2 else ():
-        made = work(node)
-        if made is not None and made.attention is not None:
-            times[node] = attention_us(made, hardware, generation)
+        node_work = work(node)
+        if node_work is not None and node_work.attention is not None:
+            times[node] = attention_us(node_work, hardware, generation)
     accumulates = "own" if stack is None else stack.accumulates
     for node in calls:
         if node.target in SUMS_OF_PIECES:
@@ -46,8 +46,8 @@ def _added_us(node: Node, own_us: float, hardware: Hardware, accumulates: Accumu
     """Microseconds of adding a gradient to its sum, which takes the program `own_us`."""
     value = node_at(node, 1)
     if accumulates == "half":
-        made = meta.one_tensor(value)
-        return hardware.work_us(Work(3 * made.size_bytes, dtype=str(made.dtype).removeprefix("torch.")))
+        tensor = meta.one_tensor(value)
+        return hardware.work_us(Work(3 * tensor.size_bytes, dtype=str(tensor.dtype).removeprefix("torch.")))
     in_product = accumulates == "product" and arithmetic(source_of(value).target) is not None
     return 0.0 if in_product else own_us  # the product reads and writes the sum while it multiplies
 
@@ -56,14 +56,14 @@ def starts(graph: Graph, times: dict[Node, float], hardware: Hardware, stack: St
     """Microseconds of the host for each op that it starts. Ops of an update are parts of lists, which start at once. A
     collective is one call, without a module around it.
     """
-    found: dict[Node, float] = {}
+    host_us: dict[Node, float] = {}
     for node, _ in with_bodies(graph):
         if node.op != "call_function" or loop_of(node) or is_wait(node):
             continue
         if is_collective(node):
-            found[node] = stack.call_us(hardware)
+            host_us[node] = stack.call_us(hardware)
         elif times[node] > 0 and (is_list_op(node.target) or not meta.is_batch_invariant(node)):
             several = started(work(node), stack)
             recomputes = bool(meta.module_path(node))  # a module runs again: its Python too
-            found[node] = several * stack.host_us(hardware, meta.is_backward(node) and not recomputes)
-    return found
+            host_us[node] = several * stack.host_us(hardware, meta.is_backward(node) and not recomputes)
+    return host_us

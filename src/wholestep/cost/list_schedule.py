@@ -21,8 +21,8 @@ def list_schedule(
     """
     run, listed = BlockRuns(blocks, pieces, stages), _Listed(blocks, limits, forward_first, waiting, room_bytes)
     of_stage = [[name for name, block in blocks.items() if block.stage == stage] for stage in range(stages)]
-    listed.held = [HeldBytes(blocks, dict.fromkeys(range(pieces), len(own))) for own in of_stage]
-    listed.whole = [sum(not blocks[name].is_filler for name in own) for own in of_stage]
+    listed.in_flight = [HeldBytes(blocks, dict.fromkeys(range(pieces), len(names))) for names in of_stage]
+    listed.block_counts = [sum(not blocks[name].is_filler for name in names) for names in of_stage]
     ready: list[list[Task]] = [[] for _ in range(stages)]
     for task in run.ready_at:
         ready[blocks[task[0]].stage].append(task)
@@ -32,7 +32,7 @@ def list_schedule(
         now, stage = heapq.heappop(events)
         if run.free[stage] > now:
             continue
-        task = listed.next(stage, [one for one in ready[stage] if run.ready_at[one] <= now])
+        task = listed.next(stage, [queued for queued in ready[stage] if run.ready_at[queued] <= now])
         if task is None:
             later = [run.ready_at[t] for t in ready[stage] if run.ready_at[t] > now]
             if later:
@@ -51,8 +51,8 @@ def list_schedule(
 
 @dataclass
 class _Listed:
-    """What a list schedule picks; its options are those of `list_schedule`. Of each stage: `whole`, the blocks of a
-    piece that are no fillers, `flying`, of the pieces in flight those that are left, and `begun`, how many have begun.
+    """What a list schedule picks; its options are those of `list_schedule`. Of each stage: `block_counts`, the blocks
+    of a piece that are no fillers, `flying`, of pieces in flight those that are left, and `begun`, how many have begun.
     """
 
     blocks: Mapping[str, BlockCost]
@@ -60,8 +60,8 @@ class _Listed:
     forward_first: bool
     waiting: Sequence[int] | None
     room_bytes: Sequence[float] | None
-    held: list[HeldBytes] = field(init=False)
-    whole: list[int] = field(init=False)
+    in_flight: list[HeldBytes] = field(init=False)
+    block_counts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.flying: list[dict[int, int]] = [{} for _ in self.limits]
@@ -86,10 +86,10 @@ class _Listed:
             return block.is_filler != overdue, block.is_backward == self.forward_first, task[1], -block.level
 
         task = min(able, key=rank)
-        self.held[stage].run(task)
+        self.in_flight[stage].run(task)
         if not self.blocks[task[0]].is_filler:
             if task[1] not in flying:
-                flying[task[1]] = self.whole[stage]
+                flying[task[1]] = self.block_counts[stage]
                 self.begun[stage] += 1
             flying[task[1]] -= 1
             if not flying[task[1]]:
@@ -97,5 +97,5 @@ class _Listed:
         return task
 
     def _fits(self, stage: int, task: Task) -> bool:
-        held = self.held[stage]
-        return self.room_bytes is None or held.held_bytes + held.adds(task) <= self.room_bytes[stage]
+        in_flight = self.in_flight[stage]
+        return self.room_bytes is None or in_flight.held_bytes + in_flight.adds(task) <= self.room_bytes[stage]

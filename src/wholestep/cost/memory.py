@@ -80,17 +80,17 @@ class PeakMemory:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind, the largest first."""
-        found: dict[str, int] = {}
-        for one in self.live:
-            found[one.kind] = found.get(one.kind, 0) + one.size_bytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        by_kind: dict[str, int] = {}
+        for tensor in self.live:
+            by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.size_bytes
+        return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.by_kind().items())
-        left = len(self.live) - _SHOWN
-        rows = [f"  {one}" for one in self.live[:_SHOWN]]
-        rows += [f"  ... and {left} smaller"] if left > 0 else []
+        hidden = len(self.live) - _SHOWN
+        rows = [f"  {tensor}" for tensor in self.live[:_SHOWN]]
+        rows += [f"  ... and {hidden} smaller"] if hidden > 0 else []
         return "\n".join([f"peak {human(self.size_bytes)} at %{self.at}{where}{kinds and ': '}{kinds}", *rows])
 
 
@@ -111,24 +111,24 @@ def bytes_held(local: LocalGraph) -> list[int]:
     return curve(storages_here(local, storages(local.graph)), len(_calls(local.graph)))
 
 
-def storages_here(local: LocalGraph, found: list[Storage]) -> list[Storage]:
-    """Those of a program's storages `found` that are no empty ones of another stage of a pipeline or another owner."""
+def storages_here(local: LocalGraph, buffers: list[Storage]) -> list[Storage]:
+    """Those of the storages of a program that are no empty ones of another stage of a pipeline or another owner."""
     if local.owner_axis:
-        found = [one for one in found if meta.runs_on_first(one.node)]
+        buffers = [buffer for buffer in buffers if meta.runs_on_first(buffer.node)]
     if local.stage is None:
-        return found
-    return [one for one in found if one.first >= 0 or meta.stage(one.node) in (None, local.stage)]
+        return buffers
+    return [buffer for buffer in buffers if buffer.first >= 0 or meta.stage(buffer.node) in (None, local.stage)]
 
 
-def curve(held: Sequence[Storage], calls: int) -> list[int]:
+def curve(buffers: Sequence[Storage], calls: int) -> list[int]:
     """Live bytes at each of `calls` call nodes."""
     steps = [0] * (calls + 1)
-    rest = sum(s.size_bytes for s in held if s.first < 0)
-    for one in held:
-        if one.first >= 0:
-            steps[one.first] += one.size_bytes
-            if one.last is not None:
-                steps[one.last + 1] -= one.size_bytes
+    rest = sum(s.size_bytes for s in buffers if s.first < 0)
+    for buffer in buffers:
+        if buffer.first >= 0:
+            steps[buffer.first] += buffer.size_bytes
+            if buffer.last is not None:
+                steps[buffer.last + 1] -= buffer.size_bytes
     return [rest + size for size in accumulate(steps[:calls])]
 
 
@@ -140,23 +140,24 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     """
     if local.stage_axis and local.stage is None:
         return _of_stages(local)
-    held, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
-    sizes = curve(held, len(calls))
+    buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
+    sizes = curve(buffers, len(calls))
     at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
-    return _live_at(local, held, calls, at, sizes[at] if sizes else sum(s.size_bytes for s in held if s.first < 0))
+    size_bytes = sizes[at] if sizes else sum(s.size_bytes for s in buffers if s.first < 0)
+    return _live_at(local, buffers, calls, at, size_bytes)
 
 
 def memory_at(local: LocalGraph, node: Node) -> PeakMemory:
     """The live bytes of a rank while one call node runs."""
-    held, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
+    buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
     at = calls.index(node)
-    return _live_at(local, held, calls, at, curve(held, len(calls))[at])
+    return _live_at(local, buffers, calls, at, curve(buffers, len(calls))[at])
 
 
-def _live_at(local: LocalGraph, held: Sequence[Storage], calls: Sequence[Node], at: int, size_bytes: int) -> PeakMemory:
-    rest = sum(s.size_bytes for s in held if s.first < 0)
-    roles = {node: (given.name, _ROLES[given.role]) for given, node in local.placeholders()}
-    alive = [s for s in held if s.first <= at and (s.first < 0 or s.last is None or s.last >= at)]
+def _live_at(local: LocalGraph, buffers: list[Storage], calls: Sequence[Node], at: int, size_bytes: int) -> PeakMemory:
+    rest = sum(s.size_bytes for s in buffers if s.first < 0)
+    roles = {node: (graph_input.name, _ROLES[graph_input.role]) for graph_input, node in local.placeholders()}
+    alive = [s for s in buffers if s.first <= at and (s.first < 0 or s.last is None or s.last >= at)]
     rows = sorted((_row(s, roles) for s in alive), key=lambda row: -row.size_bytes)
     name, path = (calls[at].name, meta.module_path(calls[at])) if at >= 0 else ("", "")
     return PeakMemory(size_bytes, rest, name, path, tuple(rows))
@@ -176,8 +177,8 @@ def _of_stages(local: LocalGraph) -> PeakMemory:
         for node in local.graph.nodes:
             loop = loop_of(node)
             part = loop.stages.parts[stage] if loop and loop.stages else None
-            own = [user for user in node.users if meta.stage(user) in (None, stage)] if part else []
-            size = rest + (part.peak_bytes if part else 0) + sum(map(meta.size_bytes, own))
+            outputs = [user for user in node.users if meta.stage(user) in (None, stage)] if part else []
+            size = rest + (part.peak_bytes if part else 0) + sum(map(meta.size_bytes, outputs))
             if size > most.size_bytes:
                 most = PeakMemory(size, rest, node.name, "", ())
     return most
@@ -187,10 +188,10 @@ def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
     if storage.index == PIECES:
         return LiveTensor(node.name, "activation", (), "values of pieces", storage.size_bytes)
-    made = meta.tensors(node)[storage.index]
-    assert made is not None, "a storage belongs to a tensor"
+    part = meta.tensors(node)[storage.index]
+    assert part is not None, "a storage belongs to a tensor"
     name, kind = roles.get(node) or (node.name, _kind(storage))
-    return LiveTensor(name, kind, made.shape, short_dtype(made.dtype), storage_bytes(made), meta.module_path(node))
+    return LiveTensor(name, kind, part.shape, short_dtype(part.dtype), storage_bytes(part), meta.module_path(node))
 
 
 def _kind(storage: Storage) -> str:

@@ -30,8 +30,8 @@ class Reserved:
     `allocated_bytes` of tensors among them.
 
     Example:
-        >>> found = reserved(local, ws.Stack.named("torchtitan"))
-        >>> print(found.reserved_bytes, found.allocated_bytes)
+        >>> memory = reserved(local, ws.Stack.named("torchtitan"))
+        >>> print(memory.reserved_bytes, memory.allocated_bytes)
     """
 
     reserved_bytes: int
@@ -81,17 +81,17 @@ def reserved(
     Example:
         >>> print(reserved(local, ws.Stack.named("torchtitan")).reserved_bytes)
     """
-    held = storages_here(local, storages(local.graph))
-    made, place = _allocations(local.graph, held, stack, until or {}, summed)
-    roles = {node: given.role for given, node in local.placeholders()}
-    states = [one for one in held if roles.get(one.node) is Role.STATE]
-    rest = [one.size_bytes for one in held if one.first < 0 and roles.get(one.node) is not Role.STATE]
-    updated = min((place[user] for one in states for user in one.node.users if user in place), default=0)
+    buffers = storages_here(local, storages(local.graph))
+    allocations, place = _allocations(local.graph, buffers, stack, until or {}, summed)
+    roles = {node: graph_input.role for graph_input, node in local.placeholders()}
+    states = [buffer for buffer in buffers if roles.get(buffer.node) is Role.STATE]
+    rest = [buffer.size_bytes for buffer in buffers if buffer.first < 0 and roles.get(buffer.node) is not Role.STATE]
+    updated = min((place[user] for buffer in states for user in buffer.node.users if user in place), default=0)
     run = _Replay(Allocator(stack.expandable_segments))
     for size_bytes in (*rest, *added):
         run.take(_Life(size_bytes, -1, None))
     for number in range(_STEPS):
-        run.step(made, (states if number == 0 else [], updated))
+        run.step(allocations, (states if number == 0 else [], updated))
     return Reserved(run.allocator.reserved_bytes, run.peak_bytes)
 
 
@@ -109,7 +109,7 @@ def reserved_bytes(
 
 def _allocations(
     graph: Graph,
-    held: Sequence[Storage],
+    buffers: Sequence[Storage],
     stack: Stack,
     until: Mapping[Node, Node],
     summed: Collection[tuple[Node, int]] = (),
@@ -122,19 +122,19 @@ def _allocations(
             inside[i] = min(loop.pieces, 2), _of_piece(loop.body, stack)[0]
         elif (part := part_of(node)) and part.begins and part.ends:
             inside[i] = 1, _of_part(part, stack)
-    own = [one for one in held if one.node.graph is graph]  # else of one moment of a piece
-    own = [one for one in own if one.index != PIECES or place[one.node] not in inside]
-    own = [
-        replace(one, last=min(one.first + 1, len(calls) - 1)) if (one.node, one.index) in summed else one for one in own
+    of_graph = [s for s in buffers if s.node.graph is graph]  # else of one moment of a piece
+    of_graph = [s for s in of_graph if s.index != PIECES or place[s.node] not in inside]
+    of_graph = [
+        replace(s, last=min(s.first + 1, len(calls) - 1)) if (s.node, s.index) in summed else s for s in of_graph
     ]
-    return _Allocations(len(calls), [life for one in own for life in _lives(one, place, stack, until)], inside), place
+    return _Allocations(len(calls), [life for s in of_graph for life in _lives(s, place, stack, until)], inside), place
 
 
 def _of_piece(body: Graph, stack: Stack) -> tuple[_Allocations, list[Storage]]:
     """The allocations of a piece, which end with it, and the storages that it leaves."""
-    held = storages(body)
-    made, _ = _allocations(body, [one for one in held if one.last is not None], stack, {})
-    return made, [one for one in held if one.last is None and one.first >= 0]
+    buffers = storages(body)
+    allocations, _ = _allocations(body, [s for s in buffers if s.last is not None], stack, {})
+    return allocations, [s for s in buffers if s.last is None and s.first >= 0]
 
 
 def _of_part(part: StagePart, stack: Stack) -> _Allocations:
@@ -142,17 +142,17 @@ def _of_part(part: StagePart, stack: Stack) -> _Allocations:
     the last block has read it and its messages have left; one of another stage from when its message is expected.
     """
     lives, calls, readers = list[_Life](), 0, part.readers
-    left, held_by = dict[_Value, int](), dict[_Value, _Kept]()
+    remaining, held_by = dict[_Value, int](), dict[_Value, _Kept]()
     blocks, totals = {block.name: block for block in part.blocks}, {after for _, after in part.totals}
     bodies = {name: _of_piece(block.body, stack) for name, block in blocks.items()}
 
     def read(value: _Value) -> None:
-        left[value] = left.get(value, readers.get(value[0], 0)) - 1
-        kept = held_by.pop(value, None) if left[value] <= 0 else None
-        if kept is not None:
-            kept.names -= 1
-            if not kept.names:
-                lives.append(_Life(kept.size_bytes, kept.first, calls - 1))
+        remaining[value] = remaining.get(value, readers.get(value[0], 0)) - 1
+        saved = held_by.pop(value, None) if remaining[value] <= 0 else None
+        if saved is not None:
+            saved.names -= 1
+            if not saved.names:
+                lives.append(_Life(saved.size_bytes, saved.first, calls - 1))
 
     for action in part.actions:
         if action.kind == "post":
@@ -161,36 +161,36 @@ def _of_part(part: StagePart, stack: Stack) -> _Allocations:
         elif action.kind == "sent":
             read((part.messages[action.name].value, action.piece))
         elif action.kind == "run":
-            block, (made, left_behind) = blocks[action.name], bodies[action.name]
-            given = dict(zip(operands(next(iter(reversed(block.body.nodes)))), block.gives, strict=False))
-            for one in left_behind:
-                names = {given[node] for node in one.members if node in given}
+            block, (inner, left_behind) = blocks[action.name], bodies[action.name]
+            name_of = dict(zip(operands(next(iter(reversed(block.body.nodes)))), block.gives, strict=False))
+            for buffer in left_behind:
+                names = {name_of[node] for node in buffer.members if node in name_of}
                 if names & totals:
                     continue  # it is accumulated: the step holds it
-                kept = _Kept(one.size_bytes, calls + one.first, sum(map(bool, map(readers.get, names))))
-                held_by |= {(name, action.piece): kept for name in names if readers.get(name)}
-                if not kept.names:
-                    lives.append(_Life(kept.size_bytes, kept.first, calls + made.calls - 1))
-            lives += [replace(one, first=calls + one.first, last=calls + (one.last or 0)) for one in made.lives]
-            calls += made.calls
+                saved = _Kept(buffer.size_bytes, calls + buffer.first, sum(map(bool, map(readers.get, names))))
+                held_by |= {(name, action.piece): saved for name in names if readers.get(name)}
+                if not saved.names:
+                    lives.append(_Life(saved.size_bytes, saved.first, calls + inner.calls - 1))
+            lives += [replace(life, first=calls + life.first, last=calls + (life.last or 0)) for life in inner.lives]
+            calls += inner.calls
             for name in block.takes:
                 read((name, action.piece))
-    for kept in {id(kept): kept for kept in held_by.values()}.values():
-        lives.append(_Life(kept.size_bytes, kept.first, calls - 1))
+    for saved in {id(saved): saved for saved in held_by.values()}.values():
+        lives.append(_Life(saved.size_bytes, saved.first, calls - 1))
     return _Allocations(calls, lives, {})
 
 
-def _lives(one: Storage, place: Mapping[Node, int], stack: Stack, until: Mapping[Node, Node]) -> list[_Life]:
-    if one.first < 0:
+def _lives(buffer: Storage, place: Mapping[Node, int], stack: Stack, until: Mapping[Node, Node]) -> list[_Life]:
+    if buffer.first < 0:
         return []
-    last = one.last
-    if last is not None and one.node in until:
-        last = max(last, place[until[one.node]])
-    waits = [place[user] for user in one.node.users if is_wait(user)]
-    if not (stack.copies and waits and collective_kind(one.node.target) == "all_gather"):
-        return [_Life(one.size_bytes, one.first, last)]
+    last = buffer.last
+    if last is not None and buffer.node in until:
+        last = max(last, place[until[buffer.node]])
+    waits = [place[user] for user in buffer.node.users if is_wait(user)]
+    if not (stack.copies and waits and collective_kind(buffer.node.target) == "all_gather"):
+        return [_Life(buffer.size_bytes, buffer.first, last)]
     copied = min(waits)
-    return [_Life(one.size_bytes, one.first, copied, _BESIDE), _Life(one.size_bytes, copied, last)]
+    return [_Life(buffer.size_bytes, buffer.first, copied, _BESIDE), _Life(buffer.size_bytes, copied, last)]
 
 
 @dataclass
@@ -208,22 +208,22 @@ class _Replay:
         self.bytes_now -= size_bytes
         self.allocator.give(block)
 
-    def step(self, made: _Allocations, created: tuple[list[Storage], int]) -> None:
+    def step(self, allocations: _Allocations, created: tuple[list[Storage], int]) -> None:
         """One step, or one piece. `created`: states that the call of this number makes."""
-        begins: list[list[_Life]] = [[] for _ in range(made.calls)]
-        ends: list[list[tuple[Block, int]]] = [[] for _ in range(made.calls + 1)]
-        for life in made.lives:
+        begins: list[list[_Life]] = [[] for _ in range(allocations.calls)]
+        ends: list[list[tuple[Block, int]]] = [[] for _ in range(allocations.calls + 1)]
+        for life in allocations.lives:
             begins[life.first].append(life)
-        for number in range(made.calls):
+        for number in range(allocations.calls):
             if number == created[1]:
-                for one in created[0]:
-                    self.take(_Life(one.size_bytes, -1, None))
+                for state in created[0]:
+                    self.take(_Life(state.size_bytes, -1, None))
             for life in begins[number]:
-                ends[made.calls if life.last is None else life.last].append(self.take(life))
-            times, piece = made.inside.get(number, (0, made))
+                ends[allocations.calls if life.last is None else life.last].append(self.take(life))
+            times, piece = allocations.inside.get(number, (0, allocations))
             for _ in range(times):
                 self.step(piece, ([], 0))
             for block, size in ends[number]:
                 self.give(block, size)
-        for block, size in ends[made.calls]:
+        for block, size in ends[allocations.calls]:
             self.give(block, size)

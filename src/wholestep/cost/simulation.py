@@ -34,7 +34,7 @@ class Clock:
         now: of the computing stream.
         waited: time that it has waited for collectives.
         link_free: for each axis, when the last of its collectives completes.
-        begun, done: when a collective starts and completes.
+        begun, ends: when a collective starts and completes.
         in_flight: the axis of each collective that nobody has waited for.
         stolen_us: compute time that a collective in flight costs, spread evenly from its start to its completion.
         times: microseconds of each op, where ops are not kernels of their own (`cost.kernels.op_times`).
@@ -47,7 +47,7 @@ class Clock:
     now: float = 0.0
     waited: float = 0.0
     link_free: dict[str, float] = field(default_factory=dict[str, float])
-    done: dict[Node, float] = field(default_factory=dict[Node, float])
+    ends: dict[Node, float] = field(default_factory=dict[Node, float])
     begun: dict[Node, float] = field(default_factory=dict[Node, float])
     in_flight: dict[Node, str] = field(default_factory=dict[Node, str])
     stolen_us: dict[Node, float] = field(default_factory=dict[Node, float])
@@ -72,7 +72,7 @@ class Clock:
         elif is_wait(node):
             sent = node_at(node, 0)
             self._stop_overlap(sent)
-            arrived = self.done.get(sent, 0.0)
+            arrived = self.ends.get(sent, 0.0)
             self.in_flight.pop(sent, None)
             self.waited += max(arrived - self.now, 0.0)
             self.now = max(self.now, arrived)
@@ -94,16 +94,16 @@ class Clock:
             for node in loop.body.nodes:
                 if node.op == "call_function":
                     self.run(node)
-        more = loop.pieces - 2
-        left = more * (self.now - before)
-        self.now, self.host = self.now + left, self.host + more * (self.host - host)
-        self.waited += more * (self.waited - waited)
-        self.link_free = {axis: until + left for axis, until in self.link_free.items()}
+        further = loop.pieces - 2
+        added_us = further * (self.now - before)
+        self.now, self.host = self.now + added_us, self.host + further * (self.host - host)
+        self.waited += further * (self.waited - waited)
+        self.link_free = {axis: until + added_us for axis, until in self.link_free.items()}
 
     def _send(self, node: Node, axis: str) -> None:
-        kind, whole = kind_of(node), whole_bytes(node)
+        kind, size_bytes = kind_of(node), whole_bytes(node)
         slowdown = self.hardware.overlap_slowdown(kind, self.mesh, axis)
-        us = self.hardware.collective_us(kind, whole, self.mesh, axis) * slowdown
+        us = self.hardware.collective_us(kind, size_bytes, self.mesh, axis) * slowdown
         begin = max(self.link_free.get(axis, 0.0), self.now)
         shared = 0.0
         for other, until in self.link_free.items():
@@ -112,41 +112,41 @@ class Clock:
                 self._delay(other, begin, both)
                 shared += both
         self.begun[node], self.in_flight[node] = begin, axis
-        self.done[node] = self.link_free[axis] = begin + us + shared
-        if stolen := self.hardware.compute_steal_us(kind, whole, self.mesh, axis):
+        self.ends[node] = self.link_free[axis] = begin + us + shared
+        if stolen := self.hardware.compute_steal_us(kind, size_bytes, self.mesh, axis):
             self.stolen_us[node] = stolen
 
     def _stop_overlap(self, sent: Node) -> None:
         """The rank waits for `sent` now, so that everything in flight runs at the speed that it has without compute."""
         axis = self.in_flight.get(sent)
         slowdown = self.hardware.overlap_slowdown(kind_of(sent), self.mesh, axis) if axis else 1.0
-        if slowdown == 1 or self.done[sent] <= self.now:
+        if slowdown == 1 or self.ends[sent] <= self.now:
             return
-        gained = (self.done[sent] - self.now) * (1 - 1 / slowdown)
+        gained = (self.ends[sent] - self.now) * (1 - 1 / slowdown)
         for node in self.in_flight:
-            if self.done[node] > self.now:
+            if self.ends[node] > self.now:
                 self.begun[node] -= min(gained, max(self.begun[node] - self.now, 0.0))
-                self.done[node] = max(self.done[node] - gained, self.now)
+                self.ends[node] = max(self.ends[node] - gained, self.now)
         for axis, until in self.link_free.items():
             self.link_free[axis] = max(until - gained, min(until, self.now))
 
     def _delay(self, axis: str, after: float, us: float) -> None:
         self.link_free[axis] += us
         for node, its in self.in_flight.items():
-            if its == axis and self.done[node] > after:
-                self.done[node] += us
+            if its == axis and self.ends[node] > after:
+                self.ends[node] += us
 
     def compute(self, us: float) -> None:
         """Compute for `us`, and longer by what collectives in flight steal; of several, the first one counts."""
         for node in list(self.stolen_us):
-            begin, done = self.begun[node], self.done[node]
-            if done <= self.now:
+            begin, end = self.begun[node], self.ends[node]
+            if end <= self.now:
                 del self.stolen_us[node]
                 continue
             before = min(us, max(begin - self.now, 0.0))
             self.now, us = self.now + before, us - before
-            slower = 1 / (1 - min(self.stolen_us[node] / (done - begin), TUNING.most_slowed_share))
-            overlapped = min(us, (done - self.now) / slower)
+            slower = 1 / (1 - min(self.stolen_us[node] / (end - begin), TUNING.most_slowed_share))
+            overlapped = min(us, (end - self.now) / slower)
             self.now, us = self.now + overlapped * slower, us - overlapped
             if us <= 0:
                 return
@@ -167,8 +167,8 @@ class SimulationResult:
     dtypes. `hfu` is the hardware FLOPs utilization: the same with the recomputed ones.
 
     Example:
-        >>> found = ws.simulate(local, ws.Hardware.preset("dgx-h100"))
-        >>> print(found.step_us, found.exposed_us, found.mfu)
+        >>> predicted = ws.simulate(local, ws.Hardware.preset("dgx-h100"))
+        >>> print(predicted.step_us, predicted.exposed_us, predicted.mfu)
     """
 
     step_us: float
@@ -241,11 +241,11 @@ def start(local: LocalGraph, clock: Clock, arrivals: Mapping[str, float]) -> Clo
     microseconds.
     """
     clock = Clock(clock.hardware, local.mesh, times=clock.times, starts=clock.starts)
-    for given, node in local.placeholders():
-        if given.role is Role.CARRY:
-            clock.done[node] = arrivals.get(given.name, 0.0)
-            if given.owner:
-                clock.link_free[given.owner] = max(clock.link_free.get(given.owner, 0.0), clock.done[node])
+    for graph_input, node in local.placeholders():
+        if graph_input.role is Role.CARRY:
+            clock.ends[node] = arrivals.get(graph_input.name, 0.0)
+            if graph_input.owner:
+                clock.link_free[graph_input.owner] = max(clock.link_free.get(graph_input.owner, 0.0), clock.ends[node])
     return clock
 
 
@@ -261,7 +261,7 @@ def steady_start(local: LocalGraph, clock: Clock) -> Clock:
 def arrivals_after(local: LocalGraph, clock: Clock) -> dict[str, float]:
     """The `arrivals` of the step after the one that `clock` has run."""
     carried = {out.target: node for out, node in local.results() if out.kind == "carry"}
-    return {name: max(clock.done.get(node, 0.0) - clock.now, 0.0) for name, node in carried.items()}
+    return {name: max(clock.ends.get(node, 0.0) - clock.now, 0.0) for name, node in carried.items()}
 
 
 def run_all(clock: Clock, nodes: Iterable[Node]) -> None:

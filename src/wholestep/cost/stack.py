@@ -90,18 +90,18 @@ class Stack:
         Raises:
             PlanError: there is none.
         """
-        found = next((one for one in STACKS if one.name == name), None)
-        if found is None:
-            known = ", ".join(one.name for one in STACKS)
-            raise PlanError(f"there is no stack {shown(name)}", f"one of {known}", "correct the name")
-        return found
+        stack = next((candidate for candidate in STACKS if candidate.name == name), None)
+        if stack is None:
+            names = ", ".join(candidate.name for candidate in STACKS)
+            raise PlanError(f"there is no stack {shown(name)}", f"one of {names}", "correct the name")
+        return stack
 
     def host_us(self, hardware: Hardware, backward: bool) -> float:
         """Microseconds of the host to start one kernel; 0 where it starts all of them at once, or computes itself."""
         if not self.call_us(hardware):
             return 0.0
-        own = self.start_us or hardware.start_us
-        return (self.backward_start_us or own) if backward else own
+        start_us = self.start_us or hardware.start_us
+        return (self.backward_start_us or start_us) if backward else start_us
 
     def call_us(self, hardware: Hardware) -> float:
         """The same for one call without the Python of a module around it, as of a collective."""

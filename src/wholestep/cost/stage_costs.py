@@ -31,8 +31,8 @@ class BlockPrices:
 
     def clock(self, graph: Graph) -> Clock:
         """A clock for `graph` that stands at 0."""
-        own = self.software
-        return clock_of(graph, self.mesh, self.hardware, own.compiled, own.stack, own.profile)
+        software = self.software
+        return clock_of(graph, self.mesh, self.hardware, software.compiled, software.stack, software.profile)
 
     def sent_us(self, size_bytes: int, axis: str) -> float:
         """Microseconds from a stage to the next one along `axis`."""
@@ -47,14 +47,14 @@ def block_costs(
     blocks: Sequence[Sequence[StageBlock]], messages: Mapping[str, Message], axis: str, prices: BlockPrices
 ) -> dict[str, BlockCost]:
     """What each block takes, by its name; `blocks` of each stage."""
-    found: dict[str, BlockCost] = {}
+    costs: dict[str, BlockCost] = {}
     by_value: dict[tuple[int, str], list[Message]] = {}
     for message in messages.values():
         by_value.setdefault((message.source, message.value), []).append(message)
-    for stage, own in enumerate(blocks):
-        maker = {name: block.name for block in own for name in block.gives}
-        memory = _Memory(own, messages)
-        for block in own:
+    for stage, stage_blocks in enumerate(blocks):
+        maker = {name: block.name for block in stage_blocks for name in block.gives}
+        memory = _Memory(stage_blocks, messages)
+        for block in stage_blocks:
             clock = prices.clock(block.body)
             run_all(clock, block.body.nodes)
             sends = tuple(
@@ -66,17 +66,17 @@ def block_costs(
             ends_us = sum(prices.end_us(messages[name].size_bytes, axis) for name in ends)
             after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
             holds, frees, work = memory.of(block)
-            found[block.name] = BlockCost(
+            costs[block.name] = BlockCost(
                 stage, clock.now + ends_us, block.level, block.is_backward, block.is_filler, needs, after, sends, holds,
                 work, clock.waited, frees_bytes=frees,
             )  # fmt: skip
-    return found
+    return costs
 
 
 @dataclass
 class _Memory:
     """The memory in which blocks of a stage leave values of a piece to later ones, by where it was made: a message, or
-    a storage of a block. `root`: of each value; `size`, `made`, `last`: of each memory its bytes, the number of the
+    a storage of a block. `root`: of each value; `size`, `first`, `last`: of each memory its bytes, the number of the
     block that makes it or reads it first, and that of the last block that reads it.
     """
 
@@ -84,18 +84,18 @@ class _Memory:
     messages: Mapping[str, Message]
     root: dict[str, object] = field(default_factory=dict[str, object])
     size: dict[object, int] = field(default_factory=dict[object, int])
-    made: dict[object, int] = field(default_factory=dict[object, int])
+    first: dict[object, int] = field(default_factory=dict[object, int])
     last: dict[object, int] = field(default_factory=dict[object, int])
 
     def __post_init__(self) -> None:
         self.storages = [storages(block.body) for block in self.blocks]
-        for number, (block, found) in enumerate(zip(self.blocks, self.storages, strict=True)):
+        for number, (block, block_storages) in enumerate(zip(self.blocks, self.storages, strict=True)):
             for name in block.takes:
                 if name in self.messages and name not in self.root:
                     self._note(name, name, self.messages[name].size_bytes, number)
                 if name in self.root:
                     self.last[self.root[name]] = number
-            of = {member: storage for storage in found for member in storage.members}
+            of = {member: storage for storage in block_storages for member in storage.members}
             ends = operands(next(iter(reversed(block.body.nodes))))
             for name, node in zip(block.gives, ends, strict=True):
                 storage = of.get(node)
@@ -105,26 +105,26 @@ class _Memory:
                     self.root[name] = self.root[storage.node.name]
 
     def _note(self, name: str, root: object, size_bytes: int, number: int) -> None:
-        self.root[name], self.size[root], self.made[root] = root, size_bytes, number
+        self.root[name], self.size[root], self.first[root] = root, size_bytes, number
 
     def of(self, block: StageBlock) -> tuple[int, int, int]:
         """The bytes that a block leaves to later blocks; of what earlier ones have left, those that it reads last; and
         the most that it adds to what is there when it begins.
         """
         number = self.blocks.index(block)
-        kept = {root for root, last in self.last.items() if last > self.made[root]}
-        holds = sum(self.size[root] for root in kept if self.made[root] == number)
-        dying = {root for root in kept if self.last[root] == number}
+        lasting = {root for root, last in self.last.items() if last > self.first[root]}
+        holds = sum(self.size[root] for root in lasting if self.first[root] == number)
+        dying = {root for root in lasting if self.last[root] == number}
         at = {node: i for i, node in enumerate(n for n in block.body.nodes if n.op == "call_function")}
         steps, death = [0] * (len(at) + 1), dict.fromkeys(dying, 0)
-        for one in self.storages[number]:
-            root = self.root.get(one.node.name) if one.first < 0 else None
+        for storage in self.storages[number]:
+            root = self.root.get(storage.node.name) if storage.first < 0 else None
             if root in death:
-                reads = [at[user] for member in one.members for user in member.users if user in at]
-                death[root] = max([death[root], *(read + 1 for read in reads)])
-            elif one.first >= 0:
-                steps[one.first] += one.size_bytes
-                steps[len(at) if one.last is None else one.last + 1] -= one.size_bytes
+                reads = [at[user] for member in storage.members for user in member.users if user in at]
+                death[root] = max([death[root], *(index + 1 for index in reads)])
+            elif storage.first >= 0:
+                steps[storage.first] += storage.size_bytes
+                steps[len(at) if storage.last is None else storage.last + 1] -= storage.size_bytes
         for root, position in death.items():
             steps[position] -= self.size[root]
         return holds, sum(self.size[root] for root in dying), max(accumulate(steps[:-1]), default=0)

@@ -34,12 +34,12 @@ def enough_in_flight(blocks: Mapping[str, BlockCost], stages: int) -> list[int]:
     all stages have about `n`.
     """
     levels = [[b.level for b in blocks.values() if b.stage == stage and not b.is_filler] for stage in range(stages)]
-    top = max((level for own in levels for level in own), default=0)  # at half of it a block turns: it counts twice
-    found: list[int] = []
-    for stage, own in enumerate(levels):
-        on_way = max(own, default=0) - min(own, default=0) + 2
-        found.append(max(stages - stage, ceil(on_way / max(1, len(own) + sum(2 * level == top for level in own)))))
-    return found
+    top = max((level for here in levels for level in here), default=0)  # at half of it a block turns, and counts twice
+    limits: list[int] = []
+    for stage, here in enumerate(levels):
+        on_way = max(here, default=0) - min(here, default=0) + 2
+        limits.append(max(stages - stage, ceil(on_way / max(1, len(here) + sum(2 * level == top for level in here)))))
+    return limits
 
 
 def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> OrderResult:
@@ -61,8 +61,8 @@ def interleaved(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
             tasks += [up, down]
         tasks += downs[len(ups) - ahead :]
         orders.append(tuple(dict.fromkeys(tasks)))  # the last chunk is forward and backward at once
-    made = _if_it_ends(blocks, pieces, orders)
-    return made or list_schedule(blocks, pieces, stages, [stages * count] * stages)
+    order = _if_it_ends(blocks, pieces, orders)
+    return order or list_schedule(blocks, pieces, stages, [stages * count] * stages)
 
 
 def _if_it_ends(blocks: Mapping[str, BlockCost], pieces: int, orders: Sequence[tuple[Task, ...]]) -> OrderResult | None:
@@ -77,15 +77,15 @@ def _if_it_ends(blocks: Mapping[str, BlockCost], pieces: int, orders: Sequence[t
 
 def _chunks(blocks: Mapping[str, BlockCost], stages: int) -> list[tuple[list[str], list[str]]] | None:
     """For each stage its chunks in the order of the forward and in that of the backward; None if they are not alike."""
-    found: list[tuple[list[str], list[str]]] = []
+    chunks: list[tuple[list[str], list[str]]] = []
     turn = (max(block.level for block in blocks.values()) + 1) // 2
     for stage in range(stages):
-        own = sorted((n for n, b in blocks.items() if b.stage == stage), key=lambda name: blocks[name].level)
-        forward = [name for name in own if blocks[name].level <= turn]
-        backward = [name for name in own if blocks[name].level >= turn]
-        found.append((forward, backward))
-    alike = {len(half) for pair in found for half in pair}
-    return found if len(alike) == 1 else None
+        names = sorted((n for n, b in blocks.items() if b.stage == stage), key=lambda name: blocks[name].level)
+        forward = [name for name in names if blocks[name].level <= turn]
+        backward = [name for name in names if blocks[name].level >= turn]
+        chunks.append((forward, backward))
+    alike = {len(half) for pair in chunks for half in pair}
+    return chunks if len(alike) == 1 else None
 
 
 def zero_bubble(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> OrderResult:
@@ -97,10 +97,10 @@ def zero_bubble(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
     listed = list_schedule(blocks, pieces, stages, limits, waiting=range(stages))
     orders: list[tuple[Task, ...]] = []
     for stage in range(stages):
-        own = sorted((n for n, b in blocks.items() if b.stage == stage), key=lambda name: blocks[name].level)
-        up = [name for name in own if not blocks[name].is_backward]
-        down = [name for name in own if blocks[name].is_backward and not blocks[name].is_filler]
-        late = [name for name in own if blocks[name].is_filler]
+        names = sorted((n for n, b in blocks.items() if b.stage == stage), key=lambda name: blocks[name].level)
+        up = [name for name in names if not blocks[name].is_backward]
+        down = [name for name in names if blocks[name].is_backward and not blocks[name].is_filler]
+        late = [name for name in names if blocks[name].is_filler]
         if len(down) > 1 or len(up) > 1 or len(late) > 1:
             return listed
         ahead = min(stages - 1 - stage, pieces)
@@ -111,8 +111,8 @@ def zero_bubble(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> Or
             tasks += [(name, piece - stage) for name in late if piece >= stage]
         tasks += [(name, piece) for piece in range(max(0, pieces - stage), pieces) for name in late]
         orders.append(tuple(tasks))
-    made = _if_it_ends(blocks, pieces, orders)
-    return listed if made is None else min(made, listed, key=lambda found: found.us)
+    order = _if_it_ends(blocks, pieces, orders)
+    return listed if order is None else min(order, listed, key=lambda result: result.us)
 
 
 NAMED: dict[str, Callable[[Mapping[str, BlockCost], int, int], OrderResult]] = {
@@ -139,14 +139,14 @@ class TriedOrders:
     @property
     def us(self) -> dict[str, float]:
         """The microseconds of each order."""
-        return {name: one.us for name, one in self.orders.items()}
+        return {name: order.us for name, order in self.orders.items()}
 
     def fitting(self, beside: Sequence[float] = (), more_share: float = TUNING.order_memory_share) -> list[str]:
         """The names of orders with which the stage that holds most has at most this share more of pieces in flight than
         `enough_bytes`; the fastest first. `beside`: bytes that each stage holds besides.
         """
         beside = beside or [0] * len(self.enough_bytes)
-        most = {name: _most_bytes(one.peak_bytes, beside) for name, one in self.orders.items()}
+        most = {name: _most_bytes(order.peak_bytes, beside) for name, order in self.orders.items()}
         limit = _most_bytes(self.enough_bytes, beside) + more_share * max(self.enough_bytes)
         fits = [name for name in self.orders if most[name] <= limit]
         return sorted(fits, key=lambda name: (self.orders[name].us, most[name]))
@@ -167,49 +167,49 @@ def _most_bytes(peak_bytes: Sequence[int], beside: Sequence[float]) -> float:
 
 
 def simulated_orders(
-    whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int, crowd: float = 1.0
+    full: Mapping[str, BlockCost], cut: Mapping[str, BlockCost], pieces: int, stages: int, crowd: float = 1.0
 ) -> TriedOrders:
     """All orders that are tried. `cut`: the blocks with fillers apart; `crowd`: as in `simulate_orders`."""
-    found = {
-        "1f1b": one_forward_one_backward(whole, pieces, stages), "gpipe": gpipe(whole, pieces, stages),
-        "interleaved": interleaved(whole, pieces, stages), "zero_bubble": zero_bubble(cut, pieces, stages),
+    orders = {
+        "1f1b": one_forward_one_backward(full, pieces, stages), "gpipe": gpipe(full, pieces, stages),
+        "interleaved": interleaved(full, pieces, stages), "zero_bubble": zero_bubble(cut, pieces, stages),
     }  # fmt: skip
-    enough = _enough_bytes(cut, pieces, found)
+    enough = _enough_bytes(cut, pieces, orders)
     rooms = {"that of the fullest stage": [max(enough)] * stages, "what keeps each stage busy": enough}
     for wide in sorted({stages, 2 * stages - 1, pieces}):
-        for name, blocks in (("whole", whole), ("fillers", cut)):
+        for name, blocks in (("whole", full), ("fillers", cut)):
             for slope in (0, 1, 2):
                 limits = [max(1, min(wide, pieces) - slope * stage) for stage in range(stages)]
                 label = f"list of {name}, {wide} in flight, {slope} fewer a stage"
-                found[label] = list_schedule(blocks, pieces, stages, limits)
+                orders[label] = list_schedule(blocks, pieces, stages, limits)
         limits = [max(1, min(wide, pieces) - stage) for stage in range(stages)]
         label = f"list of fillers, {wide} in flight or waiting"
-        found[label] = list_schedule(cut, pieces, stages, limits, waiting=range(stages))
+        orders[label] = list_schedule(cut, pieces, stages, limits, waiting=range(stages))
         for (name, room), first in product(rooms.items(), (False, True)):
             label = f"list of fillers in memory, {name}, {wide} in flight{', forwards first' if first else ''}"
             most = [(1 + TUNING.order_memory_share) * size for size in room]
-            found[label] = list_schedule(cut, pieces, stages, [wide] * stages, first, room_bytes=most)
+            orders[label] = list_schedule(cut, pieces, stages, [wide] * stages, first, room_bytes=most)
     return TriedOrders(
-        {name: on_shared_cores(blocks_of(one.orders, whole, cut), pieces, one, crowd) for name, one in found.items()},
+        {n: on_shared_cores(blocks_of(order.orders, full, cut), pieces, order, crowd) for n, order in orders.items()},
         enough,
     )
 
 
-def _enough_bytes(cut: Mapping[str, BlockCost], pieces: int, found: Mapping[str, OrderResult]) -> tuple[int, ...]:
+def _enough_bytes(cut: Mapping[str, BlockCost], pieces: int, orders: Mapping[str, OrderResult]) -> tuple[int, ...]:
     """What as many pieces hold as keep each stage busy, until gradients of their weights are done; no less than `1f1b`
     does.
     """
-    base = found["1f1b"].peak_bytes
-    one = tuple(tuple(task for task in tasks if task[1] == 0) for tasks in found["zero_bubble"].orders)
-    most, left = (peaks(costs, one) for costs in (cut, {n: replace(b, work_bytes=0) for n, b in cut.items()}))
-    counts = [min(count, pieces) for count in enough_in_flight(cut, len(one))]
-    return tuple(max(held, most[at] + (counts[at] - 1) * left[at]) for at, held in enumerate(base))
+    base = orders["1f1b"].peak_bytes
+    first = tuple(tuple(task for task in tasks if task[1] == 0) for tasks in orders["zero_bubble"].orders)
+    most, between = (peaks(costs, first) for costs in (cut, {n: replace(b, work_bytes=0) for n, b in cut.items()}))
+    counts = [min(count, pieces) for count in enough_in_flight(cut, len(first))]
+    return tuple(max(base_bytes, most[at] + (counts[at] - 1) * between[at]) for at, base_bytes in enumerate(base))
 
 
-def blocks_of(orders: Orders, whole: Mapping[str, BlockCost], cut: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
+def blocks_of(orders: Orders, full: Mapping[str, BlockCost], cut: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
     """The blocks that orders run: those of `cut`, with fillers apart, if they run a filler."""
-    fillers = cut.keys() - whole.keys()
-    return cut if any(name in fillers for tasks in orders for name, _ in tasks) else whole
+    fillers = cut.keys() - full.keys()
+    return cut if any(name in fillers for tasks in orders for name, _ in tasks) else full
 
 
 def _in_turn(orders: Orders) -> bool:

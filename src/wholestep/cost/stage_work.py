@@ -28,12 +28,12 @@ class AroundLoop:
     """What the ranks of a stage do outside of the loop, in front of each exchange of stages and after the last one.
 
     Args:
-        own: of the stage alone.
+        alone: of the stage alone.
         common: work that every stage repeats and that grows with all layers (the vector of norms).
         further: for each piece above two, of loops that stages do not share.
     """
 
-    own: tuple[Spent, ...]
+    alone: tuple[Spent, ...]
     common: tuple[Spent, ...]
     further: tuple[Spent, ...]
 
@@ -43,7 +43,7 @@ class StageWork:
     """What the ranks of a stage do.
 
     Args:
-        whole, apart: what its blocks take and send, in their order; `apart` has gradients of weights in blocks of
+        full, apart: what its blocks take and send, in their order; `apart` has gradients of weights in blocks of
             their own.
         outside, outside_apart: what it does around these.
         rest_bytes: that it keeps between steps.
@@ -54,7 +54,7 @@ class StageWork:
         piece_sent, once_sent: bytes and number of the collectives along other axes.
     """
 
-    whole: tuple[BlockCost, ...]
+    full: tuple[BlockCost, ...]
     apart: tuple[BlockCost, ...]
     outside: AroundLoop
     outside_apart: AroundLoop
@@ -67,35 +67,35 @@ class StageWork:
     piece_sent: tuple[float, float]
     once_sent: tuple[float, float]
 
-    def towards(self, more: StageWork, times: float, times_all: float) -> StageWork:
-        """This plus `times` the difference to `more`; `times_all` for what depends on the layers of all stages."""
-        kinds = {kind: (self.kinds.get(kind, 0.0), more.kinds.get(kind, 0.0)) for kind in {**self.kinds, **more.kinds}}
-        made = _line(replace(self, kinds={}), replace(more, kinds={}), times)
+    def towards(self, larger: StageWork, times: float, times_all: float) -> StageWork:
+        """This plus `times` the difference to `larger`; `times_all` for what depends on the layers of all stages."""
+        kinds = {k: (self.kinds.get(k, 0.0), larger.kinds.get(k, 0.0)) for k in {**self.kinds, **larger.kinds}}
+        grown = _line(replace(self, kinds={}), replace(larger, kinds={}), times)
         outside, apart = (
-            replace(out, common=_line(few.common, many.common, times_all))
-            for out, few, many in (
-                (made.outside, self.outside, more.outside),
-                (made.outside_apart, self.outside_apart, more.outside_apart),
+            replace(out, common=_line(first.common, second.common, times_all))
+            for out, first, second in (
+                (grown.outside, self.outside, larger.outside),
+                (grown.outside_apart, self.outside_apart, larger.outside_apart),
             )
         )
         return replace(
-            made, outside=outside, outside_apart=apart,
-            kinds={kind: few + (many - few) * times for kind, (few, many) in kinds.items()},
+            grown, outside=outside, outside_apart=apart,
+            kinds={kind: first + (second - first) * times for kind, (first, second) in kinds.items()},
         )  # fmt: skip
 
 
-def _line(few: T, more: T, times: float) -> T:
-    """`few` plus `times` the difference to `more`, number by number."""
-    made: Any = few
-    if isinstance(few, tuple):
-        two = cast("tuple[tuple[Any, ...], tuple[Any, ...]]", (few, more))
-        made = tuple(_line(a, b, times) for a, b in zip(*two, strict=True))
-    elif is_dataclass(few) and not isinstance(few, type):
-        changed = {one.name: _line(getattr(few, one.name), getattr(more, one.name), times) for one in fields(few)}
-        made = replace(few, **changed)
-    elif isinstance(few, (int, float)) and few != more:
-        made = max(few + (cast(float, more) - few) * times, 0.0)
-    return made
+def _line(smaller: T, larger: T, times: float) -> T:
+    """`smaller` plus `times` the difference to `larger`, number by number."""
+    grown: Any = smaller
+    if isinstance(smaller, tuple):
+        two = cast("tuple[tuple[Any, ...], tuple[Any, ...]]", (smaller, larger))
+        grown = tuple(_line(a, b, times) for a, b in zip(*two, strict=True))
+    elif is_dataclass(smaller) and not isinstance(smaller, type):
+        changed = {f.name: _line(getattr(smaller, f.name), getattr(larger, f.name), times) for f in fields(smaller)}
+        grown = replace(smaller, **changed)
+    elif isinstance(smaller, (int, float)) and smaller != larger:
+        grown = max(smaller + (cast(float, larger) - smaller) * times, 0.0)
+    return grown
 
 
 def exchanges(local: LocalGraph) -> dict[str, Node]:
@@ -116,40 +116,40 @@ class StagePrograms:
     """
 
     plain: LocalGraph
-    whole: LocalGraph
+    full: LocalGraph
     apart: LocalGraph | None = None
 
 
 def work_of(
-    own: StagePrograms, position: Mapping[str, int], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
+    programs: StagePrograms, position: Mapping[str, int], full: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
     prices: BlockPrices,
 ) -> StageWork:  # fmt: skip
-    """The work of a stage. `position` of all exchanges by name; `whole` and `apart` are the costs of its blocks, in
+    """The work of a stage. `position` of all exchanges by name; `full` and `apart` are the costs of its blocks, in
     their order.
     """
-    plain = own.plain
+    plain = programs.plain
     at = next((node for node in plain.graph.nodes if part_of(node) is not None), None)
     part = None if at is None else part_of(at)
-    loop = memory_at(plain, at) if at is not None else peak_memory(own.whole)
+    loop = memory_at(plain, at) if at is not None else peak_memory(programs.full)
     kinds: dict[str, float] = {**loop.by_kind()}
     pieces_bytes = part.peak_bytes if part is not None else 0
     kinds["activation"] = kinds.get("activation", 0.0) - pieces_bytes
-    calls = [node for node in own.whole.graph.nodes if node.op == "call_function"]
-    others = [size for node, size in zip(calls, bytes_held(own.whole), strict=True) if part_of(node) is None]
+    calls = [node for node in programs.full.graph.nodes if node.op == "call_function"]
+    outside_bytes = [size for node, size in zip(calls, bytes_held(programs.full), strict=True) if part_of(node) is None]
     bodies = [block.body for block in part.blocks] if part is not None else []
     each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
-    walk = _Walk(own.whole, position, behind, whole, prices)
-    last = walk if own.apart is None else _Walk(own.apart, position, behind, apart, prices)
+    walk = _Walk(programs.full, position, behind, full, prices)
+    last = walk if programs.apart is None else _Walk(programs.apart, position, behind, apart, prices)
     inside = [node for body in bodies for node in body.nodes]
-    scheduled = next((part for node in own.whole.graph.nodes if (part := part_of(node)) is not None), None)
+    scheduled = next((part for node in programs.full.graph.nodes if (part := part_of(node)) is not None), None)
     merged = [node for block in (scheduled.blocks if scheduled is not None else ()) for node in block.body.nodes]
-    once = [node for node in own.whole.graph.nodes if meta.block(node) is None]
+    once = [node for node in programs.full.graph.nodes if meta.block(node) is None]
     return StageWork(
         walk.blocks, last.blocks, walk.outside, last.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
-        max(others, default=loop.rest_bytes), kinds,
+        max(outside_bytes, default=loop.rest_bytes), kinds,
         (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
-        (_sent_bytes(plain, inside), _collectives(own.whole, merged)),
-        (_sent_bytes(plain, plain.graph.nodes), _collectives(own.whole, once)),
+        (_sent_bytes(plain, inside), _collectives(programs.full, merged)),
+        (_sent_bytes(plain, plain.graph.nodes), _collectives(programs.full, once)),
     )  # fmt: skip
 
 
@@ -168,19 +168,19 @@ def _is_beside(program: LocalGraph, node: Node) -> bool:
 
 def _without_blocks(program: LocalGraph) -> tuple[LocalGraph, dict[Node, list[str]]]:
     """`program` with what it runs outside of loops of stages alone, and the blocks that each part ran."""
-    made, ran = program.copy(), dict[Node, list[str]]()
-    for node in made.graph.nodes:
+    bare, ran = program.copy(), dict[Node, list[str]]()
+    for node in bare.graph.nodes:
         if (part := part_of(node)) is not None:
             ran[node] = [action.name for action in part.actions if action.kind == "run"]
             node.target = replace(part, blocks=(), actions=())
-    return made, ran
+    return bare, ran
 
 
 @dataclass
 class _Walk:
     """A clock that goes through the program of a stage which waits for no other one.
 
-    `behind`: the number of exchanges up to the loop. `own`, `common`, `further`: what runs in front of each exchange
+    `behind`: the number of exchanges up to the loop. `alone`, `common`, `further`: what runs in front of each exchange
     and after the last one, as in `AroundLoop`. `runs`: the runs of blocks that are written out, by block and piece.
     `loose`: what ran since, between the parts of the loop.
     """
@@ -195,12 +195,12 @@ class _Walk:
     pieces: int = 0
 
     def __post_init__(self) -> None:
-        self.own, self.common, self.further = (
+        self.alone, self.common, self.further = (
             [Spent() for _ in range(len(self.position) + 1)] for _ in range(3)
         )  # fmt: skip
         bare, ran = _without_blocks(self.program)
         self.clock = self.prices.clock(bare.graph)
-        left, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
+        remaining, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
         for node in bare.graph.nodes:
             name = node.name.removesuffix("_send")
             if node.op != "call_function":
@@ -213,32 +213,32 @@ class _Walk:
                     self.clock.compute(self.costs[block].us)
                 self.clock.host = self.clock.now
                 if not is_inside:
-                    self.own[at], self.loose = self.own[at].plus(self.loose), Spent()
+                    self.alone[at], self.loose = self.alone[at].plus(self.loose), Spent()
                 continue
             if name in self.position:
                 at = self.position[name] + 1
                 if not is_collective(node):
                     continue
             if (key := _run_of(node)) is not None:
-                left[key] -= 1
+                remaining[key] -= 1
                 if key != run:
                     run, self.clock.host = key, self.clock.now
             self._note(node, at, run, is_inside)
-            run = run if run is not None and left[run] else None
+            run = run if run is not None and remaining[run] else None
 
     @property
     def outside(self) -> AroundLoop:
         """What ran around the blocks."""
-        return AroundLoop(tuple(self.own), tuple(self.common), tuple(self.further))
+        return AroundLoop(tuple(self.alone), tuple(self.common), tuple(self.further))
 
     @property
     def blocks(self) -> tuple[BlockCost, ...]:
         """The costs of the blocks, with their first and last runs where these are written out."""
-        made: list[BlockCost] = []
+        blocks: list[BlockCost] = []
         for name, cost in self.costs.items():
             first, last = self.runs.get((name, 0)), self.runs.get((name, self.pieces - 1))
-            made.append(replace(cost, needs=(), after=(), first=first, last=last))
-        return tuple(made)
+            blocks.append(replace(cost, needs=(), after=(), first=first, last=last))
+        return tuple(blocks)
 
     def _note(self, node: Node, at: int, run: tuple[str, int] | None, is_inside: bool) -> None:
         if (loop := loop_of(node)) is not None:
@@ -250,7 +250,7 @@ class _Walk:
         if is_inside:
             self.loose = self.loose.plus(spent)
             return
-        into = self.common if meta.stage(node) is None else self.own
+        into = self.common if meta.stage(node) is None else self.alone
         into[at] = into[at].plus(spent)
         if (loop := loop_of(node)) is not None:
             node.target = replace(loop, pieces=3)
@@ -278,7 +278,7 @@ def is_chain(local: LocalGraph) -> bool:
         return False
     stages = loops[0].stages
     assert stages is not None, "of stages"
-    near = all(abs(one.source - one.target) == 1 for one in stages.parts[0].messages.values())
+    near = all(abs(message.source - message.target) == 1 for message in stages.parts[0].messages.values())
     ends = {(node.args[1], node.args[2]) for node in local.graph.nodes if node.target is transfer}
     turn = [len(part.blocks) == (1 if part.stage == last else 2) for part in stages.parts]
     return near and ends <= {(0, last), (last, 0)} and all(turn) and all(

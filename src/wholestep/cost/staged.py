@@ -78,18 +78,18 @@ class StagedStep:
     @property
     def bubble(self) -> float:
         """The share of the step in which a rank waits for other stages, on average."""
-        idle = sum(one.idle_us for one in self.stages) / len(self.stages)
+        idle = sum(stage.idle_us for stage in self.stages) / len(self.stages)
         return idle / self.step_us if self.step_us else 0.0
 
     @property
     def waited_us(self) -> float:
         """Microseconds in which a rank waits for collectives, on average."""
-        return sum(one.waited_us for one in self.stages) / len(self.stages)
+        return sum(stage.waited_us for stage in self.stages) / len(self.stages)
 
     @property
     def fullest(self) -> StageOfStep:
         """The stage with the highest peak."""
-        return max(self.stages, key=lambda one: one.peak_bytes)
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def timeline(self) -> Timeline:
@@ -106,27 +106,27 @@ class StagedStep:
         head = ("stage", "layers", "computes", "collectives", "bubble", "in flight", "stored", "peak")
         rows = [head] + [
             (
-                str(number), str(sum(one.layers)) if one.layers else "", seconds(one.busy_us / 1e6),
-                seconds(one.waited_us / 1e6), f"{one.idle_us / self.step_us:.1%}", str(one.in_flight),
-                human(one.rest_bytes), human(one.peak_bytes),
+                str(number), str(sum(stage.layers)) if stage.layers else "", seconds(stage.busy_us / 1e6),
+                seconds(stage.waited_us / 1e6), f"{stage.idle_us / self.step_us:.1%}", str(stage.in_flight),
+                human(stage.rest_bytes), human(stage.peak_bytes),
             )
-            for number, one in enumerate(self.stages)
+            for number, stage in enumerate(self.stages)
         ]  # fmt: skip
         return "\n".join(table(rows, left=()))
 
 
 def staged_step(
-    works: Sequence[Sequence[_Chunk]], whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
+    works: Sequence[Sequence[_Chunk]], full: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
     exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float,
 ) -> StagedStep:  # fmt: skip
-    """The step of ranks that have `works`, each with the number of its layers, and blocks `whole`, or `apart` where the
+    """The step of ranks that have `works`, each with the number of its layers, and blocks `full`, or `apart` where the
     order moves gradients of weights. `order`: by name, `auto`, or that of a program. Without blocks, stages run the
     whole batch one after the other. `crowd`: ranks that share a core.
     """
     ranks = len(works)
     beside = [sum(work.loop_bytes for work, _ in several) for several in works]
-    name, loop, tried = _ordered(whole, apart, pieces, beside, order, crowd)
-    costs = blocks_of(loop.orders, whole, apart)
+    name, loop, tried = _ordered(full, apart, pieces, beside, order, crowd)
+    costs = blocks_of(loop.orders, full, apart)
     outside = [[work.outside_apart if costs is apart else work.outside for work, _ in several] for several in works]
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
@@ -134,14 +134,14 @@ def staged_step(
 
     def spend(at: int) -> None:
         for rank, several in enumerate(outside):
-            common = max((work.common[at] for work in several), key=lambda one: one.us)
-            more = [Spent().plus(work.further[at], pieces - 2) for work in several]
-            own = [work.own[at] for work in several]
+            common = max((work.common[at] for work in several), key=lambda run: run.us)
+            further = [Spent().plus(work.further[at], pieces - 2) for work in several]
+            alone = [work.alone[at] for work in several]
             if at and exchanges[at - 1].is_loop:  # beside the runs of a rank's later chunks, collectives went on
-                own = [one.without(now[rank] - ends.get(rank + i * ranks, now[rank])) for i, one in enumerate(own)]
-            spent = [*own, common, *more]
-            us = sum(one.us for one in spent)
-            waited[rank] += sum(one.waited_us for one in spent)
+                alone = [run.without(now[rank] - ends.get(rank + i * ranks, now[rank])) for i, run in enumerate(alone)]
+            spent = [*alone, common, *further]
+            us = sum(run.us for run in spent)
+            waited[rank] += sum(run.waited_us for run in spent)
             if us > 0:
                 what, phase = _between(exchanges, at, rank)
                 spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, phase))
@@ -151,16 +151,15 @@ def staged_step(
         spend(at)
         if exchange.is_loop:
             begin = min(now)
-            held = loop.peak_bytes
-            loop = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now], crowd)
-            loop = replace(loop, peak_bytes=held)
+            delayed = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now], crowd)
+            loop = replace(delayed, peak_bytes=loop.peak_bytes)
             stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
             for rank, block, _, _, end in loop.spans:
                 stage = stages[block]
                 ends[stage] = max(ends.get(stage, begin), begin + end)
                 now[rank] = max(now[rank], begin + end)
             spans += _of_blocks(loop, costs, begin)
-            waited = [us + more for us, more in zip(waited, loop.waited_us, strict=True)]
+            waited = [us + added for us, added in zip(waited, loop.waited_us, strict=True)]
         elif exchange.source is None or exchange.target is None:
             now = [max(now)] * ranks
         else:
@@ -171,7 +170,7 @@ def staged_step(
     ran = [0.0] * ranks
     for span in spans:
         ran[int(span.stream.removeprefix(STAGE))] += span.us
-    made = [_stage(rank, works[rank], loop, ran[rank], waited[rank], step_us) for rank in range(ranks)]
+    by_rank = tuple(_stage(rank, works[rank], loop, ran[rank], waited[rank], step_us) for rank in range(ranks))
     arithmetic = [
         sum(pieces * work.piece_us[i] + work.once_us[i] for several in works for work, _ in several) / ranks
         for i in range(2)
@@ -182,13 +181,13 @@ def staged_step(
     )  # fmt: skip
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))
     return StagedStep(
-        name, tried, pieces, step_us, tuple(made), arithmetic[0], arithmetic[1], round(sent[0]), round(sent[1]), ordered
+        name, tried, pieces, step_us, by_rank, arithmetic[0], arithmetic[1], round(sent[0]), round(sent[1]), ordered
     )
 
 
 def _between(exchanges: Sequence[Exchange], at: int, rank: int) -> tuple[str, str]:
     """What a rank does in front of exchange number `at`, and the phase of the step."""
-    places = [i for i, one in enumerate(exchanges) if one.is_loop]
+    places = [i for i, exchange in enumerate(exchanges) if exchange.is_loop]
     if places:
         return (AFTER, "update") if at > places[0] else (BEFORE, "forward")
     before = exchanges[at - 1].phase if at else "forward"
@@ -198,19 +197,19 @@ def _between(exchanges: Sequence[Exchange], at: int, rank: int) -> tuple[str, st
 
 
 def _ordered(
-    whole: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, beside: Sequence[float],
+    full: Mapping[str, BlockCost], apart: Mapping[str, BlockCost], pieces: int, beside: Sequence[float],
     order: str | StageParts, crowd: float,
 ) -> tuple[str, OrderResult, Mapping[str, float]]:  # fmt: skip
     """The order's name, the order, and the simulated microseconds of each order that was tried. Every run of a block
     takes what it takes in the middle of the loop. `beside`: bytes that each rank holds besides those of pieces.
     """
     ranks = len(beside)
-    steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (whole, apart))
+    steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (full, apart))
     if isinstance(order, StageParts):
-        found = simulate_orders(cut if order.has_fillers else steady, pieces, order.tasks)
-        held = tuple(part.peak_bytes for part in order.parts)  # messages under way too
-        return order.order, replace(found, peak_bytes=held), order.simulated_us
-    if not whole:
+        simulated = simulate_orders(cut if order.has_fillers else steady, pieces, order.tasks)
+        peak_bytes = tuple(part.peak_bytes for part in order.parts)  # messages under way too
+        return order.order, replace(simulated, peak_bytes=peak_bytes), order.simulated_us
+    if not full:
         return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
     if order == "auto":
         tried = simulated_orders(steady, cut, pieces, ranks, crowd)
@@ -222,22 +221,22 @@ def _ordered(
 
 
 def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) -> list[Span]:
-    made: list[Span] = []
+    spans: list[Span] = []
     for stage, name, piece, start, end in loop.spans:
         short = name.partition(", ")[2]
         kind = "weights" if costs[name].is_filler else "backward" if costs[name].is_backward else "forward"
         phase = "forward" if kind == "forward" else "backward"
-        made.append(
+        spans.append(
             Span(f"{name} of piece {piece}", short or kind, f"{STAGE}{stage}", begin + start, end - start, phase)
         )
-    return made
+    return spans
 
 
 def _stage(
     rank: int, works: Sequence[_Chunk], loop: OrderResult, ran: float, waited_us: float, step_us: float
 ) -> StageOfStep:
-    rest, held = (sum(getattr(work, name) for work, _ in works) for name in ("rest_bytes", "loop_bytes"))
-    others = max(rest + work.other_bytes - work.rest_bytes for work, _ in works)
+    rest, loop_bytes = (sum(getattr(work, name) for work, _ in works) for name in ("rest_bytes", "loop_bytes"))
+    other_bytes = max(rest + work.other_bytes - work.rest_bytes for work, _ in works)
     kinds: dict[str, float] = {}
     for work, _ in works:
         for kind, size in work.kinds.items():
@@ -247,21 +246,21 @@ def _stage(
     layers = tuple(count for _, count in works if count is not None)
     return StageOfStep(
         layers, ran - waited_us, waited_us, step_us - ran, in_flight(loop.orders, rank) or 1, round(rest),
-        round(max(held + pieces, others)), {kind: round(size) for kind, size in kinds.items() if size >= 1},
+        round(max(loop_bytes + pieces, other_bytes)), {kind: round(size) for kind, size in kinds.items() if size >= 1},
     )  # fmt: skip
 
 
 def in_flight(orders: Orders, rank: int) -> int:
     """The most pieces that a rank has begun and not ended, each of its chunks by itself."""
-    left: dict[int, int] = {}
+    remaining: dict[int, int] = {}
     for _, piece in orders[rank]:
-        left[piece] = left.get(piece, 0) + 1
-    whole, flying, most = dict(left), 0, 0
+        remaining[piece] = remaining.get(piece, 0) + 1
+    totals, flying, most = dict(remaining), 0, 0
     for _, piece in orders[rank]:
-        flying += left[piece] == whole[piece]
+        flying += remaining[piece] == totals[piece]
         most = max(most, flying)
-        left[piece] -= 1
-        flying -= not left[piece]
+        remaining[piece] -= 1
+        flying -= not remaining[piece]
     return most
 
 
@@ -269,7 +268,7 @@ def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, Bloc
     """The blocks of a chain of stages, of which each of `ranks` has every so manieth: a block of the forward, one of
     the backward, and with `apart` perhaps one for gradients of weights; the last stage has no forward of its own.
     """
-    last, found = len(works) - 1, dict[str, BlockCost]()
+    last, blocks = len(works) - 1, dict[str, BlockCost]()
     halves = [_halves(work, stage == last, apart) for stage, work in enumerate(works)]
     for stage, (forward, backward, weights) in enumerate(halves):
         at, turn = f"stage {stage}, ", stage == last
@@ -277,31 +276,31 @@ def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, Bloc
         before, behind = (halves[stage - 1] if stage else None), (halves[stage + 1] if stage < last else None)
         up = tuple(_message(stage - 1, stage, i) for i in range(len((before[0] or before[1]).sends if before else ())))
         down = tuple(_message(stage + 1, stage, i) for i in range(len(behind[1].sends if behind else ())))
-        own = {"stage": stage % ranks, "is_filler": False}
+        shared = {"stage": stage % ranks, "is_filler": False}
         if forward is not None:
             sends = tuple(
                 (_message(stage, stage + 1, i), (stage + 1) % ranks, s[2]) for i, s in enumerate(forward.sends)
             )
-            found[names["forward"]] = replace(
-                forward, level=stage, is_backward=False, needs=up, after=(), sends=sends, **own
+            blocks[names["forward"]] = replace(
+                forward, level=stage, is_backward=False, needs=up, after=(), sends=sends, **shared
             )
         sends = tuple((_message(stage, stage - 1, i), (stage - 1) % ranks, s[2]) for i, s in enumerate(backward.sends))
         needs, after = (up, ()) if forward is None else (down, (names["forward"],))
         level = 2 * last - stage
-        found[names["backward"]] = replace(
-            backward, level=level, is_backward=True, needs=needs, after=after, sends=sends, **own
+        blocks[names["backward"]] = replace(
+            backward, level=level, is_backward=True, needs=needs, after=after, sends=sends, **shared
         )
         if weights is not None:
-            after = tuple(name for name in names.values() if name in found)
-            found[f"{at}weights"] = replace(weights, stage=stage % ranks, level=level, needs=(), after=after, sends=())
-    return found
+            after = tuple(name for name in names.values() if name in blocks)
+            blocks[f"{at}weights"] = replace(weights, stage=stage % ranks, level=level, needs=(), after=after, sends=())
+    return blocks
 
 
 def _halves(work: StageWork, is_last: bool, apart: bool) -> tuple[BlockCost | None, BlockCost, BlockCost | None]:
     """The forward, the backward, and the gradients of weights where they are apart."""
-    own = work.apart if apart else work.whole
-    weights = next((block for block in own if block.is_filler), None)
-    parts = [block for block in own if not block.is_filler]
+    blocks = work.apart if apart else work.full
+    weights = next((block for block in blocks if block.is_filler), None)
+    parts = [block for block in blocks if not block.is_filler]
     return (None, parts[0], weights) if is_last else (parts[0], parts[1], weights)
 
 

@@ -59,9 +59,9 @@ class Timeline:
     """The timeline of a step: spans in the order of their starts, and live bytes as (microsecond, bytes).
 
     Example:
-        >>> found = ws.timeline(local, ws.Hardware.preset("dgx-h100"))
-        >>> print(found)
-        >>> found.save("step.json")  # for Perfetto
+        >>> timeline = ws.timeline(local, ws.Hardware.preset("dgx-h100"))
+        >>> print(timeline)
+        >>> timeline.save("step.json")  # for Perfetto
     """
 
     spans: tuple[Span, ...]
@@ -78,23 +78,23 @@ class Timeline:
     def streams(self) -> tuple[str, ...]:
         """`compute`, `wait`, and the axes with collectives; of a pipeline its stages."""
         axes = dict.fromkeys(span.stream for span in self.spans)
-        if stages := [one for one in axes if one.startswith(STAGE)]:
+        if stages := [stream for stream in axes if stream.startswith(STAGE)]:
             return tuple(sorted(stages))
-        return (COMPUTE, WAIT, *(one for one in axes if one not in (COMPUTE, WAIT)))
+        return (COMPUTE, WAIT, *(stream for stream in axes if stream not in (COMPUTE, WAIT)))
 
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write a Chrome trace, for Perfetto and chrome://tracing, with the timelines `others` below this one. Missing
         folders are created.
         """
-        events = [event for number, one in enumerate((self, *others)) for event in _events(one, number)]
+        events = [event for number, trace in enumerate((self, *others)) for event in _events(trace, number)]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
         step = self.simulated.step_us
         if self.streams[0].startswith(STAGE):
-            busy = ((one, self.busy_us(one)) for one in self.streams)
-            rows = [f"{one}: busy {seconds(us / 1e6)} ({us / step:.0%})" for one, us in busy]
+            busy = ((stream, self.busy_us(stream)) for stream in self.streams)
+            rows = [f"{stream}: busy {seconds(us / 1e6)} ({us / step:.0%})" for stream, us in busy]
             idle = f"a stage does nothing for {self.simulated.exposed_us / step:.0%} of it"
             return "\n".join([f"step {seconds(step / 1e6)}: {idle}", *rows, str(self.peak)])
         rows = [
@@ -126,7 +126,7 @@ def timeline(
 ) -> Timeline:
     """The timeline of a step of one rank (`planner.prediction.timeline`)."""
     clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
-    found: list[Span] = []
+    spans: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
     for node in calls:
@@ -134,10 +134,10 @@ def timeline(
         clock.run(node)
         ends.append(clock.now)
         if clock.now > before and not is_collective(node):
-            found.append(_span(node, WAIT if is_wait(node) else COMPUTE, before, clock.now))
-    found += [_span(n, str(n.args[-1]), clock.begun[n], clock.done[n]) for n in calls if is_collective(n)]
+            spans.append(_span(node, WAIT if is_wait(node) else COMPUTE, before, clock.now))
+    spans += [_span(n, str(n.args[-1]), clock.begun[n], clock.ends[n]) for n in calls if is_collective(n)]
     memory = tuple(zip(ends, bytes_held(local), strict=True))
-    ordered = tuple(sorted(found, key=lambda span: span.start_us))
+    ordered = tuple(sorted(spans, key=lambda span: span.start_us))
     return Timeline(ordered, result_of(local, clock), memory, peak_memory(local))
 
 
@@ -165,20 +165,20 @@ def phase(node: Node) -> str:
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
 
 
-def _events(made: Timeline, process: int) -> Iterable[dict[str, Any]]:
+def _events(step_timeline: Timeline, process: int) -> Iterable[dict[str, Any]]:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: times in microseconds."""
-    yield _named("process_name", process, 0, made.title)
-    threads = {stream: number for number, stream in enumerate(made.streams)}
+    yield _named("process_name", process, 0, step_timeline.title)
+    threads = {stream: number for number, stream in enumerate(step_timeline.streams)}
     for stream, number in threads.items():
         yield _named("thread_name", process, number, title(stream))
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
-    for span in made.spans:
-        told = {"node": span.name, "phase": span.phase, "module": span.module, "bytes": span.size_bytes}
+    for span in step_timeline.spans:
+        details = {"node": span.name, "phase": span.phase, "module": span.module, "bytes": span.size_bytes}
         yield {
             "ph": "X", "name": span.op, "cat": span.phase or "step", "pid": process, "tid": threads[span.stream],
-            "ts": span.start_us, "dur": span.us, "args": {key: value for key, value in told.items() if value},
+            "ts": span.start_us, "dur": span.us, "args": {key: value for key, value in details.items() if value},
         }  # fmt: skip
-    for size, equal in groupby(made.memory, key=itemgetter(1)):
+    for size, equal in groupby(step_timeline.memory, key=itemgetter(1)):
         yield {"ph": "C", "name": "live bytes", "pid": process, "ts": next(equal)[0], "args": {"bytes": size}}
 
 

@@ -177,7 +177,7 @@ class _Work:
         """Compute the products that an earlier wait has left, whose operands are held; then others, as long as the rank
         would be idle until `wait` ends, or those of the same linear.
         """
-        until = self.clock.done.get(node_at(wait, 0), 0.0)
+        until = self.clock.ends.get(node_at(wait, 0), 0.0)
         while self.waiting:
             first = self.waiting[0]
             idle = self.beside.get(first, wait) is wait if self.fills == "own" else self.clock.now < until
@@ -226,7 +226,7 @@ class _Work:
                 if self.waiting and node in self.exchanges:
                     self._fill(node)
                 if is_wait(node) and self.carried:
-                    self._update_carried(self.clock.done.get(node_at(node, 0), 0.0))
+                    self._update_carried(self.clock.ends.get(node_at(node, 0), 0.0))
                 self.clock.run(node)
                 self.order.append(node)
                 self.placed.add(node)
@@ -270,7 +270,7 @@ class _Work:
         total_bytes = sum(self.in_flight.values()) + meta.size_bytes(gather)
         if len(self.in_flight) >= sizes.in_flight and total_bytes > sizes.in_flight_bytes:
             return True
-        arrives = [self.clock.done[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
+        arrives = [self.clock.ends[node_at(n, 0)] for n in self.ahead[gather] if is_wait(n) and n not in self.placed]
         return max(arrives, default=0.0) > self.clock.now
 
 
@@ -294,7 +294,7 @@ class _Tail:
         while todo:
             source = todo.pop()
             for reader in self.readers.get(source, ()):
-                arrives = clock.done[source] if is_wait(reader) else self.ready.get(source, 0.0)
+                arrives = clock.ends[source] if is_wait(reader) else self.ready.get(source, 0.0)
                 self.ready[reader] = max(self.ready[reader], arrives)
                 self.unknown[reader] -= 1
                 if self.unknown[reader]:

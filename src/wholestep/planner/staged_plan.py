@@ -240,7 +240,7 @@ def staged(
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
     works = short.works(prices, named, passes)
     for several, together in zip(short.costs(prices, named, passes), (True, False), strict=True):
-        blocks = [block for work in works for block in (work.whole if together else work.apart)]
+        blocks = [block for work in works for block in (work.full if together else work.apart)]
         names = [name for stage in range(short.count) for name in _own(several, stage)]
         edges = dict(zip(names, blocks, strict=True))
         priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
