@@ -28,7 +28,7 @@ def all_reduce() -> tuple[Recordings, object]:
     for one in (node, started, waited):
         meta.set_tensors(one, (made,))
     graph.output((waited,))
-    recordings = Recordings(CudaRecorder("cuda:0"), asked=True)
+    recordings = Recordings(CudaRecorder("cuda:0"), warns=True)
     run = recordings.compiled(graph, [Input("x", Role.BATCH, made)], [x], lambda graph, _: eager(graph))
     for number in range(5):
         (result,) = run([x * number])

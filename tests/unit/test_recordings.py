@@ -465,7 +465,7 @@ def test_a_number_that_an_op_takes_in_python() -> None:
     graph.output((out,))
     assert as_tensors(graph) == ["%leaky_relu_default (aten.leaky_relu.default)"]
     inputs = [Input("x", Role.PARAM, made), Input("lr", Role.HYPER, number)]
-    made_of = Recordings(Again(), asked=False)
+    made_of = Recordings(Again(), warns=False)
     run = compiled(Eager(), graph, inputs, [torch.ones(3), torch.tensor(0.5)], recordings=made_of)
     assert torch.equal(run([-torch.ones(3), torch.tensor(0.5)])[0], torch.full((3,), -0.5))
     assert str(made_of) == (

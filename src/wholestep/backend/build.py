@@ -21,32 +21,32 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Induct
 CAPABILITIES = ("fused_optimizers", "in_place_buffers", "splits_steps", "times_nodes", "recordable")
 
 
-def backend_of(given: Backend | str) -> Backend:
+def backend_of(backend: Backend | str) -> Backend:
     """The backend of a name; a `Backend` as it is, if it has all parts of the protocol."""
-    known = ", ".join(map(repr, BACKENDS))
-    if isinstance(given, str):
-        if given not in BACKENDS:
+    names = ", ".join(map(repr, BACKENDS))
+    if isinstance(backend, str):
+        if backend not in BACKENDS:
             raise BackendError(
-                f"backend {shown(given)} is unknown", f"one of {known}, or a Backend", "correct the name"
+                f"backend {shown(backend)} is unknown", f"one of {names}, or a Backend", "correct the name"
             )
-        return BACKENDS[given]()
-    found = f"backend={shown(given)}"
-    if isinstance(given, type):
-        raise BackendError(f"{found} is a class", "an object", f"give backend={given.__name__}()")
-    lacks = [flag for flag in CAPABILITIES if not isinstance(getattr(given, flag, None), bool)]
-    if not isinstance(getattr(given, "name", None), str):
+        return BACKENDS[backend]()
+    text = f"backend={shown(backend)}"
+    if isinstance(backend, type):
+        raise BackendError(f"{text} is a class", "an object", f"give backend={backend.__name__}()")
+    lacks = [flag for flag in CAPABILITIES if not isinstance(getattr(backend, flag, None), bool)]
+    if not isinstance(getattr(backend, "name", None), str):
         lacks = ["name", *lacks]
-    if not callable(getattr(given, "compile", None)):
+    if not callable(getattr(backend, "compile", None)):
         lacks.append("compile")
     if lacks:
         raise BackendError(
-            f"{found} lacks {', '.join(lacks)}",
+            f"{text} lacks {', '.join(lacks)}",
             f"a Backend: name (text), {', '.join(CAPABILITIES)} (bool), compile(graph, inputs, example_inputs, clock)",
             "add them; wholestep.Backend describes each",
         )
-    if given.name in BACKENDS and type(given) is not BACKENDS[given.name]:
-        raise BackendError(f"{found} has the name {given.name!r}", f"another name than {known}", "rename it")
-    return given
+    if backend.name in BACKENDS and type(backend) is not BACKENDS[backend.name]:
+        raise BackendError(f"{text} has the name {backend.name!r}", f"another name than {names}", "rename it")
+    return backend
 
 
 def compiled(
@@ -61,9 +61,9 @@ def compiled(
     recorded where it can be.
     """
     if clock is not None and not backend.times_nodes:
-        found = f"backend {backend.name!r} does not time nodes"
+        problem = f"backend {backend.name!r} does not time nodes"
         needed = "one with times_nodes for measure=True and profile"
-        raise BackendError(found, needed, 'leave out measure=True, or use backend="eager"')
+        raise BackendError(problem, needed, 'leave out measure=True, or use backend="eager"')
 
     def compile(graph: Graph, example_inputs: Sequence[Any]) -> Run:
         outputs = len(cast(Sequence[Any], next(node for node in graph.nodes if node.op == "output").args[0]))
@@ -86,8 +86,8 @@ def _counted(run: Callable[..., Any], outputs: int, name: str) -> Run:
     def counted(inputs: Sequence[Any]) -> list[Any]:
         out = run(inputs)
         if not isinstance(out, (list, tuple)) or len(cast(Sequence[Any], out)) != outputs:
-            found = f"{len(cast(Sequence[Any], out))} values" if isinstance(out, (list, tuple)) else type(out).__name__
-            text = f"backend {name!r} returned {found} from a step"
+            actual = f"{len(cast(Sequence[Any], out))} values" if isinstance(out, (list, tuple)) else type(out).__name__
+            text = f"backend {name!r} returned {actual} from a step"
             needed = f"a list of {outputs} values, one for each output of the graph"
             raise BackendError(text, needed, "return them in the order of the output node")
         return list(cast(Sequence[Any], out))

@@ -24,13 +24,13 @@ Work = Callable[[], Sequence[Tensor]]
 @dataclass(eq=False)
 class Recording:
     """Recorded work. After `launch`, `results` hold what it makes, until other work of the same recorder runs.
-    `release` gives it back, also when this object or the process ends; `held` is what must outlive it.
+    `release` gives it back, also when this object or the process ends; `keeps_alive` is what must outlive it.
     """
 
     results: Sequence[Tensor]
     launch: Callable[[], None]
     undo: Callable[[], None]
-    held: Any = None
+    keeps_alive: Any = None
     release: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class CudaRecorder:
     def reserved_bytes(self) -> int:
         """See `Recorder`."""
         segments = torch.cuda.memory_snapshot(self._where()[0].id, include_traces=False)
-        return sum(int(cast("dict[str, Any]", one)["total_size"]) for one in segments)
+        return sum(int(cast("dict[str, Any]", segment)["total_size"]) for segment in segments)
 
     def run(self, work: Work, make_room: bool) -> Sequence[Tensor]:
         """See `Recorder`. Results are copied where a recording may overwrite them.
@@ -97,8 +97,8 @@ class CudaRecorder:
             torch.cuda.empty_cache()
         with self._lock, torch.cuda.device(self.device):
             with self._beside(stream), torch.cuda.use_mem_pool(pool):
-                made = work()
-            return [one.clone() for one in made] if self._recordings else made
+                tensors = work()
+            return [tensor.clone() for tensor in tensors] if self._recordings else tensors
 
     def record(self, work: Work) -> Recording:
         """See `Recorder`."""
@@ -117,16 +117,16 @@ class CudaRecorder:
             if error.__context__ is not None:  # what was not permitted, rather than that the capture failed
                 raise error.__context__ from None
             raise
-        made = Recording(results, graph.replay, graph.reset, pool)
-        self._recordings.add(made)
-        return made
+        recorded = Recording(results, graph.replay, graph.reset, pool)
+        self._recordings.add(recorded)
+        return recorded
 
     def replay(self, recording: Recording) -> Sequence[Tensor]:
         """See `Recorder`."""
         with self._lock, torch.cuda.device(self.device):
             self._follow()
             recording.launch()
-            return [one.clone() for one in recording.results]
+            return [tensor.clone() for tensor in recording.results]
 
     def _where(self) -> tuple[torch.cuda.MemPool, torch.cuda.Stream]:
         """The pool, and the stream that records."""
@@ -165,9 +165,9 @@ def cuda_recorder(device: str) -> CudaRecorder:
     """The recorder of a device: its memory is shared by all steps there."""
     if device == "cuda":
         device = f"cuda:{torch.cuda.current_device()}"
-    made = _recorders.get(device) or CudaRecorder(device)
-    _recorders[device] = made
-    return made
+    recorder = _recorders.get(device) or CudaRecorder(device)
+    _recorders[device] = recorder
+    return recorder
 
 
 _recorders = WeakValueDictionary[str, CudaRecorder]()

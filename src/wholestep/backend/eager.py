@@ -136,9 +136,9 @@ class _Eager:
         now = () if self._sizes is None else self._sizes.now
         if now in self._checked:
             return self._run(inputs, piece)
-        known = len(self._wrong)
+        wrong_before = len(self._wrong)
         out = self._check_run(inputs, piece)
-        if not self._checked or len(self._wrong) > known:
+        if not self._checked or len(self._wrong) > wrong_before:
             self._run = self._compile(first=False)
         if self._sizes is None:
             self._check_run = self._run
@@ -168,9 +168,9 @@ class _Eager:
         if stride is None:
             return None
 
-        def check(made: torch.Tensor | None, now: tuple[int, ...]) -> torch.Tensor | None:
-            mended = None if made is None else meta.with_stride(made, now)  # None: a gradient not asked for
-            if mended is not made:
+        def check(tensor: torch.Tensor | None, now: tuple[int, ...]) -> torch.Tensor | None:
+            mended = None if tensor is None else meta.with_stride(tensor, now)  # None: a gradient not asked for
+            if mended is not tensor:
                 self._wrong[node.name] = stride
             return mended
 
@@ -178,11 +178,11 @@ class _Eager:
 
     def _write(self, mend: Callable[[Node], Mend | None]) -> str:
         nodes = list(self._graph.nodes)
-        last = {given: node for node in nodes for given in operands(node)}
+        last = {operand: node for node in nodes for operand in operands(node)}
         dying: dict[Node, list[str]] = {}
-        for given, node in last.items():
-            if (self._is_body or given.op != "placeholder") and node.op != "output":
-                dying.setdefault(node, []).append(given.name)
+        for operand, node in last.items():
+            if (self._is_body or operand.op != "placeholder") and node.op != "output":
+                dying.setdefault(node, []).append(operand.name)
         inputs = [n.name for n in nodes if n.op == "placeholder"]
         lines = [f"def run(inputs, {_PIECE}):"]
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = inputs"] if inputs else []
@@ -259,11 +259,11 @@ class RunLoop:
         self._pieces, self._body = loop.pieces, compile(loop.body)
         self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
 
-    def __call__(self, *given: Any) -> list[Any]:
+    def __call__(self, *inputs: Any) -> list[Any]:
         """What the pieces accumulate."""
         totals: list[Any] = [None] * self._totals
         for piece in range(self._pieces):
-            totals = self._body([*given, *totals], piece)
+            totals = self._body([*inputs, *totals], piece)
         return totals
 
 
@@ -279,7 +279,7 @@ class StageState:
     """
 
     values: list[dict[str, Any]]
-    left: list[dict[str, int]]
+    unread: list[dict[str, int]]
     totals: dict[str, Any]
     coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
         default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
@@ -292,15 +292,15 @@ class StageState:
         """An accumulator, or a value of a piece, which is dropped with its last reader."""
         if name in self.totals:
             return self.totals[name]
-        left, values = self.left[piece], self.values[piece]
-        left[name] -= 1
-        return values[name] if left[name] else values.pop(name)
+        unread, values = self.unread[piece], self.values[piece]
+        unread[name] -= 1
+        return values[name] if unread[name] else values.pop(name)
 
     def put(self, name: str, piece: int, value: Any) -> None:
         """What a block outside has computed."""
         if name in self.totals:
             self.totals[name] = value
-        elif self.left[piece].get(name):
+        elif self.unread[piece].get(name):
             self.values[piece][name] = value
 
 
@@ -326,13 +326,14 @@ class RunStage:
         self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
         self._groups = {name: part.group_of(message) for name, message in part.messages.items()}
         self._readers = part.readers
-        self._shapes = _shapes_of({name: one.shape for name, one in part.messages.items() if one.target == part.stage})
+        shapes = {name: message.shape for name, message in part.messages.items() if message.target == part.stage}
+        self._shapes = _shapes_of(shapes)
 
     def __call__(self, *operands: Any) -> list[Any]:
         """What the pieces accumulate, what others take, and the state for the part that follows."""
-        part, given = self._part, iter(operands)
-        state = self._begin() if part.begins else next(given)
-        fixed, shapes = dict(zip(part.operands, given, strict=False)), self._shapes()
+        part, remaining = self._part, iter(operands)
+        state = self._begin() if part.begins else next(remaining)
+        fixed, shapes = dict(zip(part.operands, remaining, strict=False)), self._shapes()
         for (name, piece), value in zip(part.entering, operands[len(operands) - len(part.entering) :], strict=True):
             state.put(name, piece, value)
         for action in part.actions:
@@ -371,27 +372,27 @@ class RunStage:
 
     def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
         takes, gives, run = self._blocks[name]
-        made = run([fixed[one] if one in fixed else state.take(one, piece) for one in takes], piece)
-        for given, value in zip(gives, made, strict=True):
-            if given in self._so_far:
-                state.totals[self._so_far[given]] = value
-            if self._readers.get(given):
-                state.values[piece][given] = value
+        values = run([fixed[operand] if operand in fixed else state.take(operand, piece) for operand in takes], piece)
+        for end, value in zip(gives, values, strict=True):
+            if end in self._so_far:
+                state.totals[self._so_far[end]] = value
+            if self._readers.get(end):
+                state.values[piece][end] = value
 
 
 Shapes = Mapping[str, Sequence[Sequence[int]]]
 """The shape of what a stage receives, by name of the message and number of the piece."""
 
 
-def _shapes_of(given: Shapes) -> Callable[[], Shapes]:
+def _shapes_of(shapes: Shapes) -> Callable[[], Shapes]:
     """What gives these shapes for the sizes of the call."""
-    sizes = sizes_among([given])
+    sizes = sizes_among([shapes])
     if not sizes:
-        return lambda: given
+        return lambda: shapes
     record = sizes[0].guards
-    texts = [f"({''.join(f'({_texts(shape)}), ' for shape in shapes)})" for shapes in given.values()]
+    texts = [f"({''.join(f'({_texts(shape)}), ' for shape in by_piece)})" for by_piece in shapes.values()]
     values = evaluator(texts, list(record.dims))
-    return lambda: dict(zip(given, values(*record.now), strict=True))
+    return lambda: dict(zip(shapes, values(*record.now), strict=True))
 
 
 def _texts(shape: Sequence[int]) -> str:
@@ -400,17 +401,17 @@ def _texts(shape: Sequence[int]) -> str:
 
 def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:
     """The sizes that arguments of a bound graph follow from, and a name for each expression of them."""
-    found: list[SizeGuards] = []
+    guards: list[SizeGuards] = []
     texts: dict[str, str] = {}
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, ByPiece):
             map_aggregate(leaf.values, note)
         if isinstance(leaf, (SizeInt, SizeFloat)):
-            found.append(leaf.guards)
+            guards.append(leaf.guards)
             texts.setdefault(leaf.text, f"_n{len(texts)}")
         return leaf
 
     for node in graph.nodes:
         map_aggregate(cast(Any, (node.args, node.kwargs, meta.traced_stride(node) or ())), note)
-    return found[0] if found else None, texts
+    return guards[0] if guards else None, texts

@@ -23,7 +23,7 @@ def with_host_choices(graph: Graph) -> Graph:
     An update that is one op with an in-place form is not computed then either. An update of several ops, the first of
     which has an in-place form, is computed in the memory of the old value unless that stays.
     """
-    known: dict[Node, Node] = {}
+    host_flags: dict[Node, Node] = {}
     uses = _Uses(graph)
     for node in list(graph.nodes):
         if node.target is not WHERE_INTO or meta.one_tensor(node).device != "cpu":
@@ -31,15 +31,15 @@ def with_host_choices(graph: Graph) -> Graph:
         flag, old, new = (node_at(node, i) for i in range(3))
         if meta.one_tensor(flag).shape:
             continue
-        if flag not in known:
+        if flag not in host_flags:
             with graph.inserting_after(flag):
-                known[flag] = graph.call_function(bool, (flag,))
+                host_flags[flag] = graph.call_function(bool, (flag,))
         inplace = _in_place(new, old) if node.prev is new and set(new.users) == {node} else None
-        node.target, node.args, node.kwargs = unless, (known[flag], _copied, old, new), {}
+        node.target, node.args, node.kwargs = unless, (host_flags[flag], _copied, old, new), {}
         if inplace is None:
-            uses.begin_in_place(known[flag], node, old, new)
+            uses.begin_in_place(host_flags[flag], node, old, new)
         else:
-            node.args, node.kwargs = (known[flag], inplace, *new.args), dict(new.kwargs)
+            node.args, node.kwargs = (host_flags[flag], inplace, *new.args), dict(new.kwargs)
             graph.erase_node(new)
     return graph
 
@@ -76,10 +76,10 @@ class _Uses:
         self.order = {node: at for at, node in enumerate(graph.nodes)}
         self.readers: dict[Node, list[Node]] = {}
         for node in self.order:
-            for given in operands(node) if node.op == "call_function" else ():
-                self.readers.setdefault(_root(given), []).append(node)
+            for operand in operands(node) if node.op == "call_function" else ():
+                self.readers.setdefault(_root(operand), []).append(node)
                 if is_collective(node):  # reads until it is waited for
-                    self.readers[_root(given)] += [user for user in node.users if is_wait(user)]
+                    self.readers[_root(operand)] += [user for user in node.users if is_wait(user)]
 
     def begin_in_place(self, skipped: Node, choice: Node, old: Node, new: Node) -> None:
         """Let the first op of an update write into `old`, where nothing reads the old value afterwards.
@@ -95,7 +95,7 @@ class _Uses:
         fresh: dict[Node, Any] = {}
         after = [n for n in self.readers.get(first, ()) if order[n] > order[choice] and is_mutating(n)]
         for node in sorted(dict.fromkeys(after), key=order.__getitem__):
-            if not _writes_first(node) and any(_reaches(given, first, fresh) for given in operands(node)):
+            if not _writes_first(node) and any(_reaches(operand, first, fresh) for operand in operands(node)):
                 return
             if _reaches(operands(node)[0], first, fresh):
                 fresh[node] = _fresh_form(node)
@@ -109,10 +109,10 @@ class _Uses:
 
 def _reaches(node: Node, first: Node, fresh: Mapping[Node, object]) -> bool:
     """True for a node in the memory of `first`; what is in `fresh` has memory of its own."""
-    found: Node | None = node
-    while found is not None and found is not first and found not in fresh:
-        found = aliased(found)
-    return found is first
+    source: Node | None = node
+    while source is not None and source is not first and source not in fresh:
+        source = aliased(source)
+    return source is first
 
 
 def _writes_first(node: Node) -> bool:
@@ -134,8 +134,8 @@ def _in_place(new: Node, old: Node) -> Any:
     """Return the op that computes `new` in the memory of `old`; None if there is none or it reads that memory twice."""
     if not _torch.is_op(new.target) or not new.args or new.args[0] is not old or meta.tensor(new) != meta.tensor(old):
         return None
-    others = operands(new)[1:]
-    return None if any(_root(other) is _root(old) for other in others) else inplace_form(new.target)
+    later = operands(new)[1:]
+    return None if any(_root(other) is _root(old) for other in later) else inplace_form(new.target)
 
 
 def _root(node: Node) -> Node:

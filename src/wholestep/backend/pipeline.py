@@ -37,22 +37,22 @@ HowScheduled = Schedule | Literal["auto", "across_steps"] | None
 
 def with_fused_by(passes: Sequence[Pass], agree: Agree) -> tuple[Pass, ...]:
     """`passes` whose `AsyncTensorParallel` fuses what `agree` returns."""
-    return tuple(replace(one, agree=agree) if isinstance(one, AsyncTensorParallel) else one for one in passes)
+    return tuple(replace(each, agree=agree) if isinstance(each, AsyncTensorParallel) else each for each in passes)
 
 
 def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
     """`edit(passes)`, checked. Raises PlanError: an element is no pass, or `SameOrder` is missing."""
-    made: object = passes if edit is None else edit(passes)
-    found = cast("tuple[object, ...]", tuple(made)) if isinstance(made, (list, tuple)) else (made,)
-    wrong = [one for one in found if not callable(one)]
+    returned: object = passes if edit is None else edit(passes)
+    checked = cast("tuple[object, ...]", tuple(returned)) if isinstance(returned, (list, tuple)) else (returned,)
+    wrong = [each for each in checked if not callable(each)]
     if wrong:
         needed = "a list of passes: functions from LocalGraph to LocalGraph"
         raise PlanError(f"passes= gives {wrong[0]!r}", needed, "return the given list with passes added or removed")
-    if any(isinstance(one, SameOrder) for one in passes) and not any(isinstance(one, SameOrder) for one in found):
+    if any(isinstance(each, SameOrder) for each in passes) and not any(isinstance(each, SameOrder) for each in checked):
         text = "passes= leaves out SameOrder"
         needed = "one order of collectives on all ranks: otherwise ranks wait for each other forever"
         raise PlanError(text, needed, "keep SameOrder after the passes that order collectives")
-    return cast("tuple[Pass, ...]", found)
+    return cast("tuple[Pass, ...]", checked)
 
 
 def stage_pipeline(
@@ -61,7 +61,7 @@ def stage_pipeline(
     """The passes that `compile` applies to the program of a stage along `axis`: with a schedule, which is asked for
     where ranks of one stage have something to exchange.
     """
-    alone = all(one.size == 1 or one.name == axis for one in mesh.axes)
+    alone = all(mesh_axis.size == 1 or mesh_axis.name == axis for mesh_axis in mesh.axes)
     return pipeline(schedule=None if alone else schedule(), backend=backend)
 
 
@@ -72,14 +72,14 @@ def as_run_by(stack: Stack | None, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     if stack is None:
         return tuple(passes)
     lacks = (*(() if stack.overlaps else OVERLAPPING), *(() if stack.splits_update else (SplitOptimizer,)))
-    kept = tuple(_run_by(stack, one) for one in passes if not isinstance(one, lacks))
-    return resized(kept, may_coalesce=False) if stack.copies else kept
+    adapted = tuple(_run_by(stack, each) for each in passes if not isinstance(each, lacks))
+    return resized(adapted, may_coalesce=False) if stack.copies else adapted
 
 
-def _run_by(stack: Stack, one: Pass) -> Pass:
-    if isinstance(one, FitMemory):
-        return replace(one, after=as_run_by(stack, one.after))
-    return replace(one, fills=stack.fills) if isinstance(one, (InBodies, Overlap)) else one
+def _run_by(stack: Stack, original: Pass) -> Pass:
+    if isinstance(original, FitMemory):
+        return replace(original, after=as_run_by(stack, original.after))
+    return replace(original, fills=stack.fills) if isinstance(original, (InBodies, Overlap)) else original
 
 
 OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)

@@ -72,15 +72,15 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     _torch.count_our_collectives()
     graph = of_owner(local.graph, coordinate[local.owner_axis]) if local.owner_axis else copy_graph(local.graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for given, layout, node in zip(local.inputs, local.layouts, placeholders, strict=True):
-        if any(isinstance(size, SizeInt) for size in given.meta.shape):
-            shape = layout.local_shape(given.meta.shape, local.mesh, coordinate)
+    for spec, layout, node in zip(local.inputs, local.layouts, placeholders, strict=True):
+        if any(isinstance(size, SizeInt) for size in spec.meta.shape):
+            shape = layout.local_shape(spec.meta.shape, local.mesh, coordinate)
             meta.set_tensors(node, (meta.contiguous(shape, meta.one_tensor(node)),))
         if local.owner_axis and not layout.is_held_at(coordinate):
             meta.set_tensors(node, (meta.contiguous((0,), meta.one_tensor(node)),))
             meta.set_owner(node, None)
-        if given.role is Role.CARRY and given.key and exchange:
-            add_up(graph, node, given.key, local.mesh.axis_size(given.owner))
+        if spec.role is Role.CARRY and spec.key and exchange:
+            add_up(graph, node, spec.key, local.mesh.axis_size(spec.owner))
     _bind(graph, coordinate, groups, exchange)
     return graph
 
@@ -140,10 +140,10 @@ def _bound_part(
         if id(block.body) not in bodies:
             bodies[id(block.body)] = copy_graph(block.body)
             _bind(bodies[id(block.body)], coordinate, groups, exchange, part.pieces)
-    own = part.with_bodies([bodies[id(block.body)] for block in part.blocks])
+    bound = part.with_bodies([bodies[id(block.body)] for block in part.blocks])
     pairs = {(message.source, message.target) for message in part.messages.values()}
     links = {pair: _group_of(groups, part.axis, *pair) for pair in pairs}
-    return replace(with_shapes(own, coordinate), axis=groups[part.axis], groups=links)
+    return replace(with_shapes(bound, coordinate), axis=groups[part.axis], groups=links)
 
 
 def _group_of(groups: Mapping[str, str], axis: str, source: int, target: int) -> str:
@@ -167,11 +167,11 @@ def _by_piece(values: Sequence[Any]) -> Any:
     return first if all(map(partial(_same, first), values)) else ByPiece(tuple(values))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(argument: Any, other: Any) -> bool:
     """True for arguments that are equal, in batches of all sizes."""
-    if isinstance(one, (SizeInt, SizeFloat)) and isinstance(other, (SizeInt, SizeFloat)):
-        return one.text == other.text
-    return one is other or one == other
+    if isinstance(argument, (SizeInt, SizeFloat)) and isinstance(other, (SizeInt, SizeFloat)):
+        return argument.text == other.text
+    return argument is other or argument == other
 
 
 def _is_fresh(node: Node) -> bool:

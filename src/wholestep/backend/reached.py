@@ -43,7 +43,7 @@ class Landmarks:
         """Those of the calls of a graph, which are in these lines of its source."""
         writers, text = _writers(graph), source.splitlines()
         late = {line: text[line - 1].strip() for line, node in lines if meta.is_late(node)}
-        mixed = any(meta.is_late(one) != meta.is_late(node) for node, inputs in writers.items() for one in inputs)
+        mixed = any(meta.is_late(target) != meta.is_late(node) for node, inputs in writers.items() for target in inputs)
         if mixed or any(is_random(node) for line, node in lines if line in late):
             late = {}  # they cannot be told apart, or draw random numbers, which a call that raises puts back
         change, late_change = (
@@ -95,14 +95,14 @@ def _exchanges(node: Node) -> bool:
 def _writers(graph: Graph) -> dict[Node, list[Node]]:
     """The calls that may write into inputs of a graph, and these inputs."""
     root: dict[Node, Node] = {}
-    found: dict[Node, list[Node]] = {}
+    writers: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         source = aliased(node)
         root[node] = root.get(source, source) if source is not None else node
         for changed in (root.get(operand, operand) for operand in _written(node)):
             if changed.op == "placeholder" or (meta.is_late(changed) and not meta.is_late(node)):
-                found.setdefault(node, []).append(changed)
-    return found
+                writers.setdefault(node, []).append(changed)
+    return writers
 
 
 def _written(node: Node) -> Sequence[Node]:
@@ -116,8 +116,8 @@ def _written(node: Node) -> Sequence[Node]:
     if loop := loop_of(node):
         return _in_bodies([(loop.body, operands(node))])
     if part := part_of(node):
-        given = operands(node)
-        named = dict(zip(part.operands, given if part.begins else given[1:], strict=False))
+        sources = operands(node)
+        named = dict(zip(part.operands, sources if part.begins else sources[1:], strict=False))
         return _in_bodies([(block.body, [named.get(name) for name in block.takes]) for block in part.running])
     return ()
 
@@ -130,9 +130,9 @@ def _is_known(target: Any) -> bool:
 
 def _in_bodies(bodies: Iterable[tuple[Graph, Sequence[Node | None]]]) -> list[Node]:
     """Which of the values that bodies are given they may write into."""
-    found: list[Node] = []
-    for body, given in bodies:
-        at = {one: i for i, one in enumerate(body.find_nodes(op="placeholder"))}
-        numbers = {at[one] for inputs in _writers(body).values() for one in inputs}
-        found += [one for i, one in enumerate(given) if i in numbers and one is not None]
-    return found
+    targets: list[Node] = []
+    for body, values in bodies:
+        at = {placeholder: i for i, placeholder in enumerate(body.find_nodes(op="placeholder"))}
+        numbers = {at[changed] for inputs in _writers(body).values() for changed in inputs}
+        targets += [operand for i, operand in enumerate(values) if i in numbers and operand is not None]
+    return targets

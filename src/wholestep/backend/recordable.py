@@ -27,10 +27,10 @@ from .tensorize_numbers import as_tensors, following
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 
-def is_brought(given: Input, example: Any, kind: str) -> bool:
+def is_brought(spec: Input, example: Any, kind: str) -> bool:
     """True for an input that each call copies to the device: the other inputs are used where they are."""
     number = isinstance(example, Tensor) and not example.dim() and example.device.type != kind
-    return given.role in (Role.BATCH, Role.HYPER) or (given.role is Role.CONST and number)
+    return spec.role in (Role.BATCH, Role.HYPER) or (spec.role is Role.CONST and number)
 
 
 def transport(kind: str) -> str:
@@ -46,14 +46,14 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
 
     `library` communicates between such devices, '' for none.
     """
-    for given, example in zip(inputs, example_inputs, strict=True):
-        if why := _unfit(given, example, kind):
+    for spec, example in zip(inputs, example_inputs, strict=True):
+        if why := _unfit(spec, example, kind):
             return why
     if readers := as_tensors(graph):
         return f"{readers[0]} takes a scheduled number as a Python number"
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    given = zip(placeholders, inputs, example_inputs, strict=True)
-    brought = {n for n, i, example in given if _is_number(n) and _comes_to(kind, i, example)}
+    rows = zip(placeholders, inputs, example_inputs, strict=True)
+    brought = {n for n, i, example in rows if _is_number(n) and _comes_to(kind, i, example)}
     constants = _constants(graph, kind)
     numbers = following(graph, brought | constants) - constants
     for node in graph.nodes:
@@ -65,43 +65,43 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     return ""
 
 
-def _comes_to(kind: str, given: Input, example: Any) -> bool:
+def _comes_to(kind: str, spec: Input, example: Any) -> bool:
     """True for an input that is on the device in each call, wherever it was when the step was captured."""
-    return is_brought(given, example, kind) or example.device.type == kind
+    return is_brought(spec, example, kind) or example.device.type == kind
 
 
 def _constants(graph: Graph, kind: str) -> set[Node]:
     """What is made on another device of nothing. Numbers that are copied to the device are made there from now on."""
-    made = [n for n in graph.nodes if n.op == "call_function" and not operands(n) and not is_random(n)]
-    made = [n for n in made if _elsewhere(n, kind)]
-    for node in made:
+    constants = [n for n in graph.nodes if n.op == "call_function" and not operands(n) and not is_random(n)]
+    constants = [n for n in constants if _elsewhere(n, kind)]
+    for node in constants:
         if _is_number(node) and any(n.target in _COPIES for n in following(graph, {node})):
             made_of = meta.tensor(node)
             assert made_of is not None, "a number"
             node.kwargs = {**node.kwargs, "device": torch.device(kind)}
             meta.set_tensors(node, (replace(made_of, device=kind),))
-    return following(graph, {n for n in made if _elsewhere(n, kind)})
+    return following(graph, {n for n in constants if _elsewhere(n, kind)})
 
 
 def _is_number(node: Node) -> bool:
     """True for a single number, which is brought to the device wherever it is."""
-    made = meta.tensor(node)
-    return made is not None and not made.shape
+    traced = meta.tensor(node)
+    return traced is not None and not traced.shape
 
 
 def _elsewhere(node: Node, kind: str) -> str:
     """The type of another device on which `node` makes a tensor, or ''."""
-    found = {made.device.partition(":")[0] for made in meta.tensors(node) if made is not None}
-    return min(found - {kind, "meta"}, default="")
+    kinds = {tensor.device.partition(":")[0] for tensor in meta.tensors(node) if tensor is not None}
+    return min(kinds - {kind, "meta"}, default="")
 
 
-def _unfit(given: Input, example: Any, kind: str) -> str:
+def _unfit(spec: Input, example: Any, kind: str) -> str:
     if not isinstance(example, Tensor):
-        return f"{given.name!r} is no tensor"
-    if not is_brought(given, example, kind) and example.device.type != kind:
-        return f"{given.name!r} is on {example.device}, and a graph is recorded on {kind}"
-    if given.role is Role.BATCH and any(n > 1 and s == 0 for n, s in zip(example.shape, example.stride(), strict=True)):
-        return f"{given.name!r} is expanded: several of its elements are one in memory"
+        return f"{spec.name!r} is no tensor"
+    if not is_brought(spec, example, kind) and example.device.type != kind:
+        return f"{spec.name!r} is on {example.device}, and a graph is recorded on {kind}"
+    if spec.role is Role.BATCH and any(n > 1 and s == 0 for n, s in zip(example.shape, example.stride(), strict=True)):
+        return f"{spec.name!r} is expanded: several of its elements are one in memory"
     return ""
 
 
@@ -119,8 +119,8 @@ def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbe
     if is_random(node) and other:
         return f"draws on {other}"
     if node in numbers:
-        asked = node.kwargs.get("device")
-        return f"copies to {asked}" if asked is not None and torch.device(str(asked)).type != kind else ""
+        device = node.kwargs.get("device")
+        return f"copies to {device}" if device is not None and torch.device(str(device)).type != kind else ""
     if node in constants:
         return "" if _is_number(node) else f"computes on {other or kind}"
     if node.target in _COPIES and any(n in constants for n in operands(node)):

@@ -55,10 +55,10 @@ def alone(number: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Recordings:
-    """The recordings of one step, on this rank, `most` at a time. `asked`: warn of what cannot be recorded."""
+    """The recordings of one step, on this rank, `most` at a time. `warns`: warn of what cannot be recorded."""
 
     recorder: Recorder
-    asked: bool
+    warns: bool
     most: int = MOST_RECORDINGS
     agree: Agree = alone
     count: int = 0
@@ -75,19 +75,19 @@ class Recordings:
             return _agreeing(compile(graph, examples), agree)
         placeholders = [n for n in fit.nodes if n.op == "placeholder"]
         in_single_precision(fit, {n for n, i in zip(placeholders, inputs, strict=True) if i.role is Role.HYPER})
-        brought = [is_brought(one, example, kind) for one, example in zip(inputs, examples, strict=True)]
+        brought = [is_brought(spec, example, kind) for spec, example in zip(inputs, examples, strict=True)]
         written = [any(is_mutating(user) and node_at(user, 0) is node for user in node.users) for node in placeholders]
         record = record_of(fit)
-        made = Replayed(self, agree, brought, written)
-        made.run = compile(fit, made.on_device(examples))
-        return made if record is None else ReplayedBySize(made, record)
+        replayed = Replayed(self, agree, brought, written)
+        replayed.run = compile(fit, replayed.on_device(examples))
+        return replayed if record is None else ReplayedBySize(replayed, record)
 
     def say(self, why: str) -> None:
         """A program is not recorded."""
         if why not in self.obstacles:
             self.obstacles.append(why)
             text = f"this step is not recorded as a CUDA graph: {why}"
-            if self.asked:
+            if self.warns:
                 warnings.warn(text, stacklevel=2)
             else:
                 log.info(text)
@@ -95,17 +95,17 @@ class Recordings:
     @property
     def recorded(self) -> int:
         """How many programs are recorded now."""
-        return sum(one.recording is not None for one in self.replayed)
+        return sum(replayed.recording is not None for replayed in self.replayed)
 
     def __str__(self) -> str:
         parts = [f"not recorded: {why}" for why in self.obstacles]
         if self.recorded:
             pool, before = human(self.recorder.reserved_bytes), human(self.run_bytes)
             number = "recorded" if self.recorded == 1 else f"{self.recorded} programs recorded"
-            at = sorted(one.at for one in self.replayed if one.recording is not None and one.at)
+            at = sorted(replayed.at for replayed in self.replayed if replayed.recording is not None and replayed.at)
             where = f" at {' and at '.join(at)}" if at else ""
             parts.insert(0, f"{number}{where}, {pool} of memory ({before} before)")
-        elif any(not one.gave_up for one in self.replayed):
+        elif any(not replayed.gave_up for replayed in self.replayed):
             parts.insert(0, f"recorded from call {WARM_CALLS + 1} on")
         return "; ".join(parts)
 
@@ -141,52 +141,52 @@ class Replayed:
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run, record or replay."""
-        given = self.on_device(inputs)
-        places = [given[i].data_ptr() for i in self._stay]
+        placed = self.on_device(inputs)
+        places = [placed[i].data_ptr() for i in self._stay]
         self.calls += 1
         least, most = self.agree(self._wish(places))
         if least == _RECORD:
-            least = most = self._record(given, places)
+            least = most = self._record(placed, places)
         if least == most > _RECORD:
             assert self.recording is not None, "all ranks have the recording of this number"
             self.replays += 1
-            made = self.owner.recorder.replay(self.recording)
+            returned = self.owner.recorder.replay(self.recording)
         else:
-            made = self._run(given)
+            returned = self._run(placed)
         for i in self._return:
-            cast(Tensor, inputs[i]).copy_(given[i])
+            cast(Tensor, inputs[i]).copy_(placed[i])
             self.numbers.pop(i, None)
-        return list(made)
+        return list(returned)
 
     def on_device(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, with buffers that hold what this call brings."""
-        given = list(inputs)
+        placed = list(inputs)
         for i in self._bring:
-            new = cast(Tensor, given[i])
-            held = self.buffers.get(i)
-            if held is None:
+            new = cast(Tensor, placed[i])
+            buffer = self.buffers.get(i)
+            if buffer is None:
                 device = self.owner.recorder.device
-                held = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=device)
-                self.buffers[i] = held
+                buffer = torch.empty_strided(new.shape, new.stride(), dtype=new.dtype, device=device)
+                self.buffers[i] = buffer
             if new.dim() or new.device.type != "cpu":
-                held.copy_(new, non_blocking=new.device == held.device)
+                buffer.copy_(new, non_blocking=new.device == buffer.device)
             elif (value := new.item()) != self.numbers.get(i):
                 self.numbers[i] = value
-                held.fill_(value)
-            given[i] = held
-        return given
+                buffer.fill_(value)
+            placed[i] = buffer
+        return placed
 
     def run_once(self, inputs: Sequence[Any]) -> list[Any]:
         """Run what is not recorded, and needs no memory from call to call."""
-        device, given = self.owner.recorder.device, list(inputs)
+        device, placed = self.owner.recorder.device, list(inputs)
         for i in self._bring:
-            given[i] = cast(Tensor, given[i]).to(device, non_blocking=True)
+            placed[i] = cast(Tensor, placed[i]).to(device, non_blocking=True)
         self.agree(_RUN)
-        made = list(self.run(given))
+        returned = list(self.run(placed))
         for i in self._return:
-            if given[i] is not inputs[i]:
-                cast(Tensor, inputs[i]).copy_(given[i])
-        return made
+            if placed[i] is not inputs[i]:
+                cast(Tensor, inputs[i]).copy_(placed[i])
+        return returned
 
     def for_other_sizes(self, at: str) -> Replayed:
         """The same function for a batch of other sizes, in buffers of its own, which was called often enough."""
@@ -213,7 +213,7 @@ class Replayed:
             return self._give_up(f"{self.owner.most} kinds of call are recorded, and this is another one")
         return _RECORD
 
-    def _record(self, given: list[Any], places: list[int]) -> int:
+    def _record(self, placed: list[Any], places: list[int]) -> int:
         """Record; returns the number of the recording, or _RUN where a rank could not."""
         self.drop()  # its memory is there for the new one
         owner, why = self.owner, ""
@@ -224,7 +224,7 @@ class Replayed:
         if dist.is_initialized():
             _torch.before_groups_end(release_recordings)
         try:
-            self.recording = owner.recorder.record(lambda: self.run(given))
+            self.recording = owner.recorder.record(lambda: self.run(placed))
         except Exception as error:  # whatever a library says when it cannot be recorded
             why = f"it cannot be recorded: {first_line(error)}"
             release_recordings()
@@ -236,11 +236,11 @@ class Replayed:
         log.info("a step is %s", owner)
         return self.number
 
-    def _run(self, given: list[Any]) -> Sequence[Any]:
+    def _run(self, placed: list[Any]) -> Sequence[Any]:
         """Run it; what is or will be recorded, in the memory of the recordings from the last call before that on."""
         if self.gave_up or self.calls < WARM_CALLS:
-            return self.run(given)
-        return self.owner.recorder.run(lambda: self.run(given), make_room=self.calls == WARM_CALLS)
+            return self.run(placed)
+        return self.owner.recorder.run(lambda: self.run(placed), make_room=self.calls == WARM_CALLS)
 
     def _give_up(self, why: str) -> int:
         self.gave_up = True
@@ -262,17 +262,17 @@ class ReplayedBySize:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run, record or replay what is for the sizes of this call."""
         now = self._record.now
-        held = self._held.get(now) or self._called(now)
-        return self._first.run_once(inputs) if held is None else held(inputs)
+        replayed = self._held.get(now) or self._called(now)
+        return self._first.run_once(inputs) if replayed is None else replayed(inputs)
 
     def _called(self, now: tuple[int, ...]) -> Replayed | None:
         """Count a call; what is recorded in the next ones, once there were as many as libraries need."""
         calls, first = self._calls.pop(now, 0) + 1, self._first
-        first.gave_up = first.gave_up or any(held.gave_up for held in self._held.values())  # it holds for all sizes
+        first.gave_up = first.gave_up or any(replayed.gave_up for replayed in self._held.values())  # for all sizes
         if calls >= WARM_CALLS and not first.gave_up:
             if len(self._held) < first.owner.most:
-                self._held[now] = held = first.for_other_sizes(self._record.shown_now())
-                return held
+                self._held[now] = replayed = first.for_other_sizes(self._record.shown_now())
+                return replayed
             first.owner.say(f"max_recordings={first.owner.most} sizes of the batch are recorded; others run op by op")
         self._calls[now] = calls
         if len(self._calls) > _MOST_COUNTED:
@@ -294,8 +294,8 @@ def _agreeing(run: Run, agree: Agree) -> Run:
 
 def release_recordings() -> None:
     """Let go of every recording of this process; a step that is called again records anew."""
-    for one in list(_replayed):
-        one.drop()
+    for replayed in list(_replayed):
+        replayed.drop()
 
 
 _replayed = WeakSet[Replayed]()

@@ -34,11 +34,11 @@ def as_tensors(graph: Graph, written_out: bool = False) -> list[str]:
         if node.target in _SCALED:
             position, name = _SCALED[node.target]
             factor = node.kwargs.get(name, 1)
-            read = isinstance(factor, Node) and factor.target is _READ
-            if read or (written_out and name == "alpha" and not isinstance(factor, Node) and factor != 1):
-                value = cast(Node, factor).args[0] if read else factor
+            is_read = isinstance(factor, Node) and factor.target is _READ
+            if is_read or (written_out and name == "alpha" and not isinstance(factor, Node) and factor != 1):
+                value = cast(Node, factor).args[0] if is_read else factor
                 _multiply(graph, node, position, value)
-                node.kwargs = {key: given for key, given in node.kwargs.items() if key != name}
+                node.kwargs = {key: argument for key, argument in node.kwargs.items() if key != name}
     reads = [n for n in graph.nodes if n.target is _READ]
     for node in reads:
         if not node.users:
@@ -48,19 +48,19 @@ def as_tensors(graph: Graph, written_out: bool = False) -> list[str]:
 
 def _multiply(graph: Graph, node: Node, position: int, factor: Any) -> None:
     """Argument `position` of `node`, a tensor or a list of them, times `factor`."""
-    given = node.args[position]
+    operand = node.args[position]
     with graph.inserting_before(node):
-        if isinstance(given, Node):
-            new: Any = graph.call_function(aten.mul.Tensor, (given, factor))
-            meta.copy(given, new)
+        if isinstance(operand, Node):
+            new: Any = graph.call_function(aten.mul.Tensor, (operand, factor))
+            meta.copy(operand, new)
         else:
-            listed = cast(list[Node], given)
+            listed = cast(list[Node], operand)
             kind = aten._foreach_mul.Tensor if isinstance(factor, Node) else aten._foreach_mul.Scalar
             product = graph.call_function(kind, (listed, factor))
             meta.set_tensors(product, tuple(meta.tensor(n) for n in listed))
             new = [graph.call_function(operator.getitem, (product, i)) for i in range(len(listed))]
-            for one, item in zip(listed, new, strict=True):
-                meta.copy(one, item)
+            for source, item in zip(listed, new, strict=True):
+                meta.copy(source, item)
     node.args = (*node.args[:position], new, *node.args[position + 1 :])
 
 
@@ -76,9 +76,9 @@ def in_single_precision(graph: Graph, numbers: set[Node]) -> None:
 
 def following(graph: Graph, numbers: set[Node]) -> set[Node]:
     """What follows from `numbers` alone, themselves included."""
-    found = set(numbers)
+    followers = set(numbers)
     for node in graph.nodes:
-        given = operands(node)
-        if node.op == "call_function" and given and all(n in found for n in given):
-            found.add(node)
-    return found
+        sources = operands(node)
+        if node.op == "call_function" and sources and all(n in followers for n in sources):
+            followers.add(node)
+    return followers

@@ -40,33 +40,33 @@ class Buffers:
 
     buffers: list[_Buffer] = field(default_factory=list[_Buffer])
     most_bytes: int = 0
-    taken: int = 0
+    takes: int = 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of all memory that is held."""
-        return sum(one.memory.nbytes for one in self.buffers)
+        return sum(buffer.memory.nbytes for buffer in self.buffers)
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """One row of `numel` elements with the dtype and device of `like`; what is in it is not said."""
-        if like.device.type != "cpu" or numel * like.itemsize < TUNING.pooled_bytes:
-            return like.new_empty(numel)
-        self.taken += 1
-        alike, most = (b for b in self.buffers if b.memory.dtype == like.dtype), numel * TUNING.pool_fit
+    def take(self, numel: int, example: Tensor) -> Tensor:
+        """One row of `numel` elements with the dtype and device of `example`; what is in it is not said."""
+        if example.device.type != "cpu" or numel * example.itemsize < TUNING.pooled_bytes:
+            return example.new_empty(numel)
+        self.takes += 1
+        alike, most = (b for b in self.buffers if b.memory.dtype == example.dtype), numel * TUNING.pool_fit
         fits = (b for b in alike if numel <= b.memory.numel() <= most and b.is_free)
-        found = min(fits, key=lambda b: b.memory.numel(), default=None) or self._more(like.new_empty(numel))
-        found.used = self.taken
-        return found.memory[:numel]
+        buffer = min(fits, key=lambda b: b.memory.numel(), default=None) or self._more(example.new_empty(numel))
+        buffer.used = self.takes
+        return buffer.memory[:numel]
 
     def _more(self, memory: Tensor) -> _Buffer:
         free = sorted((b for b in self.buffers if b.is_free), key=lambda b: b.used)
-        kept = self.kept_bytes
-        in_use = kept - sum(b.memory.nbytes for b in free) + memory.nbytes
+        total_bytes = self.kept_bytes
+        in_use = total_bytes - sum(b.memory.nbytes for b in free) + memory.nbytes
         self.most_bytes = max(self.most_bytes, in_use)
         for old in free:
-            if kept + memory.nbytes <= TUNING.pool_kept * self.most_bytes:
+            if total_bytes + memory.nbytes <= TUNING.pool_kept * self.most_bytes:
                 break
-            kept -= old.memory.nbytes
+            total_bytes -= old.memory.nbytes
             self.buffers.remove(old)
         self.buffers.append(_Buffer(memory, _torch.storage_holders(memory)))
         return self.buffers[-1]
@@ -74,9 +74,9 @@ class Buffers:
     # What the graph calls in place of the functions of the same names.
     def join_rows(self, pieces: Sequence[Tensor], parts: int) -> Tensor:
         """See `bucket.join_rows`."""
-        whole = self.take(sum(piece.numel() for piece in pieces), pieces[0])
-        torch.cat([piece.reshape(parts, -1) for piece in pieces], 1, out=whole.view(parts, -1))
-        return whole
+        joined = self.take(sum(piece.numel() for piece in pieces), pieces[0])
+        torch.cat([piece.reshape(parts, -1) for piece in pieces], 1, out=joined.view(parts, -1))
+        return joined
 
     def new_bucket(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `fill.new_bucket`."""
@@ -89,17 +89,17 @@ class Buffers:
         rows = bucket.rows_of_gather(joined, outlines, number, parts)
         outline = outlines[number]
         shape = tuple(outline.shape) if isinstance(outline, Tensor) else outline
-        whole = (parts * shape[0], *shape[1:])
+        full_shape = (parts * shape[0], *shape[1:])
         if not rows.is_contiguous():
-            rows = self.take(prod(whole), rows).view(rows.shape).copy_(rows)
-        return rows.view(whole)
+            rows = self.take(prod(full_shape), rows).view(rows.shape).copy_(rows)
+        return rows.view(full_shape)
 
     def gather(self, value: Tensor, parts: int, group: str) -> Tensor:
         """See `exchange.gather`."""
         if value.device.type != "cpu" or value.is_complex():
             return gather(value, parts, group)
-        made = self.take(value.numel() * parts, value).view(value.shape[0] * parts, *value.shape[1:])
-        return torch.ops._c10d_functional.all_gather_into_tensor_out.default(value, parts, group, out=made)
+        gathered = self.take(value.numel() * parts, value).view(value.shape[0] * parts, *value.shape[1:])
+        return torch.ops._c10d_functional.all_gather_into_tensor_out.default(value, parts, group, out=gathered)
 
     def swap(self, value: Tensor, parts: int, group: str) -> Tensor:
         """See `exchange.swap`."""
@@ -110,8 +110,8 @@ class Buffers:
     def add_parts(self, value: Tensor, parts: int, op: str) -> Tensor:
         """See `exchange.add_parts`."""
         rows = value.view(parts, value.shape[0] // parts, *value.shape[1:])
-        made = self.take(rows[0].numel(), value).view(rows.shape[1:])
-        return add_parts(value, parts, op, made)
+        total = self.take(rows[0].numel(), value).view(rows.shape[1:])
+        return add_parts(value, parts, op, total)
 
 
 def with_buffers(graph: Graph, buffers: Buffers) -> Graph:

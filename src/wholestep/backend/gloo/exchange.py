@@ -40,8 +40,8 @@ def gather(value: Tensor, parts: int, group: str) -> Tensor:
     """
     if value.device.type != "cpu" or value.is_complex():
         return funcol.all_gather_into_tensor.default(value, parts, group)
-    made = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
-    return funcol.all_gather_into_tensor_out.default(value, parts, group, out=made)
+    gathered = value.new_empty((value.shape[0] * parts, *value.shape[1:]))
+    return funcol.all_gather_into_tensor_out.default(value, parts, group, out=gathered)
 
 
 def in_buckets(graph: Graph) -> None:

@@ -28,7 +28,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else ()
-    return [one for item in items for one in tensors_of(item)]
+    return [tensor for item in items for tensor in tensors_of(item)]
 
 
 def fused(nodes: Sequence[Node], values: dict[Node, Any]) -> set[Node]:
@@ -38,13 +38,13 @@ def fused(nodes: Sequence[Node], values: dict[Node, Any]) -> set[Node]:
     """
     roots, touch = dict[Node, Node](), defaultdict[Node, set[Node]](set)
     for node in nodes:
-        given = [roots.get(one, one) for one in operands(node)]
-        if given and (_torch.is_getitem(node.target) or node.target in FREE):
-            roots[node] = given[0]
+        sources = [roots.get(operand, operand) for operand in operands(node)]
+        if sources and (_torch.is_getitem(node.target) or node.target in FREE):
+            roots[node] = sources[0]
         elif not arithmetic(node.target):
-            for one in (node, *given):
-                touch[one].add(node)
-    shared = (ops for one, ops in touch.items() if any(made.numel() > 1 for made in tensors_of(values[one])))
+            for root in (node, *sources):
+                touch[root].add(node)
+    shared = (ops for root, ops in touch.items() if any(tensor.numel() > 1 for tensor in tensors_of(values[root])))
     return {op for ops in shared if len(ops) > 1 for op in ops}
 
 
@@ -68,7 +68,7 @@ class _Places:
         self.bound = {node for piece in pieces for node in fused([n for group in piece for n in group], values)}
         self.loose = [node for node in calls if node not in self.bound and not arithmetic(node.target)]
         for node in reversed(self.loose):
-            if any(one in self.bound and self.at[one] == self.at[node] for one in _readers(node)):
+            if any(reader in self.bound and self.at[reader] == self.at[node] for reader in _readers(node)):
                 self.bound.add(node)
 
     def moved(self) -> list[list[Group]]:
@@ -85,55 +85,55 @@ class _Places:
         return out
 
     def _to_reader(self, node: Node) -> None:
-        readers = [one for one in _readers(node) if one in self.at and not arithmetic(one.target)]
-        there = min((self.at[one] for one in readers), default=0)
+        readers = [reader for reader in _readers(node) if reader in self.at and not arithmetic(reader.target)]
+        there = min((self.at[reader] for reader in readers), default=0)
         if there > self.at[node] and not is_mutating(node) and self._held(node) <= self._bytes(node):
             self._move(node, there)
 
     def _to_operands(self, node: Node) -> None:
-        here, given = self.at[node], operands(node)
-        numbers = all(one.numel() <= 1 for value in (node, *given) for one in tensors_of(self.values[value]))
-        there = max((self.at[one] for one in given if one in self.at), default=here)
-        if numbers and there < here and node not in self.bound and not any(map(viewed, given)):
+        here, sources = self.at[node], operands(node)
+        numbers = all(tensor.numel() <= 1 for value in (node, *sources) for tensor in tensors_of(self.values[value]))
+        there = max((self.at[source] for source in sources if source in self.at), default=here)
+        if numbers and there < here and node not in self.bound and not any(map(viewed, sources)):
             self._move(node, there)
 
     def _move(self, node: Node, there: int) -> None:
         """Unless it would pass an op that writes what it reads, or that touches what it writes."""
         here = self.at[node]
         passed = range(here, there) if there > here else range(there + 1, here + 1)
-        others = {one for root in _roots(node) for one in self.touching[root] if self.at[one] in passed} - {node}
-        if is_random(node) or any(is_mutating(node) or is_mutating(one) for one in others):
+        crossed = {other for root in _roots(node) for other in self.touching[root] if self.at[other] in passed} - {node}
+        if is_random(node) or any(is_mutating(node) or is_mutating(other) for other in crossed):
             return
         self.at[node] = there
 
     def _held(self, node: Node) -> int:
-        return sum(self._bytes(one) for one in dict.fromkeys(operands(node)) if one.op != "placeholder")
+        return sum(self._bytes(operand) for operand in dict.fromkeys(operands(node)) if operand.op != "placeholder")
 
     def _bytes(self, node: Node) -> int:
-        made = tensors_of(self.values[node])
-        return sum(one.numel() * one.element_size() for one in made if one.numel() > 1)
+        tensors = tensors_of(self.values[node])
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
 
 
 def _roots(node: Node) -> set[Node]:
     """What `node` reads or writes, and what that is a view of."""
-    found, given = set[Node](), operands(node)
-    while given:
-        one = given.pop()
-        source = viewed(one)
+    roots, pending = set[Node](), operands(node)
+    while pending:
+        operand = pending.pop()
+        source = viewed(operand)
         if source is None:
-            found.add(one)
+            roots.add(operand)
         else:
-            given.append(source)
-    return found
+            pending.append(source)
+    return roots
 
 
 def _readers(node: Node) -> set[Node]:
     """What reads `node`, or a view of it."""
-    found, users = set[Node](), list(node.users)
+    readers, users = set[Node](), list(node.users)
     while users:
-        one = users.pop()
-        if viewed(one) is None:
-            found.add(one)
+        user = users.pop()
+        if viewed(user) is None:
+            readers.add(user)
         else:
-            users += one.users
-    return found
+            users += user.users
+    return readers

@@ -42,17 +42,17 @@ def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or not is_mutating(node) or apart(node):
             continue
-        given = node.kwargs.get("out", node.args[0])
-        if not isinstance(given, Node) or len(_torch.schema_of(node.target).returns) != 1:
+        target = node.kwargs.get("out", node.args[0])
+        if not isinstance(target, Node) or len(_torch.schema_of(node.target).returns) != 1:
             continue
-        root = given
+        root = target
         while (source := viewed(root)) is not None:
             root = source
         functional = None if root.op == "placeholder" or "out" in node.kwargs else _functional_form(node.target)
         if functional is not None:
             node.target = functional
         else:
-            node.replace_all_uses_with(given)
+            node.replace_all_uses_with(target)
 
 
 def _functional_form(target: Any) -> Any:

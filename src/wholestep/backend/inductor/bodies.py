@@ -33,17 +33,17 @@ class Bodies:
     apart: Callable[[Node], bool]
     fakes: Fakes
     by_layer: bool
-    found: dict[Graph, _Body] = field(default_factory=dict["Graph", "_Body"])
+    by_graph: dict[Graph, _Body] = field(default_factory=dict["Graph", "_Body"])
 
     def of(self, graph: Graph) -> _Body:
         """The body with this graph, which several parts of a stage may run."""
-        if graph not in self.found:
-            self.found[graph] = _Body(graph, self)
-        return self.found[graph]
+        if graph not in self.by_graph:
+            self.by_graph[graph] = _Body(graph, self)
+        return self.by_graph[graph]
 
     def compile(self, regions: CompiledRegions) -> None:
         """Compile every form that the fakes have shown."""
-        for body in self.found.values():
+        for body in self.by_graph.values():
             body.compile(regions)
 
     def runs_apart(self, node: Node) -> bool:
@@ -69,18 +69,18 @@ class _Body:
 
     def on_fakes(self, inputs: Sequence[Any], piece: int) -> list[Any]:
         """What the body makes of fakes."""
-        given = list(inputs)
-        values = self._bodies.fakes(self._graph, given, piece)
+        fakes = list(inputs)
+        values = self._bodies.fakes(self._graph, fakes, piece)
         form = tuple(_about(value) for node, value in values.items() if node not in self._totals)
         self._forms.setdefault(form, values)
-        self._of_piece[piece] = form, self._about(given)
+        self._of_piece[piece] = form, self._about(fakes)
         return [values[node] for node in operands(next(iter(reversed(self._graph.nodes))))]
 
     def compile(self, regions: CompiledRegions) -> None:
         """Compile each form."""
         for form, values in self._forms.items():
-            made = in_regions(self._graph, self._bodies.runs_apart, values, regions, self._bodies.by_layer)
-            self._compiled[form] = op_by_op(made)
+            graph = in_regions(self._graph, self._bodies.runs_apart, values, regions, self._bodies.by_layer)
+            self._compiled[form] = op_by_op(graph)
         self._forms = {}
 
     def __call__(self, inputs: list[Any], piece: int) -> list[Any]:

@@ -96,13 +96,13 @@ class Inductor:
         except BackendError:
             raise
         except Exception as error:
-            found = f"Inductor cannot compile this graph: {first_line(error)}"
-            raise BackendError(found, next_step='use backend="eager"') from error
+            problem = f"Inductor cannot compile this graph: {first_line(error)}"
+            raise BackendError(problem, next_step='use backend="eager"') from error
 
     def _apart(self, node: Node) -> bool:
         if node.target in _IN_PYTHON or loop_of(node) or part_of(node) or _torch.runs_fused_optimizer(node.target):
             return True
-        if any(given.target is _IN_PYTHON[-1] for given in operands(node)):
+        if any(operand.target is _IN_PYTHON[-1] for operand in operands(node)):
             return True  # a number that is in the graph of Inductor is a constant
         if any(isinstance(size, SizeFloat) for size in sizes_among([node.args, node.kwargs])):
             return True  # a float is no input of Inductor's
@@ -113,12 +113,12 @@ def _find_compilers(example_inputs: Sequence[Any]) -> None:
     """Raise BackendError where a compiler is missing that Inductor would look for later."""
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     if devices == {"cpu"} and not (shutil.which("g++") or shutil.which("clang++")):
-        found = "backend 'inductor' needs a C++ compiler and found none"
-        raise BackendError(found, "g++ or clang++ on the PATH", 'install one, or use backend="eager"')
+        problem = "backend 'inductor' needs a C++ compiler and found none"
+        raise BackendError(problem, "g++ or clang++ on the PATH", 'install one, or use backend="eager"')
     if "cuda" in devices and not _torch.has_triton():
-        found = "backend 'inductor' needs Triton on a GPU and found none"
+        problem = "backend 'inductor' needs Triton on a GPU and found none"
         needed = "the package triton, and a GPU that it supports"
-        raise BackendError(found, needed, 'install it, or use backend="eager"')
+        raise BackendError(problem, needed, 'install it, or use backend="eager"')
 
 
 def _compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -142,9 +142,9 @@ class _Fakes:
         with _torch.fake_mode() if symbols is None else symbols.mode as mode:
 
             def fake(node: Node, value: Any) -> Any:
-                made = meta.tensor(node)
-                if symbols is not None and made is not None and sizes_among([made.shape, made.stride]):
-                    return symbolic_fake(made, symbols)
+                traced = meta.tensor(node)
+                if symbols is not None and traced is not None and sizes_among([traced.shape, traced.stride]):
+                    return symbolic_fake(traced, symbols)
                 return mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
 
             nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -156,7 +156,7 @@ class _Fakes:
 
     def _run(self, graph: Graph, inputs: Sequence[Any], piece: int = 0) -> dict[Node, Any]:
         values: dict[Node, Any] = {}
-        given = iter(inputs)
+        remaining = iter(inputs)
 
         def value_of(leaf: Any) -> Any:
             if isinstance(leaf, Node):
@@ -168,7 +168,7 @@ class _Fakes:
 
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(remaining)
             elif node.op == "call_function":
                 args, kwargs = map_aggregate((node.args, node.kwargs), value_of)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
                 function = self._function(node)
@@ -206,7 +206,7 @@ def _nothing_begun(value: torch.Tensor, other: int, tag: int, group: str) -> _No
     return _Nothing()
 
 
-def _received(shape: Sequence[int], dtype: torch.dtype, device: str, *others: Any) -> torch.Tensor:
+def _received(shape: Sequence[int], dtype: torch.dtype, device: str, *_: Any) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 

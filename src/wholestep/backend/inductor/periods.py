@@ -32,7 +32,7 @@ def find_repeats(labels: Sequence[Hashable], least: int) -> list[Repeat]:
     places = defaultdict[tuple[int, ...], list[int]](list)
     for i, seed in enumerate(seeds):
         places[seed].append(i)
-    rank = {i: n for found in places.values() for n, i in enumerate(found)}
+    rank = {i: n for starts in places.values() for n, i in enumerate(starts)}
     repeats: list[Repeat] = []
     at = 0
     while at < len(seeds):

@@ -60,7 +60,7 @@ class CompiledRegions:
 
     def _compiled(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         metas = [meta_of(value) for value in inputs if isinstance(value, torch.Tensor)]
-        sized = sizes_among([(one.shape, one.stride) for one in metas])
+        sized = sizes_among([(tensor.shape, tensor.stride) for tensor in metas])
         if self.record is None or not (sized or any(sizes_among([n.args, n.kwargs]) for n in module.graph.nodes)):
             return self.compile(module, inputs)
         name = next(node.name for node in module.graph.nodes if node.op == "call_function")
@@ -77,31 +77,31 @@ def in_regions(
     are read, so that regions take and return no aliases.
     """
     parts = list(_parts(graph, apart, values, by_layer))
-    read = {given for part in parts for given in part.taken}
-    whole, seen = Graph(), dict[Node, Node]()
+    read_elsewhere = {node for part in parts for node in part.inputs}
+    outer, seen = Graph(), dict[Node, Node]()
 
-    def known(node: Node) -> Node:
+    def copied(node: Node) -> Node:
         if node not in seen:
-            seen[node] = whole.node_copy(node, known)
+            seen[node] = outer.node_copy(node, copied)
         return seen[node]
 
     for part in parts:
         if not part.compiled:
             for node in part.nodes:
-                known(node)
+                copied(node)
             continue
-        made = [node for node in part.nodes if node in read and viewed(node) is None]
+        results = [node for node in part.nodes if node in read_elsewhere and viewed(node) is None]
         try:
-            run = regions.function(_module(part, made), [values[node] for node in part.taken])
+            run = regions.function(_module(part, results), [values[node] for node in part.inputs])
         except Exception as error:
-            found = f"Inductor cannot compile %{part.nodes[0].name} to %{part.nodes[-1].name}: {first_line(error)}"
-            raise BackendError(found, next_step='use backend="eager"') from error
-        given = (*(known(node) for node in part.taken), *(regions.sizes() if isinstance(run, SizedRegion) else ()))
-        call = whole.create_node("call_function", run, given, name="region")
-        for i, node in enumerate(made):
-            seen[node] = whole.call_function(operator.getitem, (call, i))
+            problem = f"Inductor cannot compile %{part.nodes[0].name} to %{part.nodes[-1].name}: {first_line(error)}"
+            raise BackendError(problem, next_step='use backend="eager"') from error
+        args = (*(copied(node) for node in part.inputs), *(regions.sizes() if isinstance(run, SizedRegion) else ()))
+        call = outer.create_node("call_function", run, args, name="region")
+        for i, node in enumerate(results):
+            seen[node] = outer.call_function(operator.getitem, (call, i))
             meta.copy_origin(node, seen[node])
-    return whole
+    return outer
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Part:
     compiled: bool
     nodes: list[Node]
     views: list[Node]
-    taken: list[Node]
+    inputs: list[Node]
 
 
 def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
@@ -125,41 +125,41 @@ def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any],
 
 def _read(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """Views and other values of other parts that `nodes` read, in the order of their first use."""
-    known, views, taken = set(nodes), list[Node](), list[Node]()
+    seen, views, inputs = set(nodes), list[Node](), list[Node]()
 
-    def read(given: Node) -> None:
-        if given in known:
+    def read(operand: Node) -> None:
+        if operand in seen:
             return
-        known.add(given)
-        if viewed(given) is None:
-            taken.append(given)
+        seen.add(operand)
+        if viewed(operand) is None:
+            inputs.append(operand)
             return
-        for source in operands(given):
+        for source in operands(operand):
             read(source)
-        views.append(given)
+        views.append(operand)
 
     for node in nodes:
-        for given in operands(node):
-            read(given)
-    return views, taken
+        for operand in operands(node):
+            read(operand)
+    return views, inputs
 
 
 def _stretches(graph: Graph, apart: Callable[[Node], bool]) -> list[tuple[bool, list[Group]]]:
     """Neighbours that run alike; True for those that run by themselves."""
-    found: list[tuple[bool, list[Group]]] = []
+    stretches: list[tuple[bool, list[Group]]] = []
     for node in graph.nodes:
         if _torch.is_getitem(node.target):
             continue
         alone = node.op != "call_function" or apart(node)
-        if not found or found[-1][0] is not alone:
-            found.append((alone, []))
-        found[-1][1].append(_with_items(node))
-    return found
+        if not stretches or stretches[-1][0] is not alone:
+            stretches.append((alone, []))
+        stretches[-1][1].append(_with_items(node))
+    return stretches
 
 
 def _with_items(node: Node) -> Group:
     items = [user for user in node.users if _torch.is_getitem(user.target)]
-    return [node, *(found for item in items for found in _with_items(item))]
+    return [node, *(member for item in items for member in _with_items(item))]
 
 
 def _cut(stretch: list[Group], values: dict[Node, Any]) -> list[list[Group]]:
@@ -184,15 +184,15 @@ def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: 
     while position >= max(repeat.start, at - repeat.period) and not arithmetic(stretch[position][0].target):
         for node in stretch[position]:
             if node.target not in FREE and any(user in behind for user in node.users):
-                crossing += sum(one.numel() for one in tensors_of(values[node]))
+                crossing += sum(tensor.numel() for tensor in tensors_of(values[node]))
         position -= 1
     return crossing, -((repeat.stop - first) // repeat.period)
 
 
 def _label(group: Group, values: dict[Node, Any]) -> Hashable:
     node = group[0]
-    touched = [meta_of(one) for given in (*operands(node), node) for one in tensors_of(values[given])]
-    shapes = tuple((tuple(map(text_of, one.shape)), one.dtype) for one in touched)
+    touched = [meta_of(tensor) for source in (*operands(node), node) for tensor in tensors_of(values[source])]
+    shapes = tuple((tuple(map(text_of, tensor.shape)), tensor.dtype) for tensor in touched)
     return node.target, _plain(node.args, {}), _plain(node.kwargs, {}), shapes
 
 
@@ -221,22 +221,22 @@ def _key(graph: Graph, inputs: Sequence[Any]) -> Hashable:
         (n.target, _plain(n.args, numbers), _plain(n.kwargs, numbers)) for n in graph.nodes if n.op != "placeholder"
     )
     storages = dict[int, int]()
-    given: list[Hashable] = []
+    described: list[Hashable] = []
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            storage, made = storages.setdefault(_torch.storage_key(value), len(storages)), meta_of(value)
-            shape, stride = tuple(map(text_of, made.shape)), tuple(map(text_of, made.stride))
-            given.append((shape, stride, value.dtype, value.device, storage, value.storage_offset()))
+            storage, traced = storages.setdefault(_torch.storage_key(value), len(storages)), meta_of(value)
+            shape, stride = tuple(map(text_of, traced.shape)), tuple(map(text_of, traced.stride))
+            described.append((shape, stride, value.dtype, value.device, storage, value.storage_offset()))
         else:
-            given.append(_plain(value, {}))
-    return calls, tuple(given)
+            described.append(_plain(value, {}))
+    return calls, tuple(described)
 
 
-def _module(part: _Part, made: Sequence[Node]) -> GraphModule:
+def _module(part: _Part, results: Sequence[Node]) -> GraphModule:
     graph, seen = Graph(), dict[Node, Node]()
-    for i, node in enumerate(part.taken):
+    for i, node in enumerate(part.inputs):
         seen[node] = graph.placeholder(f"input_{i}")
     for node in (*part.views, *part.nodes):
         seen[node] = graph.node_copy(node, seen.__getitem__)
-    graph.output(tuple(seen[node] for node in made))
+    graph.output(tuple(seen[node] for node in results))
     return GraphModule({}, graph)

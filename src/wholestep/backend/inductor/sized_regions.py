@@ -18,32 +18,32 @@ from torch.fx.proxy import GraphAppendingTracer
 from ... import _torch
 from ...errors import first_line
 from ...graph.meta import TensorMeta
-from ...sizes import SizeGuards, SizeInt, evaluate, evaluator
+from ...sizes import SizeGuards, SizeInt, evaluate, evaluator, text_of
 from ...tuning import TUNING
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def symbolic_fake(made: TensorMeta, symbols: _torch.Symbols) -> torch.Tensor:
+def symbolic_fake(tensor_meta: TensorMeta, symbols: _torch.Symbols) -> torch.Tensor:
     """A fake tensor with the symbols of an environment in its shape."""
-    shape, stride = symbols.symbolic(made.shape), symbols.symbolic(made.stride)
+    shape, stride = symbols.symbolic(tensor_meta.shape), symbols.symbolic(tensor_meta.stride)
     with symbols.mode:
-        return torch.empty_strided(shape, stride, dtype=made.dtype, device=made.device)
+        return torch.empty_strided(shape, stride, dtype=tensor_meta.dtype, device=tensor_meta.device)
 
 
 def with_symbols(module: GraphModule, record: SizeGuards) -> GraphModule:
     """`module` with the sizes of symbols as further inputs, from which it computes what it needs."""
-    graph, made = module.graph, dict[str, Any]()
+    graph, nodes = module.graph, dict[str, Any]()
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        given = {symbol: Proxy(graph.placeholder(symbol), GraphAppendingTracer(graph)) for symbol in record.dims}
+        symbols = {symbol: Proxy(graph.placeholder(symbol), GraphAppendingTracer(graph)) for symbol in record.dims}
 
         def computed(leaf: Any) -> Any:
             if not isinstance(leaf, SizeInt):
                 return leaf
-            if leaf.text not in made:
-                made[leaf.text] = evaluate(leaf.text, {**given, **_torch.SYMBOLIC_FUNCTIONS}).node
-            return made[leaf.text]
+            if leaf.text not in nodes:
+                nodes[leaf.text] = evaluate(leaf.text, {**symbols, **_torch.SYMBOLIC_FUNCTIONS}).node
+            return nodes[leaf.text]
 
         for node in list(graph.nodes):
             args, kwargs = map_aggregate((node.args, node.kwargs), computed)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
@@ -55,7 +55,7 @@ def with_symbols(module: GraphModule, record: SizeGuards) -> GraphModule:
 class SizedRegion:
     """A region as a function of its tensors and of the sizes of all symbols. `metas` describe the tensors.
 
-    `made` are the compiled functions, each with what its sizes have to fulfil; `compiles` counts tries.
+    `variants` are the compiled functions, each with what its sizes have to fulfil; `compiles` counts tries.
     """
 
     module: GraphModule
@@ -63,38 +63,38 @@ class SizedRegion:
     record: SizeGuards
     compile: Compile
     name: str
-    made: list[tuple[Callable[..., Sequence[bool]], Callable[..., Any]]] = field(default_factory=list[Any])
+    variants: list[tuple[Callable[..., Sequence[bool]], Callable[..., Any]]] = field(default_factory=list[Any])
     compiles: int = 0
-    known: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict[Any, Any])
+    by_sizes: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
         self._tensors, self._symbols = len(self.metas), list(self.record.dims)
-        texts = [n.text if isinstance(n, SizeInt) else repr(n) for one in self.metas for n in (*one.shape, *one.stride)]
+        texts = [str(text_of(n)) for tensor in self.metas for n in (*tensor.shape, *tensor.stride)]
         self._described = evaluator(texts, self._symbols)
         self.compile_at(self.record.now)
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """Run it."""
-        run = self.known.get(given[self._tensors :])
+        run = self.by_sizes.get(inputs[self._tensors :])
         if run is None:
-            run = self._find(given[: self._tensors], given[self._tensors :])
-        return run(*given)
+            run = self._find(inputs[: self._tensors], inputs[self._tensors :])
+        return run(*inputs)
 
-    def _find(self, given: Sequence[torch.Tensor], now: tuple[int, ...]) -> Callable[..., Any]:
+    def _find(self, tensors: Sequence[torch.Tensor], now: tuple[int, ...]) -> Callable[..., Any]:
         """The function for sizes that are new."""
-        run = self._fits(given, now)
-        if len(self.known) >= TUNING.kept_log:
-            self.known.clear()
-        self.known[now] = run
+        run = self._fits(tensors, now)
+        if len(self.by_sizes) >= TUNING.kept_log:
+            self.by_sizes.clear()
+        self.by_sizes[now] = run
         return run
 
-    def _fits(self, given: Sequence[torch.Tensor], now: tuple[int, ...]) -> Callable[..., Any]:
-        found = tuple(n for one in given for n in (*one.shape, *one.stride()))
+    def _fits(self, tensors: Sequence[torch.Tensor], now: tuple[int, ...]) -> Callable[..., Any]:
+        actual = tuple(n for tensor in tensors for n in (*tensor.shape, *tensor.stride()))
         sizes = self.record.shown_now()
-        if found != self._described(*now):
+        if actual != self._described(*now):
             self.record.say(f"a region runs op by op at {sizes}: its inputs have other strides")
             return self.module
-        for holds, run in self.made:
+        for holds, run in self.variants:
             if all(holds(*now)):
                 return run
         if self.compiles >= TUNING.most_region_programs:
@@ -109,12 +109,12 @@ class SizedRegion:
         self.compiles += 1
         symbols = self.record.symbols.apart(dict(zip(self._symbols, now, strict=True)))
         try:
-            examples = [symbolic_fake(one, symbols) for one in self.metas]
+            examples = [symbolic_fake(tensor, symbols) for tensor in self.metas]
             run = self.compile(self.module, [*examples, *symbols.ints()])
         except Exception as error:  # whatever the compiler does not do with symbols
             self.record.say(f"a region runs op by op, as Inductor cannot compile it with symbols: {first_line(error)}")
             self.compiles = TUNING.most_region_programs
             return None
         guards = [guard.text for guard in symbols.guards()]
-        self.made.append((evaluator([f"({text})" for text in guards], self._symbols), run))
+        self.variants.append((evaluator([f"({text})" for text in guards], self._symbols), run))
         return run
