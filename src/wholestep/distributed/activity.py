@@ -32,8 +32,8 @@ class Activity:
     compares a program that has `news`. For the call of number `meets` it has a program with collectives. `unfinished`
     counts calls that raised. `ran` counts those of programs with collectives, of all steps; `trail` says of the latest
     ones divisible by 1, 2, 4, ... what had run by then. `failure` is set once it is known that a rank failed. `explain`
-    finds out why a collective failed, and `told` hears that the main thread knows of it. `compiled` counts steps by
-    their names.
+    finds out why a collective failed, and `acknowledge` hears that the main thread knows of it. `compiled` counts steps
+    by their names.
     """
 
     step: Callable[[], NamedStep | None] = lambda: None
@@ -50,7 +50,7 @@ class Activity:
     error: str = ""
     failure: WholestepError | None = None
     explain: Callable[[BaseException], None] | None = field(default=None, repr=False)
-    told: Callable[[], None] | None = field(default=None, repr=False)
+    acknowledge: Callable[[], None] | None = field(default=None, repr=False)
     compiled: Counter[str] = field(default_factory=Counter[str], repr=False)
     _chain: int = 0
 
@@ -64,8 +64,8 @@ class Activity:
     def raise_failure(self) -> None:
         """Raise RankFailedError, if a rank failed."""
         if self.failure is not None:
-            if self.told is not None and _on_main_thread():
-                self.told()
+            if self.acknowledge is not None and _on_main_thread():
+                self.acknowledge()
             raise self.failure from None
 
     def note_error(self, error: BaseException) -> None:

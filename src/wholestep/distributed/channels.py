@@ -41,10 +41,10 @@ def open_channels(world: World, axis: str, channels: Iterable[Channel]) -> None:
     os.environ.setdefault(_KNOWN_WARNING, "false")
     with ACTIVITY.waiting("the opening of channels between stages"):
         for together in disjoint(closed):
-            own: Any = dist.new_subgroups_by_enumeration(list(map(list, world.mesh.groups(axis))), backend=library)[0]
+            ours: Any = dist.new_subgroups_by_enumeration(list(map(list, world.mesh.groups(axis))), backend=library)[0]
             if world.timeout_s is not None:
-                _torch.set_group_timeout(own, world.timeout_s)
-            world.groups.update({channel(axis, *pair): own.group_name for pair in together})
+                _torch.set_group_timeout(ours, world.timeout_s)
+            world.groups.update({channel(axis, *pair): ours.group_name for pair in together})
         here, message = world.coordinate[axis], torch.zeros(1, device=world.device)
         for source, target in closed:
             group = world.groups[channel(axis, source, target)]
@@ -56,10 +56,10 @@ def open_channels(world: World, axis: str, channels: Iterable[Channel]) -> None:
 
 def disjoint(channels: Iterable[Channel]) -> list[list[Channel]]:
     """`channels` in few lists: in each, a coordinate is an end of at most one."""
-    found: list[list[Channel]] = []
+    rows: list[list[Channel]] = []
     for pair in sorted(channels):
-        free = (one for one in found if not {end for other in one for end in other} & {*pair})
-        if (one := next(free, None)) is None:
-            found.append(one := [])
-        one.append(pair)
-    return found
+        free = (row for row in rows if not {end for other in row for end in other} & {*pair})
+        if (row := next(free, None)) is None:
+            rows.append(row := [])
+        row.append(pair)
+    return rows

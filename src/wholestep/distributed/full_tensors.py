@@ -20,15 +20,15 @@ from .activity import ACTIVITY
 funcol = torch.ops._c10d_functional
 
 
-def put_piece(target: DTensor, whole: Tensor) -> None:
-    """Copy this rank's piece of `whole` into `target`, where it differs."""
-    copy(_torch.local_tensor(target), own_piece(target, whole))
+def put_piece(target: DTensor, full: Tensor) -> None:
+    """Copy this rank's piece of `full` into `target`, where it differs."""
+    copy(_torch.local_tensor(target), own_piece(target, full))
 
 
-def own_piece(like: DTensor, whole: Tensor) -> Tensor:
-    """This rank's piece of `whole`, laid out as another tensor of this shape."""
-    here = place(like.device_mesh)
-    return cut(whole, dtensor.layout_from(like.placements, like.dim(), here.mesh), here.mesh, here.coordinate)
+def own_piece(target: DTensor, full: Tensor) -> Tensor:
+    """This rank's piece of `full`, laid out as `target`, which has this shape."""
+    here = place(target.device_mesh)
+    return cut(full, dtensor.layout_from(target.placements, target.dim(), here.mesh), here.mesh, here.coordinate)
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -63,21 +63,21 @@ def gather(tensors: Iterable[Tensor], at_home: bool = False) -> dict[int, Tensor
 def _gathered(pieces: Sequence[DTensor], at_home: bool) -> dict[int, Tensor]:
     places = {tensor.device_mesh: place(tensor.device_mesh) for tensor in pieces}
     out: dict[int, Tensor] = {}
-    for few in _bounded(pieces):
+    for batch in _bounded(pieces):
         parts: list[_Part] = []
-        for tensor in few:
+        for tensor in batch:
             layout = dtensor.layout_from(tensor.placements, tensor.dim(), places[tensor.device_mesh].mesh)
             piece = _torch.local_tensor(tensor).to(tensor.device_mesh.device_type)
             piece, layout = _from_owner(piece, layout, tuple(tensor.shape), places[tensor.device_mesh])
             parts.append(_Part(piece, layout, tuple(tensor.shape)))
         while any(part.next() for part in parts):
             buckets = defaultdict[tuple[DeviceMesh, str, torch.dtype], list[tuple[_Part, int]]](list)
-            for part, tensor in zip(parts, few, strict=True):
-                if (found := part.next()) is not None:
-                    buckets[tensor.device_mesh, found[0], part.piece.dtype].append((part, found[1]))
+            for part, tensor in zip(parts, batch, strict=True):
+                if (upcoming := part.next()) is not None:
+                    buckets[tensor.device_mesh, upcoming[0], part.piece.dtype].append((part, upcoming[1]))
             for (devices, axis, _), bucket in buckets.items():
                 _join(bucket, axis, places[devices])
-        out |= {id(tensor): _own(part.piece, tensor, at_home) for part, tensor in zip(parts, few, strict=True)}
+        out |= {id(tensor): _own(part.piece, tensor, at_home) for part, tensor in zip(parts, batch, strict=True)}
     return out
 
 
@@ -91,10 +91,10 @@ def _from_owner(piece: Tensor, layout: Layout, shape: tuple[int, ...], here: Mes
     return piece, layout
 
 
-def _own(whole: Tensor, tensor: DTensor, at_home: bool) -> Tensor:
+def _own(full: Tensor, tensor: DTensor, at_home: bool) -> Tensor:
     piece = _torch.local_tensor(tensor)
-    whole = whole.to(piece.device) if at_home else whole
-    return whole.clone() if whole.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else whole
+    full = full.to(piece.device) if at_home else full
+    return full.clone() if full.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else full
 
 
 def _bounded(tensors: Sequence[DTensor]) -> list[list[DTensor]]:

@@ -65,7 +65,7 @@ class Beat:
     trail: tuple[tuple[int, int], ...] = ()
     still_s: float = 0.0
     allowance_s: float = 0.0
-    left: bool = False
+    has_left: bool = False
 
     def last(self, silent_s: float = 0.0) -> str:
         """What the rank did then, for how long, and when that was."""
@@ -167,8 +167,8 @@ def waited_for(frame: FrameType | None) -> str:
 
 def _user_line(frame: FrameType) -> str:
     """The innermost line of this thread that is neither torch's, nor wholestep's, nor Python's own."""
-    for found, line in traceback.walk_stack(frame):
-        file = found.f_code.co_filename
+    for caller, line in traceback.walk_stack(frame):
+        file = caller.f_code.co_filename
         standard = file.startswith(_STANDARD) and _PACKAGES not in file
         if not (standard or file.startswith((*_INTERNAL, "<"))):
             return f"{file}:{line}  {_source_line(file, line)}"

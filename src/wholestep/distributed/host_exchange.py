@@ -21,12 +21,12 @@ from .rendezvous import Rendezvous
 @dataclass(eq=False)
 class HostExchange:
     """One rank's side. `memory` is what the ranks of one node share. Without it, `group` connects hosts, which send
-    their `own` number, the length of their row, and the row, and get those of all.
+    what is `outgoing` (their number, the length of their row, and the row) and get those of all.
     """
 
     memory: Lockstep | None
     group: Any
-    own: torch.Tensor
+    outgoing: torch.Tensor
     all: torch.Tensor
     _row: Sequence[int] = ()
     _open: bool = False
@@ -48,8 +48,8 @@ class HostExchange:
         if self.memory is not None:
             self.memory.give(number)
             return
-        self.own[: len(row) + 2] = torch.tensor([number, len(row), *row], device="cpu")
-        self._sent = dist.all_gather(list(self.all), self.own, group=self.group, async_op=True)
+        self.outgoing[: len(row) + 2] = torch.tensor([number, len(row), *row], device="cpu")
+        self._sent = dist.all_gather(list(self.all), self.outgoing, group=self.group, async_op=True)
 
     def extremes(self) -> tuple[int, int]:
         """The least and the greatest number that ranks have given. Waits for ranks that have not."""
@@ -65,5 +65,5 @@ class HostExchange:
         """The rows that ranks have given, each of its own length, once `extremes` are known (collective)."""
         if self.memory is not None:
             return self.memory.rows(self._row)
-        found = cast("list[list[int]]", self.all.tolist())
-        return [numbers[2 : 2 + numbers[1]] for numbers in found]
+        table = cast("list[list[int]]", self.all.tolist())
+        return [numbers[2 : 2 + numbers[1]] for numbers in table]

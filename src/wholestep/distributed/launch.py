@@ -98,9 +98,9 @@ def join(
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh or Mesh(f"dp={size}")
     if mesh.size != size:
-        found = f"mesh {mesh} has {mesh.size} ranks, the job has {size}"
+        problem = f"mesh {mesh} has {mesh.size} ranks, the job has {size}"
         next_step = f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})'
-        raise MeshError(found, f"axis sizes whose product is {size}", next_step)
+        raise MeshError(problem, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
         return World(mesh, 0, device, None, {}, home or device)
     _check_gpu(device)
@@ -124,10 +124,10 @@ def _devices_of(mesh: Mesh, kind: str) -> DeviceMesh:
     those over NCCL are dear, and shared by all.
     """
     meshes = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind), [])
-    own: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
-    if len(meshes) < (_MOST_OWN if own else 1):
+    backends: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
+    if len(meshes) < (_MOST_OWN if backends else 1):
         sizes = tuple(axis.size for axis in mesh.axes)
-        meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=own))
+        meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=backends))
     else:
         meshes.append(meshes.pop(0))
     return meshes[-1]
@@ -138,18 +138,18 @@ def _check_gpu(device: str | None) -> None:
     index = torch.device(device).index if device is not None and device.startswith("cuda") else None
     rank, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if index is not None and index != rank and 1 < ranks <= torch.cuda.device_count():
-        found = f"the model of local rank {rank} is on {device}"
+        text = f"the model of local rank {rank} is on {device}"
         next_step = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the model is made'
-        raise MeshError(found, f"cuda:{rank}: ranks take GPUs in order (CUDA_VISIBLE_DEVICES sets another)", next_step)
+        raise MeshError(text, f"cuda:{rank}: ranks take GPUs in order (CUDA_VISIBLE_DEVICES sets another)", next_step)
 
 
 def _check_library(device: str) -> None:
     """Gloo reads the memory of a GPU as if it were the host's."""
     backends = dist.get_backend_config().split(",")
     if device.startswith("cuda") and f"{torch.device(device).type}:gloo" in backends:
-        found = f"the step runs on {device}, and the process group communicates over gloo there"
+        problem = f"the step runs on {device}, and the process group communicates over gloo there"
         next_step = 'call init_process_group("nccl"), or none: wholestep makes the group'
-        raise MeshError(found, "NCCL, with a GPU for each rank", next_step)
+        raise MeshError(problem, "NCCL, with a GPU for each rank", next_step)
 
 
 def _let_go() -> None:

@@ -51,8 +51,8 @@ class Lockstep:
     def taken(self) -> tuple[int, int]:
         """The extremes of the exchange that has begun. Raises RankFailedError: a rank failed."""
         row = self.exchanges % 2 * self.size
-        found = [self._read(row + other, self.exchanges) for other in range(self.size)]
-        return min(found), max(found)
+        numbers = [self._read(row + other, self.exchanges) for other in range(self.size)]
+        return min(numbers), max(numbers)
 
     def rows(self, row: Sequence[int]) -> list[list[int]]:
         """The rows of all ranks, of at most `width` numbers, from 0 to 2^40, each (collective).
@@ -63,10 +63,10 @@ class Lockstep:
         self.tables += 1
         place = 2 * (self.width + 1)
         table = 2 * self.size + self.tables % 2 * self.size * place
-        own = table + self.rank * place
+        start = table + self.rank * place
         for i, number in enumerate((len(row), *row)):
-            self.words[own + 2 * i] = self.tables << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
-            self.words[own + 2 * i + 1] = self.tables << _NUMBER_BITS | number >> _NUMBER_BITS
+            self.words[start + 2 * i] = self.tables << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
+            self.words[start + 2 * i + 1] = self.tables << _NUMBER_BITS | number >> _NUMBER_BITS
         return [self._row(table + other * place) for other in range(self.size)]
 
     def _row(self, at: int) -> list[int]:

@@ -31,21 +31,21 @@ class OwnedTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         about = _torch.schema_of(func)
-        written = [one for one, argument in zip(args, about.arguments, strict=False) if argument.is_write]
-        owned = [isinstance(one, OwnedTensor) for one in _leaves(written)]
+        written = [operand for operand, argument in zip(args, about.arguments, strict=False) if argument.is_write]
+        owned = [isinstance(tensor, OwnedTensor) for tensor in _leaves(written)]
         if all(owned) and "out" not in kwargs and _is_of_elements(func):
             try:
-                made = func(*(_pieces(one, args) for one in args), **_pieces(kwargs, args))
-                return (args[0] if owned else _wrapped(made, args)) if about.returns else made
+                pieces = func(*(_pieces(operand, args) for operand in args), **_pieces(kwargs, args))
+                return (args[0] if owned else _wrapped(pieces, args)) if about.returns else pieces
             except StateError:
                 if owned:
                     raise
-        views = [one for one in about.returns if one.alias_info is not None and not one.alias_info.is_write]
+        views = [schema for schema in about.returns if schema.alias_info is not None and not schema.alias_info.is_write]
         if any(owned) or views or "out" in kwargs or torch.Tag.nondeterministic_seeded in func.tags:
-            found = f"{func} of a tensor of which only one stage of a pipeline has anything"
-            raise StateError(found, "an op that treats elements alike, or one that makes a new tensor", _NEXT)
-        others = [one for one in _leaves((args, kwargs)) if not isinstance(one, DTensor)]
-        send = _sent if not any(one.dim() for one in others) else OwnedTensor.full_tensor
+            problem = f"{func} of a tensor of which only one stage of a pipeline has anything"
+            raise StateError(problem, "an op that treats elements alike, or one that makes a new tensor", _NEXT)
+        plain = [tensor for tensor in _leaves((args, kwargs)) if not isinstance(tensor, DTensor)]
+        send = _sent if not any(tensor.dim() for tensor in plain) else OwnedTensor.full_tensor
         args, kwargs = _torch.tree_map_only(OwnedTensor, send, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class OwnedTensor(DTensor):
 
 def wrap(local: torch.Tensor, devices: DeviceMesh, placed: Sequence[Any], shape: Sequence[int]) -> DTensor:
     """Return a DTensor of global `shape` with this local tensor, which may be in host memory; no communication."""
-    kind = OwnedTensor if any(isinstance(one, Owned) for one in placed) else DTensor
+    kind = OwnedTensor if any(isinstance(placement, Owned) for placement in placed) else DTensor
     return _torch.dtensor(kind, local, devices, placed, shape)
 
 
@@ -71,16 +71,16 @@ def _is_of_elements(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.data_dependent_output in func.tags:
         return False
     name = packet_name(func)
-    whole = name.startswith(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
-    return name in _COPIES or name.endswith("_like") or (is_pointwise(func) and not whole)
+    reduces = name.startswith(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+    return name in _COPIES or name.endswith("_like") or (is_pointwise(func) and not reduces)
 
 
 def _leaves(args: Any) -> list[torch.Tensor]:
-    return [one for one in _torch.tree_flatten(args)[0] if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in _torch.tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _first(args: Any) -> OwnedTensor:
-    return next(one for one in _leaves(args) if isinstance(one, OwnedTensor))
+    return next(leaf for leaf in _leaves(args) if isinstance(leaf, OwnedTensor))
 
 
 def _pieces(value: Any, args: Sequence[Any]) -> Any:
@@ -89,31 +89,31 @@ def _pieces(value: Any, args: Sequence[Any]) -> Any:
     """
     if isinstance(value, (list, tuple)) and isinstance(args[0], (list, tuple)):
         return list(map(_piece, cast(Sequence[Any], value), cast(Sequence[Any], args[0])))
-    return _torch.tree_map_only(torch.Tensor, partial(_piece, like=_first(args)), value)
+    return _torch.tree_map_only(torch.Tensor, partial(_piece, owned=_first(args)), value)
 
 
-def _piece(value: Any, like: Any) -> Any:
+def _piece(value: Any, owned: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if (
         isinstance(value, DTensor)
-        and value.placements == getattr(like, "placements", None)
-        and value.shape == like.shape
+        and value.placements == getattr(owned, "placements", None)
+        and value.shape == owned.shape
     ):
         return _torch.local_tensor(value)
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if not isinstance(like, DTensor) or (whole.dim() and whole.shape != like.shape):
-        found = f"an operand of shape {list(whole.shape)} for a tensor of which one stage of a pipeline has everything"
-        raise StateError(found, f"a number, or a tensor of shape {list(like.shape)}", _NEXT)
-    return own_piece(like, whole) if whole.dim() else whole
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(owned, DTensor) or (full.dim() and full.shape != owned.shape):
+        problem = f"an operand of shape {list(full.shape)} for a tensor of which one stage of a pipeline has everything"
+        raise StateError(problem, f"a number, or a tensor of shape {list(owned.shape)}", _NEXT)
+    return own_piece(owned, full) if full.dim() else full
 
 
-def _wrapped(made: Any, args: Sequence[Any]) -> Any:
+def _wrapped(pieces: Any, args: Sequence[Any]) -> Any:
     """What an op of elements has made of pieces."""
-    if not isinstance(made, torch.Tensor):
-        return list(map(_wrapped, cast(Sequence[Any], made), zip(args[0], strict=True)))
-    like = _first(args)
-    return wrap(made, like.device_mesh, like.placements, like.shape)
+    if not isinstance(pieces, torch.Tensor):
+        return list(map(_wrapped, cast(Sequence[Any], pieces), zip(args[0], strict=True)))
+    owned = _first(args)
+    return wrap(pieces, owned.device_mesh, owned.placements, owned.shape)
 
 
 def _sent(tensor: OwnedTensor) -> DTensor:

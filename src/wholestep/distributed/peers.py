@@ -93,7 +93,7 @@ class Peers:
         self._wake, self._known, self._told, self._over = (threading.Event() for _ in range(4))
         self._talker = threading.Thread(target=self._talk, name="wholestep heartbeats", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="wholestep watch", daemon=True)
-        activity.explain, activity.told = self._explain, self._tell
+        activity.explain, activity.acknowledge = self._explain, self._tell
         activity.failure, activity.error = None, ""
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Peers:
                 if over:
                     break
                 unseen = self.rank != 0 and 0 not in self._seen  # the host of the store, perhaps
-                urgent = self._suspects or unseen or any(one.urgent for one in self.listeners)
+                urgent = self._suspects or unseen or any(listener.urgent for listener in self.listeners)
                 self._wake.wait(self.interval_s / 4 if urgent else self.interval_s)
                 self._wake.clear()
             self._linger("seen" if self._known.is_set() else "left")
@@ -172,7 +172,7 @@ class Peers:
     def _exchange(self) -> None:
         """Tell the others of this rank, hear what the next one does, and whether anyone has failed."""
         most_s = 2 * self.interval_s  # of the time that has passed: this process may have been stopped
-        self._own = replace(self._main.beat(self._own, most_s), left=self._over.is_set())
+        self._own = replace(self._main.beat(self._own, most_s), has_left=self._over.is_set())
         self._store.set(self._key(self.rank), encode(self._key(self.rank), self._own))
         listened_s = min(time.monotonic() - self._answered_at, most_s)
         keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
@@ -181,15 +181,15 @@ class Peers:
         for (key, rank), text in zip(keys.items(), texts, strict=True):
             beat: Beat = decode(key, text, Beat)
             if rank == self._watched:
-                known = self._seen.get(rank)
-                self._silent_s = self._silent_s + listened_s if known and known.number == beat.number else 0.0
+                earlier = self._seen.get(rank)
+                self._silent_s = self._silent_s + listened_s if earlier and earlier.number == beat.number else 0.0
             self._seen[rank] = beat
         for listener in self.listeners:
             listener.exchange(self._store)
         if failure in _NOBODY:
-            found = self._said or self._verdict(failure == _SUSPECTED)
-            if found is not None or (self._suspects and failure != _SUSPECTED):
-                failure = self._publish(failed, failure, found)
+            verdict = self._said or self._verdict(failure == _SUSPECTED)
+            if verdict is not None or (self._suspects and failure != _SUSPECTED):
+                failure = self._publish(failed, failure, verdict)
         if failure not in _NOBODY:
             self._know(decode(failed, failure, RankFailure))
 
@@ -197,63 +197,63 @@ class Peers:
         """Whether another rank has said anything yet: it may not have made its first call."""
         return rank != self.rank and (rank in self._seen or self._store.check([self._key(rank)]))
 
-    def _publish(self, key: str, before: bytes, found: RankFailure | None) -> bytes:
+    def _publish(self, key: str, before: bytes, verdict: RankFailure | None) -> bytes:
         """The first failure that any rank has found stays."""
         while True:
-            said = encode(key, found) if found is not None else _SUSPECTED
-            now = self._store.compare_set(key, before, said)
-            if now == said or now not in _NOBODY:
+            message = encode(key, verdict) if verdict is not None else _SUSPECTED
+            now = self._store.compare_set(key, before, message)
+            if now == message or now not in _NOBODY:
                 return now
             before = now
 
     def _verdict(self, suspected: bool) -> RankFailure | None:
         """What is wrong with the rank that this one watches, if anything is."""
-        beat, own = self._seen.get(self._watched), self._own
-        if beat is not None and beat.left:
+        beat, ours = self._seen.get(self._watched), self._own
+        if beat is not None and beat.has_left:
             self._left, beat = self._left or beat, None
             self._watched, self._silent_s = (self._watched + 1) % self.size, 0.0
-        if self._left and (suspected or (own.waits and own.still_s > _MISSED * self.interval_s)):
+        if self._left and (suspected or (ours.waits and ours.still_s > _MISSED * self.interval_s)):
             return _ended(self._left)
         if beat is None:
             return None
         who, silent_s, patience_s = beat.who, self._silent_s, _PATIENCE * self.timeout_s
-        if who.is_gone(own.who):
+        if who.is_gone(ours.who):
             next_step = f"{_READ} {who.rank}, and the system's log: a process that needs too much memory is killed"
             return RankFailure(who, f"{who} is gone: its process was killed, or ended", beat.last(silent_s), next_step)
         if silent_s > (self._gap_s if suspected else patience_s):
-            others = "" if who.is_stopped(own.who) else ", or blocked outside of Python, or unreachable"
-            what = f"{who} is stopped{others}: no heartbeat for {silent_s:.0f} s"
+            causes = "" if who.is_stopped(ours.who) else ", or blocked outside of Python, or unreachable"
+            what = f"{who} is stopped{causes}: no heartbeat for {silent_s:.0f} s"
             return RankFailure(who, what, beat.last(silent_s), f"{_LOOK}, or raise timeout=")
-        same = beat.step == own.step
-        if beat.news and same and own.meets > beat.calls and min(own.still_s, beat.still_s) > 2 * self.interval_s:
-            call = f"call {beat.calls + 1} of {own.step.rpartition(' ')[0]}"
-            found = f"rank {who.rank} compiled another program for {call}, rank {self.rank} did not: {beat.news}"
-            return RankFailure(None, found, "", cure(beat.news.partition("\n")[2]), differs=True)
-        if parted := self._parted(own, beat):
+        same = beat.step == ours.step
+        if beat.news and same and ours.meets > beat.calls and min(ours.still_s, beat.still_s) > 2 * self.interval_s:
+            call = f"call {beat.calls + 1} of {ours.step.rpartition(' ')[0]}"
+            problem = f"rank {who.rank} compiled another program for {call}, rank {self.rank} did not: {beat.news}"
+            return RankFailure(None, problem, "", cure(beat.news.partition("\n")[2]), differs=True)
+        if parted := self._parted(ours, beat):
             return parted
-        behind = same and beat.calls < own.calls
+        behind = same and beat.calls < ours.calls
         # Where a device runs the program, the main thread may wait for a collective at any line.
-        waits = (own.waits and not (same and beat.calls > own.calls)) or (behind and torch.cuda.is_initialized())
-        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s, 0 if beat.step else own.allowance_s)
-        if waits and late and own.still_s > patience_s:
-            what = f"{who} does not come: rank {self.rank} has waited for {own.still_s:.0f} s, {own.what}"
+        waits = (ours.waits and not (same and beat.calls > ours.calls)) or (behind and torch.cuda.is_initialized())
+        late = not beat.waits and beat.still_s > max(patience_s, beat.allowance_s, 0 if beat.step else ours.allowance_s)
+        if waits and late and ours.still_s > patience_s:
+            what = f"{who} does not come: rank {self.rank} has waited for {ours.still_s:.0f} s, {ours.what}"
             return RankFailure(who, what, beat.last(), f"{_LOOK}, or raise timeout= if it needs longer")
-        apart = own.waits and beat.waits and beat.point != own.point
-        if apart and min(own.still_s, beat.still_s) > patience_s:
+        apart = ours.waits and beat.waits and beat.point != ours.point
+        if apart and min(ours.still_s, beat.still_s) > patience_s:
             return self._deadlock(patience_s)
         return None
 
-    def _parted(self, own: Beat, beat: Beat) -> RankFailure | None:
+    def _parted(self, ours: Beat, beat: Beat) -> RankFailure | None:
         """The ranks have run different programs, each of which all know: both had the collectives, so nobody waits."""
         theirs = dict(beat.trail)
-        alike = sorted((call, chain == theirs[call]) for call, chain in own.trail if call in theirs)
+        alike = sorted((call, chain == theirs[call]) for call, chain in ours.trail if call in theirs)
         first = next((call for call, same in alike if not same), None)
         if first is None:
             return None
         before = max((call for call, same in alike if same and call < first), default=0)
         calls = f"call {first}" if first == before + 1 else f"one of calls {before + 1} to {first}"
-        found = f"ranks {self.rank} and {beat.who.rank} ran different programs in {calls}, counted over all steps"
-        return RankFailure(None, found, "", f"{cure('')}, and go on from a checkpoint before that", differs=True)
+        problem = f"ranks {self.rank} and {beat.who.rank} ran different programs in {calls}, counted over all steps"
+        return RankFailure(None, problem, "", f"{cure('')}, and go on from a checkpoint before that", differs=True)
 
     def _deadlock(self, patience_s: float) -> RankFailure | None:
         """Two ranks wait at different points. If all do, at one or another, nobody will ever come."""
@@ -263,12 +263,12 @@ class Peers:
         groups: dict[str, list[Beat]] = {}
         for key, text in zip(keys, self._store.multi_get(keys), strict=True):
             beat: Beat = decode(key, text, Beat)
-            if beat.left or not beat.waits or beat.still_s <= patience_s:
+            if beat.has_left or not beat.waits or beat.still_s <= patience_s:
                 return None
             groups.setdefault(beat.point, []).append(beat)
         if len(groups) < 2:
             return None
-        lines = [f"\n  {show_ranks([one.who.rank for one in beats])}: {beats[0].last()}" for beats in groups.values()]
+        lines = [f"\n  {show_ranks([beat.who.rank for beat in beats])}: {beats[0].last()}" for beats in groups.values()]
         what = f"ranks wait for each other at different points{''.join(lines)}"
         return RankFailure(None, what, "", "make the same calls on every rank, in the same order (no `if rank == 0`)")
 
@@ -310,7 +310,7 @@ class Peers:
         if host is None or not host.who.hosts_store:
             what = f"the store of the job, on {self.host}, does not answer rank {self.rank} for {silent_s:.0f} s"
             return RankFailure(None, what, "", "read the output of what hosts it: the launcher of the first host")
-        if host.left:
+        if host.has_left:
             return _ended(host)
         stopped = host.who.is_stopped(self._own.who)
         how = "is gone" if host.who.is_gone(self._own.who) else "is stopped" if stopped else "does not answer"

@@ -68,10 +68,10 @@ class _Outcome(NamedTuple):
     def get(store: Any, key: str, kind: Any) -> _Outcome:
         """One whose value is of a type. Raises StoreError: a rank found what no rank wrote."""
         parts = kind | None, tuple[int, str] | None, tuple[int, ...] | None, tuple[str, str, str] | None
-        found = _Outcome(*get(store, key, tuple[parts]))
-        if found.spoiled is not None:
-            raise StoreError(*found.spoiled)
-        return found
+        outcome = _Outcome(*get(store, key, tuple[parts]))
+        if outcome.spoiled is not None:
+            raise StoreError(*outcome.spoiled)
+        return outcome
 
 
 _Refusal = tuple[str, tuple[str, str, str, str]]  # a PlanError: the name of its class, and its texts
@@ -123,18 +123,18 @@ class Rendezvous:
                 self._publish(label, lambda: _Outcome(failed=(self.rank, failure)))
                 return Calls(0, True)
             prints = tuple((name, section.fingerprint) for name, section in sections.items())
-            own = {(call, prints): [(self.rank, self.rank)]}
+            entry = {(call, prints): [(self.rank, self.rank)]}
             kinds = Tally, SectionDifference | tuple[str, int]
-            found = self._combine(
-                label, own, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)), kinds
+            outcome = self._combine(
+                label, entry, merged, lambda tally: _Outcome(difference(tally) or first_other_call(tally)), kinds
             )
-            if found.failed is not None:
-                other, text = found.failed
+            if outcome.failed is not None:
+                other, text = outcome.failed
                 what = f"rank {other} could not compile its step: {text}"
                 raise RankMismatchError(what, "a step that every rank can compile", f"read rank {other}'s own error")
-            if found.late is not None:
-                raise self._late_program(found.late, news)
-            result: SectionDifference | tuple[str, int] = found.value
+            if outcome.late is not None:
+                raise self._late_program(outcome.late, news)
+            result: SectionDifference | tuple[str, int] = outcome.value
             if isinstance(result, SectionDifference):
                 raise self._difference(label, result, sections)
             first_call, first_other = result
@@ -158,11 +158,11 @@ class Rendezvous:
                 put(self.store, label, value)
             return value
         with ACTIVITY.waiting(f"rank 0, which says {what}", label):
-            said = appears(self.store, label, self.timeout_s)
-        if not said:
-            found = f"rank 0 did not say within {self.timeout_s:,.9g} s {what}"
+            arrived = appears(self.store, label, self.timeout_s)
+        if not arrived:
+            problem = f"rank 0 did not say within {self.timeout_s:,.9g} s {what}"
             needed = "every rank to compile its step"
-            raise RankMismatchError(found, needed, "read rank 0's own error, or give a longer agree_timeout")
+            raise RankMismatchError(problem, needed, "read rank 0's own error, or give a longer agree_timeout")
         return get(self.store, label, kind)
 
     def choose(self, label: str, choose: Callable[[], Any], what: str, kind: Any) -> Any:
@@ -175,15 +175,15 @@ class Rendezvous:
                 chosen = choose()
                 self.broadcast(label, (chosen, None), what, both)
             except Exception as error:  # also of sending what was chosen
-                told = error if isinstance(error, PlanError) else PlanError(f"rank 0 could not choose: {error}")
-                self.broadcast(label, (None, (type(told).__name__, told.args)), what, both)
+                refused = error if isinstance(error, PlanError) else PlanError(f"rank 0 could not choose: {error}")
+                self.broadcast(label, (None, (type(refused).__name__, refused.args)), what, both)
                 raise
             return chosen
-        made, refusal = self.broadcast(label, None, what, both)
+        chosen, refusal = self.broadcast(label, None, what, both)
         if refusal is not None:
             kind, texts = refusal
             raise _REFUSALS.get(kind, PlanError)(*texts)
-        return made
+        return chosen
 
     def gather(self, label: str, value: Any, what: str, kind: Any, on_first: bool = False) -> list[Any]:
         """Every rank's `value`, of the type `kind`, in rank order; with `on_first`, on rank 0 only, and none elsewhere.
@@ -199,12 +199,12 @@ class Rendezvous:
                 return _Outcome(None if on_first else values)
 
             joined, kinds = partial(sum, start=()), tuple[kind, ...]
-            found = self._combine(label, (value,), joined, conclude, (kinds, kinds))
-            if found.late is not None:
-                late = f"{list(found.late)} did not come within {self.timeout_s:,.9g} s{doing(self.store, found.late)}"
+            outcome = self._combine(label, (value,), joined, conclude, (kinds, kinds))
+            if (late := outcome.late) is not None:
+                text = f"{list(late)} did not come within {self.timeout_s:,.9g} s{doing(self.store, late)}"
                 next_step = "call it on every rank, equally often and in the same order"
-                raise RankMismatchError(f"{what}: ranks {late}", "all ranks at the same call", next_step)
-            values: tuple[Any, ...] = found.value or ()
+                raise RankMismatchError(f"{what}: ranks {text}", "all ranks at the same call", next_step)
+            values: tuple[Any, ...] = outcome.value or ()
             if on_first and self.rank == 0:
                 values = get(self.store, f"{label}/all", kinds)
                 self.store.delete_key(f"{label}/all")
@@ -237,8 +237,8 @@ class Rendezvous:
             elif missing:
                 needed = "all ranks, as this gathers what each of them holds a part of"
                 next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
-                found = f"{what}: rank {self.rank} is there, {missing}"
-                raise RankMismatchError(found, needed, next_step, _user_line())
+                problem = f"{what}: rank {self.rank} is there, {missing}"
+                raise RankMismatchError(problem, needed, next_step, _user_line())
 
     def _combine(
         self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome],
@@ -249,12 +249,12 @@ class Rendezvous:
         """
         tree = StoreTree(self.store, label, self.rank, self.size, kinds[0])
         try:
-            for whole in tree.contribute(value, merge):
-                self._publish(label, lambda whole=whole: conclude(whole))
+            for combined in tree.contribute(value, merge):
+                self._publish(label, lambda combined=combined: conclude(combined))
         except StoreError as error:
             spoiled = error.found, error.needed, error.next_step
-            told = replace(self, store=self.store.clone())  # the server has closed the connection that asked
-            told._publish(label, lambda: _Outcome(spoiled=spoiled))
+            reconnected = replace(self, store=self.store.clone())  # the server has closed the connection that asked
+            reconnected._publish(label, lambda: _Outcome(spoiled=spoiled))
             raise
         key, start = f"{label}/outcome", time.monotonic()
         reported = start
@@ -281,46 +281,46 @@ class Rendezvous:
     def _shared_look(self, key: str, period_s: float, look: Callable[[], Any], kind: Any) -> Any:
         """What `look` returned on one of the ranks that wait: one looks in each period, for all. None before that."""
         if add(self.store, f"{key}/{int(time.time() / period_s)}", 1) == 1:
-            found = look()
-            put(self.store, key, found)
-            return found
+            seen = look()
+            put(self.store, key, seen)
+            return seen
         return get(self.store, key, kind) if self.store.check([key]) else None
 
     def _expect(self, key: str) -> None:
         timeout_s = max(_PUBLISHED_S, self.timeout_s)
         if not appears(self.store, key, timeout_s):
-            found = f"a rank did not publish within {timeout_s:,.9g} s what the others compare with"
+            problem = f"a rank did not publish within {timeout_s:,.9g} s what the others compare with"
             needed = "ranks that live until all have compared their programs"
-            raise RankMismatchError(found, needed, "read the errors of the other ranks")
+            raise RankMismatchError(problem, needed, "read the errors of the other ranks")
 
     def _late_program(self, ranks: tuple[int, ...], news: str) -> RankMismatchError:
         if self.rank in ranks or not ranks:
-            found = f"rank {self.rank} compiled its program when others no longer waited"
+            problem = f"rank {self.rank} compiled its program when others no longer waited"
             needed = "all ranks to call the step at about the same time"
             next_step = "find out why this rank is slow, or raise agree_timeout"
-            return RankMismatchError(f"{found} for it ({self.timeout_s:.0f} s)", needed, next_step)
-        found = f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s"
-        found += (news and f"\n  new on rank {self.rank}: {news}") + doing(self.store, ranks)
+            return RankMismatchError(f"{problem} for it ({self.timeout_s:.0f} s)", needed, next_step)
+        problem = f"ranks {list(ranks)} compiled no program while rank {self.rank} did, within {self.timeout_s:.0f} s"
+        problem += (news and f"\n  new on rank {self.rank}: {news}") + doing(self.store, ranks)
         needed = "every rank to call the step with the same kind of arguments (structure, training mode, requires_grad)"
         next_step = "look for a call that only some ranks make, or raise agree_timeout if those ranks are slow"
-        return RankMismatchError(found, needed, next_step)
+        return RankMismatchError(problem, needed, next_step)
 
-    def _difference(self, label: str, found: SectionDifference, sections: Mapping[str, Section]) -> RankMismatchError:
+    def _difference(self, label: str, differs: SectionDifference, sections: Mapping[str, Section]) -> RankMismatchError:
         """Exchange the lines of the section that differs: the lowest rank of each group publishes the group's."""
-        section, first = found.section, found.groups[0]
-        own = next((group for group in found.groups if self.rank in group[1]), first)
-        theirs = found.groups[1] if own is first else first
-        held = sections.get(section, Section(""))
-        if own[1][0] == self.rank:
-            put(self.store, f"{label}/lines/{own[0]}", (held.lines, sections.get(USER_LINES, held).lines))
-        ours, others = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (own, theirs))
+        section, first = differs.section, differs.groups[0]
+        our_group = next((group for group in differs.groups if self.rank in group[1]), first)
+        their_group = differs.groups[1] if our_group is first else first
+        here = sections.get(section, Section(""))
+        if our_group[1][0] == self.rank:
+            put(self.store, f"{label}/lines/{our_group[0]}", (here.lines, sections.get(USER_LINES, here).lines))
+        ours, theirs = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (our_group, their_group))
         if section in (LAYOUTS, GRAPH):
-            inside = self.rank in own[1]
-            rank, where = (self.rank, held.where) if inside else (own[1][0], None)
-            return other_program(rank, ours, theirs[1][0], others, section, where)
-        if own is first:
-            return other_value(section, own[1], ours[0], theirs[1], others[0])
-        return other_value(section, theirs[1], others[0], own[1], ours[0])
+            inside = self.rank in our_group[1]
+            rank, where = (self.rank, here.where) if inside else (our_group[1][0], None)
+            return other_program(rank, ours, their_group[1][0], theirs, section, where)
+        if our_group is first:
+            return other_value(section, our_group[1], ours[0], their_group[1], theirs[0])
+        return other_value(section, their_group[1], theirs[0], our_group[1], ours[0])
 
     def _lines(self, key: str) -> Pair:
         self._expect(key)

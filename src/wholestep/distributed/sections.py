@@ -74,7 +74,7 @@ def difference(tally: Tally) -> SectionDifference | None:
                     ranks = [rank for first, last in ranges for rank in range(first, last + 1)]
                     groups.setdefault(fingerprint, []).extend(ranks)
             if len(groups) > 1:
-                return SectionDifference(section, tuple((one, tuple(sorted(ranks))) for one, ranks in groups.items()))
+                return SectionDifference(section, tuple((key, tuple(sorted(ranks))) for key, ranks in groups.items()))
     return None
 
 
@@ -92,12 +92,12 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[int, 
     return at + 1, length, here, there
 
 
-def parting(ours: Sequence[str], theirs: Sequence[str], who: str, others: str) -> str:
+def parting(ours: Sequence[str], theirs: Sequence[str], who: str, other: str) -> str:
     """The user's lines at which two programs part, a line each; "" where they take the same ones."""
     if list(ours) == list(theirs):
         return ""
     *_, here, there = _first_difference(ours, theirs)
-    return f"\n  the step parts at\n    {who}: {here}\n    {others}: {there}"
+    return f"\n  the step parts at\n    {who}: {here}\n    {other}: {there}"
 
 
 def cure(lines: str) -> str:
@@ -126,17 +126,17 @@ def other_program(
 
 
 def other_value(
-    section: str, ranks: Sequence[int], first: Sequence[str], others: Sequence[int], second: Sequence[str]
+    section: str, ranks: Sequence[int], first: Sequence[str], other_ranks: Sequence[int], second: Sequence[str]
 ) -> RankMismatchError:
     """`weight_decay of group 0: 0.5 on rank 1, 0.01 on rank 0`."""
     _, _, here, there = _first_difference(first, second)
-    known = dict(line.split(SEPARATOR, 1) for line in first if SEPARATOR in line)
+    values = dict(line.split(SEPARATOR, 1) for line in first if SEPARATOR in line)
     name, value = there.split(SEPARATOR, 1) if SEPARATOR in there else here.split(SEPARATOR, 1)
     there = value if SEPARATOR in there else "nothing"
-    here = known.get(name, "nothing")
-    found = f"ranks differ in {section}: {name}: {there} on {show_ranks(others)}, {here} on {show_ranks(ranks)}"
+    here = values.get(name, "nothing")
+    problem = f"ranks differ in {section}: {name}: {there} on {show_ranks(other_ranks)}, {here} on {show_ranks(ranks)}"
     needed = "the same on every rank: what each one computes for itself would drift apart"
-    return RankMismatchError(found, needed, "look for code that depends on the rank")
+    return RankMismatchError(problem, needed, "look for code that depends on the rank")
 
 
 def show_ranks(ranks: Sequence[int]) -> str:

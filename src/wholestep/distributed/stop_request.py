@@ -46,8 +46,8 @@ class StopRequest:
         """
         peers = current_peers()
         if peers is None and dist.is_initialized() and dist.get_world_size() > 1:
-            found = "grace= where ranks send no heartbeats, with which they would agree on the last step"
-            raise PlanError(found, "a step with a timeout", 'give ws.compile(..., timeout="5min")')
+            problem = "grace= where ranks send no heartbeats, with which they would agree on the last step"
+            raise PlanError(problem, "a step with a timeout", 'give ws.compile(..., timeout="5min")')
         request = StopRequest(grace_s, peers)
         signal.signal(signal.SIGTERM, request._on_signal)
         if peers is not None:
@@ -81,11 +81,11 @@ class StopRequest:
         """Tell of a signal, hear of one; contribute the last step, and hear after which one all end."""
         if self._last is not None or self._peers is None:
             return
-        asked = f"{self._label}/asked"
+        key = f"{self._label}/asked"
         if self._signals and not self._heard:
-            store.compare_set(asked, "", encode(asked, self._asked_by))
-        if not self._heard and store.check([asked]):
-            self._hear(decode(asked, store.get(asked), str))
+            store.compare_set(key, "", encode(key, self._asked_by))
+        if not self._heard and store.check([key]):
+            self._hear(decode(key, store.get(key), str))
         if not self._heard:
             return
         if not self._contributed:

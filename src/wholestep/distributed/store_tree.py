@@ -100,10 +100,10 @@ class StoreTree:
 
     def contribute(self, value: Any, merge: Callable[[list[Any]], Any]) -> list[Any]:
         """Add this rank's value. Returns `[merged value of all ranks]` on the rank that comes last, `[]` on others."""
-        index, width, level, done = self.rank, self.size, 0, list[str]()
+        index, width, level, stale = self.rank, self.size, 0, list[str]()
         while width > 1:
             put(self.store, self._key(level, index), value)
-            self._delete(done)
+            self._delete(stale)
             group = index // ARITY
             keys = [self._key(level, member) for member in _members(group, width)]
             count = f"{self.label}/{level}/count/{group}"
@@ -112,8 +112,8 @@ class StoreTree:
             if came > len(keys):
                 raise malformed(count, f"{came}, where {len(keys)} ranks count")
             value = merge(get_all(self.store, keys, self.kind))
-            index, width, level, done = group, -(-width // ARITY), level + 1, [*keys, count]
-        self._delete(done)
+            index, width, level, stale = group, -(-width // ARITY), level + 1, [*keys, count]
+        self._delete(stale)
         return [value]
 
     def missing(self) -> list[int]:
@@ -130,8 +130,8 @@ class StoreTree:
         if level == 0:
             return [index]
         members = _members(index, widths[level - 1])
-        found = [rank for member in members for rank in self._absent(widths, level - 1, member)]
-        return [] if self.store.check([key]) else found  # merged, and its members deleted, meanwhile
+        absent = [rank for member in members for rank in self._absent(widths, level - 1, member)]
+        return [] if self.store.check([key]) else absent  # merged, and its members deleted, meanwhile
 
     def _key(self, level: int, index: int) -> str:
         return f"{self.label}/{level}/{index}"

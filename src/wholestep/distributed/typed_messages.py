@@ -62,11 +62,11 @@ def reading(key: str) -> Generator[None]:
         raise malformed(key, error.found, error.needed) from error
 
 
-def malformed(key: str, found: str, needed: str = "") -> StoreError:
+def malformed(key: str, content: str, needed: str = "") -> StoreError:
     """The error of a key that holds something else than ranks write."""
     needed = needed or "what a rank of this job writes"
     next_step = "look what else connects to the store of the job (MASTER_ADDR, MASTER_PORT): it trusts its network"
-    return StoreError(f"the store of the job holds under {key}: {found}", needed, next_step)
+    return StoreError(f"the store of the job holds under {key}: {content}", needed, next_step)
 
 
 def _checksum(key: str, text: bytes) -> bytes:
@@ -84,13 +84,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        items = [(key, _plain(one)) for key, one in cast(Mapping[Any, Any], value).items()]
+        items = [(key, _plain(element)) for key, element in cast(Mapping[Any, Any], value).items()]
         texts = all(isinstance(key, str) for key, _ in items)
-        return dict(items) if texts else [[_plain(key), one] for key, one in items]
+        return dict(items) if texts else [[_plain(key), element] for key, element in items]
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in cast(list[Any], value)]
+        return [_plain(element) for element in cast(list[Any], value)]
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {element.name: _plain(getattr(value, element.name)) for element in fields(value)}
     raise PlanError(f"ranks cannot tell each other {shown(value)}", "numbers, text, and collections of these")
 
 
