@@ -134,8 +134,7 @@ def _in_place(new: Node, old: Node) -> Any:
     """Return the op that computes `new` in the memory of `old`; None if there is none or it reads that memory twice."""
     if not _torch.is_op(new.target) or not new.args or new.args[0] is not old or meta.tensor(new) != meta.tensor(old):
         return None
-    later = operands(new)[1:]
-    return None if any(_root(other) is _root(old) for other in later) else inplace_form(new.target)
+    return None if any(_root(other) is _root(old) for other in operands(new)[1:]) else inplace_form(new.target)
 
 
 def _root(node: Node) -> Node:
