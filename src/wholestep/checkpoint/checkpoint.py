@@ -133,8 +133,8 @@ def save(
         if value is not None and value < least:
             raise CheckpointError(f"save({name}={value})", f"a whole number from {least}", "correct it")
     if step is None and (every is not None or grace is not None):
-        found = f"save(every={every}, grace={grace}) without a step"
-        raise CheckpointError(found, "a step whose calls it counts", "leave it out")
+        problem = f"save(every={every}, grace={grace}) without a step"
+        raise CheckpointError(problem, "a step whose calls it counts", "leave it out")
     stop = _stop_after(step, grace) if step is not None and grace is not None else None
     if step is not None and every is not None and stop is None and (step.calls == 0 or step.calls % every):
         return None
@@ -144,8 +144,8 @@ def save(
     state = _state_of(step, model, optimizer)
     number = step.calls if number is None and step is not None else number
     if state is None or number is None:
-        found = f"save({'no step that was called, no model' if state is None else 'number=None'})"
-        raise CheckpointError(found, "a step that was called, or model= and number=", "give what is missing")
+        problem = f"save({'no step that was called, no model' if state is None else 'number=None'})"
+        raise CheckpointError(problem, "a step that was called, or model= and number=", "give what is missing")
     if step is None:
         ensure_group(_device_of(state))
     calls = step.calls if step is not None else number
@@ -177,14 +177,14 @@ def _stop_after(step: CompiledStep, grace: float | str) -> StopRequest | None:
 
 
 def _check_stateful(stateful: Mapping[str, Stateful] | None) -> None:
-    for name, one in (stateful or {}).items():
+    for name, component in (stateful or {}).items():
         if is_extra_state(name):
-            found = f"stateful {name!r}, a name that torch gives to what a module keeps"
-            raise CheckpointError(found, "another name", "leave it out: what modules keep is saved with them")
+            problem = f"stateful {name!r}, a name that torch gives to what a module keeps"
+            raise CheckpointError(problem, "another name", "leave it out: what modules keep is saved with them")
         for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(one, method, None)):
+            if not callable(getattr(component, method, None)):
                 raise CheckpointError(
-                    f"stateful {name!r} is {shown(one)}", f"an object with {method}()", "leave it out"
+                    f"stateful {name!r} is {shown(component)}", f"an object with {method}()", "leave it out"
                 )
 
 
@@ -235,43 +235,43 @@ def load(
     ranks = Ranks.of_job("load", directory, into, *sorted(objects))
     root = durable.folder_at(directory)
     while True:
-        folder, found, content = _open(root, ranks, strict)
+        folder, record, content = _open(root, ranks, strict)
         try:
-            restore = _staged(folder, found, state, ranks) if state is not None else None
-            kept = {**objects, **(extra_states(state.modules) if state is not None else {})}
-            states = ranks.on_every_rank(partial(read_stateful, folder, found, kept, ranks))
-            drawn = _random(folder, found, ranks) if state is not None or step is not None else {}
+            restore = _staged(folder, record, state, ranks) if state is not None else None
+            components = {**objects, **(extra_states(state.modules) if state is not None else {})}
+            states = ranks.on_every_rank(partial(read_stateful, folder, record, components, ranks))
+            drawn = _random(folder, record, ranks) if state is not None or step is not None else {}
             break
         except CheckpointError:
             if not _was_removed(root, folder, ranks):
                 raise
-    ranks.on_every_rank(lambda: load_stateful(kept, states))
+    ranks.on_every_rank(lambda: load_stateful(components, states))
     if restore is not None:
         restore.commit(content, keep_primed=False)
     if drawn:
         random_state.put(drawn)
     if step is not None:
-        step.calls = found.calls
+        step.calls = record.calls
         if state is None:
-            at_first_call(step, partial(_restore, folder, found, content))
-    return Checkpoint(found.number, content["extra"], folder)
+            at_first_call(step, partial(_restore, folder, record, content))
+    return Checkpoint(record.number, content["extra"], folder)
 
 
 def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, dict[str, Any]]:
     """The newest intact checkpoint, its manifest and plain values. The ranks share the work of checking files."""
     names = ranks.on_first_rank(
-        lambda: [manifest.name_in(directory, one) for one in manifest.candidates(directory)], Sequence[str]
+        lambda: [manifest.name_in(directory, path) for path in manifest.candidates(directory)], Sequence[str]
     )
     folders, damage = [manifest.folder_in(directory, name) for name in names], list[CheckpointError]()
     for folder in folders:
         try:
-            found = ranks.on_every_rank(lambda folder=folder: manifest.read(folder))
-            mine = sorted(found.files)[ranks.rank :: ranks.size]
-            total = sum(found.files[name][0] for name in mine)
+            record = ranks.on_every_rank(lambda folder=folder: manifest.read(folder))
+            mine = sorted(record.files)[ranks.rank :: ranks.size]
+            total = sum(record.files[name][0] for name in mine)
             progress = Progress(f"checkpoint {folder.name}: {{}} checked by rank 0", total, quiet=ranks.rank != 0)
-            check = partial(manifest.check_files, folder, found, mine, progress)
+            check = partial(manifest.check_files, folder, record, mine, progress)
             ranks.on_every_rank(check, name_rank=False)
-            content = ranks.on_every_rank(partial(snapshot.read_values, folder, found))
+            content = ranks.on_every_rank(partial(snapshot.read_values, folder, record))
         except CheckpointError as error:
             if error.next_step:  # it is whole, and cannot be read here
                 raise
@@ -283,7 +283,7 @@ def _open(directory: Path, ranks: Ranks, strict: bool) -> tuple[Path, Manifest, 
             raise CheckpointError(damage[0].found, damage[0].needed, f"load {str(folder)!r}, which is intact")
         for error in damage if ranks.rank == 0 else ():
             warnings.warn(f"{error.found}; loaded {folder} instead, which is intact", stacklevel=3)
-        return folder, found, content
+        return folder, record, content
     raise CheckpointError(damage[0].found, damage[0].needed, _alternative(directory, folders, ranks)) from damage[0]
 
 
@@ -296,8 +296,8 @@ def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
     """The next step after damage: an intact checkpoint beside the one that was asked for."""
 
     def look() -> str:
-        others = manifest.checkpoints(directory.parent) if manifest.is_checkpoint(directory) else []
-        for other in others:
+        siblings = manifest.checkpoints(directory.parent) if manifest.is_checkpoint(directory) else []
+        for other in siblings:
             if other not in tried and manifest.is_intact(other):
                 return f"load {str(other)!r}, which is intact"
         return "correct the path, or start anew: no other checkpoint is intact"
@@ -305,43 +305,43 @@ def _alternative(directory: Path, tried: Sequence[Path], ranks: Ranks) -> str:
     return ranks.on_first_rank(look, str)
 
 
-def _restore(folder: Path, found: Manifest, content: Mapping[str, Any], step: CompiledStep) -> None:
+def _restore(folder: Path, record: Manifest, content: Mapping[str, Any], step: CompiledStep) -> None:
     assert step.state is not None, "its state is placed"
-    ranks, kept = Ranks.of_job("load", folder), extra_states(step.state.modules)
-    restore = _staged(folder, found, step.state, ranks)
-    states = ranks.on_every_rank(partial(read_stateful, folder, found, kept, ranks))
-    ranks.on_every_rank(lambda: load_stateful(kept, states))
+    ranks, components = Ranks.of_job("load", folder), extra_states(step.state.modules)
+    restore = _staged(folder, record, step.state, ranks)
+    states = ranks.on_every_rank(partial(read_stateful, folder, record, components, ranks))
+    ranks.on_every_rank(lambda: load_stateful(components, states))
     restore.commit(content, keep_primed=True)
 
 
-def check_fits(found: Manifest, state: StepState, what: str) -> None:
+def check_fits(record: Manifest, state: StepState, what: str) -> None:
     """Raise CheckpointError where `what` cannot be loaded into `state`."""
-    lines = snapshot.differences(found, state)
-    lines += [f"{n}: on 'meta' here" for n, held in state.params.items() if held.tensor.is_meta]
+    lines = snapshot.differences(record, state)
+    lines += [f"{n}: on 'meta' here" for n, param in state.params.items() if param.tensor.is_meta]
     if lines:
         text = f"{what} does not fit:{manifest.shorten(lines)}"
         advice = "load it into what it was saved from; several models or optimizers by the names they had then"
         raise CheckpointError(text, "the same model and optimizer", advice)
 
 
-def _staged(folder: Path, found: Manifest, state: StepState, ranks: Ranks) -> snapshot.Restore:
+def _staged(folder: Path, record: Manifest, state: StepState, ranks: Ranks) -> snapshot.Restore:
     """What `state` is to become, read and checked; nothing is changed yet."""
-    ranks.on_every_rank(lambda: check_fits(found, state, f"checkpoint {folder}"))
-    restore = ranks.on_every_rank(lambda: snapshot.Restore(found, state))
+    ranks.on_every_rank(lambda: check_fits(record, state, f"checkpoint {folder}"))
+    restore = ranks.on_every_rank(lambda: snapshot.Restore(record, state))
     total = sum(tensor.nbytes for tensor in restore.staged.values())
     progress = Progress(f"checkpoint {folder.name}: {{}} read by rank 0", total, quiet=ranks.rank != 0)
-    ranks.on_every_rank(lambda: tensor_files.read(folder, found.chunks, restore.staged, progress))
+    ranks.on_every_rank(lambda: tensor_files.read(folder, record.chunks, restore.staged, progress))
     return restore
 
 
-def _random(folder: Path, found: Manifest, ranks: Ranks) -> dict[str, torch.Tensor]:
+def _random(folder: Path, record: Manifest, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The state of this rank's generators; nothing in a job of another size."""
-    names = {n: full for n, full in snapshot.own_names(found).items() if n.startswith("random/")}
-    staged = {full: torch.empty(found.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
+    names = {n: full for n, full in snapshot.own_names(record).items() if n.startswith("random/")}
+    staged = {full: torch.empty(record.tensors[full].shape, dtype=torch.uint8) for full in names.values()}
     states = {name.removeprefix("random/"): staged[full] for name, full in names.items()}
 
     def read() -> None:
-        tensor_files.read(folder, found.chunks, staged, lambda _: None)
+        tensor_files.read(folder, record.chunks, staged, lambda _: None)
         try:
             random_state.check(states)
         except ValueError as error:
@@ -367,5 +367,5 @@ def _state_of(step: CompiledStep | None, model: Modules | None, optimizer: Optim
 
 def _device_of(state: StepState) -> str | None:
     """The kind of device of the parameters; None for none, or `meta`."""
-    kinds = {held.tensor.device.type for held in state.params.values()} - {"meta"}
+    kinds = {param.tensor.device.type for param in state.params.values()} - {"meta"}
     return kinds.pop() if len(kinds) == 1 else None

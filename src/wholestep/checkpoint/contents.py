@@ -45,16 +45,16 @@ def look(folder: Path, watch: Callable[[int], None] | None = None) -> Contents:
     of each file, its checksum.
     """
     try:
-        found = manifest.read(folder)
+        record = manifest.read(folder)
     except CheckpointError as error:
         return Contents(folder, None, error.found)
     if watch is not None:
         try:
-            manifest.check_files(folder, found, found.files, watch)
+            manifest.check_files(folder, record, record.files, watch)
         except CheckpointError as error:
-            return Contents(folder, found, error.found)
-    lost = [name for name, (size, _) in found.files.items() if not _has_size(folder / name, size)]
-    return Contents(folder, found, f"missing or of another size: {', '.join(lost)}" if lost else "")
+            return Contents(folder, record, error.found)
+    lost = [name for name, (size, _) in record.files.items() if not _has_size(folder / name, size)]
+    return Contents(folder, record, f"missing or of another size: {', '.join(lost)}" if lost else "")
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -67,65 +67,65 @@ def _has_size(path: Path, size: int) -> bool:
 def show_all(several: list[Contents], verified: bool) -> str:
     """A table of the checkpoints of a folder, and the names of unfinished ones."""
     rows = [("checkpoint", "number", "saved", "ranks", "mesh", "files", "size", "intact")]
-    for one in several:
-        found = one.manifest
-        intact = _printed(one.fault) or _checked(verified)
-        if found is None:
-            rows.append((_printed(one.path.name), "", "", "", "", "", "", intact))
+    for contents in several:
+        record = contents.manifest
+        intact = _printed(contents.fault) or _checked(verified)
+        if record is None:
+            rows.append((_printed(contents.path.name), "", "", "", "", "", "", intact))
             continue
         rows.append((
-            _printed(one.path.name), str(found.number), _when(found.saved_at), str(found.world_size),
-            _printed(found.mesh) or "-", str(len(found.files)), human(one.size_bytes), intact,
+            _printed(contents.path.name), str(record.number), _when(record.saved_at), str(record.world_size),
+            _printed(record.mesh) or "-", str(len(record.files)), human(contents.size_bytes), intact,
         ))  # fmt: skip
-    whole = {one.path for one in several}
-    unfinished = [path for path in manifest.folders(several[0].path.parent) if path not in whole]
+    complete = {contents.path for contents in several}
+    unfinished = [path for path in manifest.folders(several[0].path.parent) if path not in complete]
     return "\n".join([
         *table(rows, left=(0, 2, 4, 7)),
         *(f"{_printed(path.name)} has no {manifest.NAME}: its save has not ended" for path in unfinished),
     ])  # fmt: skip
 
 
-def show(one: Contents, verified: bool) -> str:
+def show(contents: Contents, verified: bool) -> str:
     """What is in a checkpoint: its parameters with their optimizer state, buffers, random state and extra values."""
-    found = one.manifest
-    assert found is not None, "there is something to show"
+    record = contents.manifest
+    assert record is not None, "there is something to show"
     lines = [
-        f"checkpoint {found.number} in {one.path}",
-        f"  saved {_when(found.saved_at)} after {found.calls} calls, by {_ranks(found.world_size)}"
-        + (f", mesh {_printed(found.mesh)}" if found.mesh else ""),
-        f"  {len(found.files)} files, {human(one.size_bytes)}: "
-        + (_printed(one.fault) or f"intact {_checked(verified)}"),
+        f"checkpoint {record.number} in {contents.path}",
+        f"  saved {_when(record.saved_at)} after {record.calls} calls, by {_ranks(record.world_size)}"
+        + (f", mesh {_printed(record.mesh)}" if record.mesh else ""),
+        f"  {len(record.files)} files, {human(contents.size_bytes)}: "
+        + (_printed(contents.fault) or f"intact {_checked(verified)}"),
     ]
-    sizes = {name: described(saved).nbytes for name, saved in found.tensors.items()}
+    sizes = {name: described(saved).nbytes for name, saved in record.tensors.items()}
     state = defaultdict[str, list[str]](list)
-    for name, saved in found.tensors.items():
+    for name, saved in record.tensors.items():
         if saved.role == "state":
             state[saved.owner].append(name)
     rows = [("tensor", "role", "dtype", "shape", "bytes", "optimizer state", "bytes")]
-    for name, saved in found.tensors.items():
+    for name, saved in record.tensors.items():
         if saved.role in ("param", "buffer"):
-            keys = ", ".join(found.tensors[key].key for key in state[name])
-            held = sum(sizes[key] for key in state[name])
+            keys = ", ".join(record.tensors[key].key for key in state[name])
+            state_bytes = sum(sizes[key] for key in state[name])
             rows.append((
                 _printed(name), saved.role, saved.dtype, str(list(saved.shape)), human(sizes[name]),
-                _printed(keys) or "-", human(held) if keys else "-",
+                _printed(keys) or "-", human(state_bytes) if keys else "-",
             ))  # fmt: skip
     lines += [f"  {row}" for row in table(rows, left=(0, 1, 2, 3, 5))]
     for role, what in (("param", "parameters"), ("buffer", "buffers"), ("state", "tensors of optimizer state")):
-        names = [name for name, saved in found.tensors.items() if saved.role == role]
+        names = [name for name, saved in record.tensors.items() if saved.role == role]
         lines.append(f"  {len(names)} {what}, {human(sum(sizes[name] for name in names))}")
-    for label, saved in found.optimizers.items():
+    for label, saved in record.optimizers.items():
         counts = ", ".join(str(len(group)) for group in saved.groups)
         lines.append(f"  {_printed(label)}: {_printed(saved.kind)}, groups of {counts} parameters")
-    lines += [f"  {_printed(line)}" for line in _of_ranks(found)]
-    lines += [f"  stateful: {_printed(', '.join(found.stateful))}"] if found.stateful else []
-    lines += [f"  extra: {_printed(', '.join(extra(one))) or 'none'}"] if not one.fault else []
+    lines += [f"  {_printed(line)}" for line in _of_ranks(record)]
+    lines += [f"  stateful: {_printed(', '.join(record.stateful))}"] if record.stateful else []
+    lines += [f"  extra: {_printed(', '.join(extra(contents))) or 'none'}"] if not contents.fault else []
     return "\n".join(lines)
 
 
-def _of_ranks(found: Manifest) -> Iterator[str]:
+def _of_ranks(record: Manifest) -> Iterator[str]:
     """The tensors that ranks have of their own, each with the number of those ranks."""
-    names = [name.partition("/")[2] for name, saved in found.tensors.items() if saved.role == "rank"]
+    names = [name.partition("/")[2] for name, saved in record.tensors.items() if saved.role == "rank"]
     counts = Counter(names)
     for kind, chosen in (
         ("random state", [name for name in counts if name.startswith("random/")]),
@@ -137,28 +137,28 @@ def _of_ranks(found: Manifest) -> Iterator[str]:
         yield from (f"{kind} of {_ranks(ranks)}: {', '.join(names)}" for ranks, names in several.items())
 
 
-def extra(one: Contents) -> list[str]:
+def extra(contents: Contents) -> list[str]:
     """The names of what the user has put beside the state. Raises CheckpointError: the file cannot be read."""
-    assert one.manifest is not None
-    content = read_file(one.path, VALUES, one.manifest)
-    given: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
-    return [str(name) for name in cast(dict[Any, Any], given)] if isinstance(given, dict) else []
+    assert contents.manifest is not None
+    content = read_file(contents.path, VALUES, contents.manifest)
+    extras: Any = cast(dict[str, Any], content).get("extra") if isinstance(content, dict) else None
+    return [str(name) for name in cast(dict[Any, Any], extras)] if isinstance(extras, dict) else []
 
 
-def as_json(one: Contents) -> dict[str, Any]:
+def as_json(contents: Contents) -> dict[str, Any]:
     """The same as a JSON value, in bytes and seconds since 1970."""
-    found = one.manifest
-    if found is None:
-        return {"path": str(one.path), "fault": one.fault}
+    record = contents.manifest
+    if record is None:
+        return {"path": str(contents.path), "fault": contents.fault}
     tensors = {
         name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described(saved).nbytes}
-        for name, saved in found.tensors.items()
+        for name, saved in record.tensors.items()
     }
-    optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in found.optimizers.items()}
-    beside = {"stateful": list(found.stateful), "extra": None if one.fault else extra(one)}
+    optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in record.optimizers.items()}
+    beside = {"stateful": list(record.stateful), "extra": None if contents.fault else extra(contents)}
     return {
-        "path": str(one.path), "fault": one.fault or None, "number": found.number, "calls": found.calls,
-        "saved_at": found.saved_at, "ranks": found.world_size, "mesh": found.mesh, "bytes": one.size_bytes,
+        "path": str(contents.path), "fault": contents.fault or None, "number": record.number, "calls": record.calls,
+        "saved_at": record.saved_at, "ranks": record.world_size, "mesh": record.mesh, "bytes": contents.size_bytes,
         "tensors": tensors, "optimizers": optimizers, **beside,
     }  # fmt: skip
 
@@ -206,21 +206,20 @@ class TensorDifference:
         return f"{_printed(self.name)}: {self.here}, differs by at most {self.largest:.3g}"
 
 
-def compare(one: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
+def compare(base: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
     """The difference of each tensor of two checkpoints; None where it has the same bits. One is in memory at a time;
     `watch` is told of the bytes of each that was read.
     """
-    assert one.manifest is not None
+    assert base.manifest is not None
     assert other.manifest is not None
-    here, there = one.manifest.tensors, other.manifest.tensors
+    pairs = (base, base.manifest), (other, other.manifest)
+    here, there = base.manifest.tensors, other.manifest.tensors
     for name in {**here, **there}:
         texts = str(here.get(name, "missing")), str(there.get(name, "missing"))
         if texts[0] != texts[1]:
             yield TensorDifference(name, *texts)
             continue
-        a, b = (
-            stored_tensors.read(at.path, found, name) for at, found in ((one, one.manifest), (other, other.manifest))
-        )
+        a, b = (stored_tensors.read(at.path, record, name) for at, record in pairs)
         watch(a.nbytes)
         same = torch.equal(_bits(a), _bits(b))
         yield None if same else TensorDifference(name, *texts, _largest(a, b))
@@ -233,42 +232,42 @@ def _bits(tensor: Tensor) -> Tensor:
 def _largest(a: Tensor, b: Tensor) -> float:
     """NaN where only one of them is NaN."""
     wide = torch.complex128 if a.is_complex() else torch.float64
-    flat, others = a.reshape(-1), b.reshape(-1)
-    pairs = ((flat[at : at + _CHUNK], others[at : at + _CHUNK]) for at in range(0, len(flat), _CHUNK))
-    found = [(x.to(wide) - y.to(wide)).abs().max().item() for x, y in pairs]
-    return max(found, key=lambda value: (value != value, value))
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    pairs = ((flat_a[at : at + _CHUNK], flat_b[at : at + _CHUNK]) for at in range(0, len(flat_a), _CHUNK))
+    differences = [(x.to(wide) - y.to(wide)).abs().max().item() for x, y in pairs]
+    return max(differences, key=lambda value: (value != value, value))
 
 
 # -- write again -------------------------------------------------------------------------------------------
 
 
-def rewrite(one: Contents, target: Path, files: int) -> Path:
+def rewrite(contents: Contents, target: Path, files: int) -> Path:
     """Write an intact checkpoint to a new folder, with its tensors in `files` files of about equal size."""
-    found = one.manifest
-    assert found is not None, "there is something to write"
+    record = contents.manifest
+    assert record is not None, "there is something to write"
     with new_folder(target, Ranks.of_job("rewrite", target)) as aside:
-        kept = [name for name in found.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
+        copied = [name for name in record.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
         sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
-        for name in kept:
-            sums[name] = durable.write(aside / name, (one.path / name).read_bytes())
-        for number, names in enumerate(_shared_out(found, files)):
+        for name in copied:
+            sums[name] = durable.write(aside / name, (contents.path / name).read_bytes())
+        for number, names in enumerate(_shared_out(record, files)):
             file = f"__{number}_0{tensor_files.SUFFIX}"
-            pieces = PiecesRead(names, partial(stored_tensors.read, one.path, found))
+            pieces = PiecesRead(names, partial(stored_tensors.read, contents.path, record))
             written = tensor_files.write(aside / file, pieces, lambda _: None)
             sums[file] = written.size, written.crc
             chunks |= {name: (chunk,) for name, chunk in written.chunks.items()}
-        made = replace(found, chunks={name: chunks[name] for name in found.tensors})
-        sums[dcp_metadata.NAME] = durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(made))
-        durable.write(aside / manifest.NAME, replace(made, files=sums).to_json().encode())
+        rewritten = replace(record, chunks={name: chunks[name] for name in record.tensors})
+        sums[dcp_metadata.NAME] = durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(rewritten))
+        durable.write(aside / manifest.NAME, replace(rewritten, files=sums).to_json().encode())
     return target
 
 
-def _shared_out(found: Manifest, files: int) -> list[list[str]]:
+def _shared_out(record: Manifest, files: int) -> list[list[str]]:
     """The names of the tensors of each file: the largest first, each to the file with the least bytes."""
-    parts = [list[str]() for _ in range(min(files, len(found.tensors)))]
+    parts = [list[str]() for _ in range(min(files, len(record.tensors)))]
     sizes = [0] * len(parts)
-    for name in sorted(found.tensors, key=lambda name: -described(found.tensors[name]).nbytes):
+    for name in sorted(record.tensors, key=lambda name: -described(record.tensors[name]).nbytes):
         least = sizes.index(min(sizes))
         parts[least].append(name)
-        sizes[least] += described(found.tensors[name]).nbytes
+        sizes[least] += described(record.tensors[name]).nbytes
     return parts

@@ -50,9 +50,9 @@ def folder_at(directory: str | Path) -> Path:
 
         return cast(Path, UPath(directory, use_listings_cache=False))
     except (ImportError, ValueError) as error:
-        found = f"{directory} cannot be opened: {error}"
+        problem = f"{directory} cannot be opened: {error}"
         needed = "universal-pathlib, and fsspec's package for such a store (s3fs, gcsfs, adlfs)"
-        raise CheckpointError(found, needed, "pip install universal-pathlib, and that package") from error
+        raise CheckpointError(problem, needed, "pip install universal-pathlib, and that package") from error
 
 
 def is_remote(path: Path) -> bool:
@@ -215,5 +215,5 @@ def explained(folder: Path) -> Generator[None]:
         reason, advice = _REASONS.get(code, (error.strerror or str(error), "look at the folder"))
         if code in (errno.ENOSPC, errno.EDQUOT) and not is_remote(folder) and folder.parent.exists():
             reason += f" ({shutil.disk_usage(folder.parent).free >> 20} MiB free)"
-        found = f"checkpoint {folder} could not be written: {reason}"
-        raise CheckpointError(found, "a folder with space, that can be written to", advice) from error
+        problem = f"checkpoint {folder} could not be written: {reason}"
+        raise CheckpointError(problem, "a folder with space, that can be written to", advice) from error

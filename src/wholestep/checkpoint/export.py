@@ -64,28 +64,28 @@ def export(
     flush_pending()
     if isinstance(model, nn.Module):
         ranks.on_every_rank(lambda: refuse_torn(model.parameters()))
-        found = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
+        exported = ranks.on_every_rank(lambda: _of_module(model, dtype, ranks))
     else:
-        found = _of_checkpoint(durable.folder_at(model), dtype, ranks)
+        exported = _of_checkpoint(durable.folder_at(model), dtype, ranks)
     with new_folder(target, ranks) as aside:
         if format == "dcp":
-            _write_dcp(aside, target, found, ranks)
+            _write_dcp(aside, target, exported, ranks)
         else:
-            _write_safetensors(aside, target, found, most_bytes, ranks)
+            _write_safetensors(aside, target, exported, most_bytes, ranks)
         if format == "safetensors" and isinstance(model, nn.Module):
-            ranks.first_does(lambda: _write_config(aside, model, found))
+            ranks.first_does(lambda: _write_config(aside, model, exported))
     return target
 
 
 @dataclass(frozen=True)
 class _Exported:
-    """What to export. `tensors` gives shapes and dtypes by name, `distinct` has one name of tied ones. `whole` returns
+    """What to export. `tensors` gives shapes and dtypes by name, `distinct` has one name of tied ones. `full` returns
     a tensor in full; where it `gathers`, all ranks call it. `pieces` returns what this rank writes of all tensors.
     """
 
     tensors: Mapping[str, Tensor]
     distinct: Sequence[str]
-    whole: Callable[[str], Tensor]
+    full: Callable[[str], Tensor]
     gathers: bool
     pieces: Callable[[], Mapping[str, Piece]]
 
@@ -94,43 +94,43 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Ex
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            found = f"{name} of the model's state_dict() is a {type(value).__name__}"
-            raise CheckpointError(found, "tensors alone", "save it beside the export")
+            problem = f"{name} of the model's state_dict() is a {type(value).__name__}"
+            raise CheckpointError(problem, "tensors alone", "save it beside the export")
         if value.is_meta:
             raise CheckpointError(f"{name!r} is on 'meta'", "values", "call the step first, or load the model")
     live: dict[str, Tensor] = {name: value.detach() for name, value in state.items()}
-    tensors = {name: _on_meta(one, dtype) for name, one in live.items()}
+    tensors = {name: _on_meta(tensor, dtype) for name, tensor in live.items()}
     first: dict[int, str] = {}
     for name, value in state.items():
         first.setdefault(id(value), name)
     ignored: Iterable[str] = getattr(model, "_keys_to_ignore_on_save", None) or ()
 
-    def whole(name: str) -> Tensor:
-        given = live[name]
-        return next(iter(gather([given]).values())) if isinstance(given, DTensor) else given
+    def full(name: str) -> Tensor:
+        tensor = live[name]
+        return next(iter(gather([tensor]).values())) if isinstance(tensor, DTensor) else tensor
 
     def pieces() -> dict[str, Piece]:
         roles = {name: "param" if isinstance(value, nn.Parameter) else "buffer" for name, value in state.items()}
-        saved = {name: _about(one, roles[name]) for name, one in live.items()}
-        own = pieces_to_write(live, saved, ranks.rank, ranks.size)
-        return {name: replace(one, values=one.values.to(tensors[name].dtype)) for name, one in own.items()}
+        saved = {name: _about(tensor, roles[name]) for name, tensor in live.items()}
+        parts = pieces_to_write(live, saved, ranks.rank, ranks.size)
+        return {name: replace(piece, values=piece.values.to(tensors[name].dtype)) for name, piece in parts.items()}
 
-    return _Exported(tensors, [name for name in first.values() if name not in ignored], whole, True, pieces)
+    return _Exported(tensors, [name for name in first.values() if name not in ignored], full, True, pieces)
 
 
 def _of_checkpoint(directory: Path, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
     name = ranks.on_first_rank(lambda: manifest.name_in(directory, manifest.candidates(directory)[0]), str)
     folder = manifest.folder_in(directory, name)
-    found = ranks.on_every_rank(lambda: manifest.read(folder))
-    ranks.first_does(lambda: manifest.check_files(folder, found, sorted(found.files)))
-    saved = {name: one for name, one in found.tensors.items() if one.role in ("param", "buffer")}
-    tensors = {name: _on_meta(described(one), dtype) for name, one in saved.items()}
+    record = ranks.on_every_rank(lambda: manifest.read(folder))
+    ranks.first_does(lambda: manifest.check_files(folder, record, sorted(record.files)))
+    saved = {name: tensor for name, tensor in record.tensors.items() if tensor.role in ("param", "buffer")}
+    tensors = {name: _on_meta(described(tensor), dtype) for name, tensor in saved.items()}
 
-    def whole(name: str) -> Tensor:
-        return read(folder, found, name).to(tensors[name].dtype)
+    def full(name: str) -> Tensor:
+        return read(folder, record, name).to(tensors[name].dtype)
 
     names = list(tensors)
-    return _Exported(tensors, names, whole, False, lambda: PiecesRead(names if ranks.rank == 0 else (), whole))
+    return _Exported(tensors, names, full, False, lambda: PiecesRead(names if ranks.rank == 0 else (), full))
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -142,35 +142,35 @@ def _about(tensor: Tensor, role: str) -> CheckpointTensor:
     return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _write_safetensors(aside: Path, target: Path, found: _Exported, most_bytes: int, ranks: Ranks) -> None:
-    tensors = {name: found.tensors[name] for name in found.distinct}
+def _write_safetensors(aside: Path, target: Path, exported: _Exported, most_bytes: int, ranks: Ranks) -> None:
+    tensors = {name: exported.tensors[name] for name in exported.distinct}
     ranks.on_every_rank(lambda: safetensors_file.check(tensors))
     files = safetensors_file.split(tensors, most_bytes)
     for file, names in files.items():
         part = {name: tensors[name] for name in names}
-        ranks.on_every_rank(lambda file=file, part=part: _write_file(aside / file, target, part, found, ranks))
+        ranks.on_every_rank(lambda file=file, part=part: _write_file(aside / file, target, part, exported, ranks))
     if len(files) > 1:
         text = safetensors_file.index(tensors, files)
         ranks.first_does(lambda: durable.write(aside / safetensors_file.INDEX, text.encode()))
 
 
-def _write_file(path: Path, target: Path, tensors: Mapping[str, Tensor], found: _Exported, ranks: Ranks) -> None:
+def _write_file(path: Path, target: Path, tensors: Mapping[str, Tensor], exported: _Exported, ranks: Ranks) -> None:
     """The first rank writes each tensor. After a failure it gathers on with the others."""
-    whole = map(found.whole, safetensors_file.order(tensors))
+    values = map(exported.full, safetensors_file.order(tensors))
     try:
         if ranks.rank == 0:
             with durable.explained(target):
-                safetensors_file.write(path, tensors, whole)
+                safetensors_file.write(path, tensors, values)
     finally:
-        if found.gathers:
-            deque(whole, maxlen=0)
+        if exported.gathers:
+            deque(values, maxlen=0)
 
 
-def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> None:
+def _write_dcp(aside: Path, target: Path, exported: _Exported, ranks: Ranks) -> None:
     """Each rank writes its pieces. The first one writes the index that torch reads."""
 
     def write() -> Mapping[str, Chunk]:
-        pieces = found.pieces()
+        pieces = exported.pieces()
         with durable.explained(target):
             file = aside / f"__{ranks.rank}_0{tensor_files.SUFFIX}"
             return tensor_files.write(file, pieces, lambda _: None).chunks if pieces else {}
@@ -178,22 +178,22 @@ def _write_dcp(aside: Path, target: Path, found: _Exported, ranks: Ranks) -> Non
     parts = ranks.gather_on_first(write, Mapping[str, Chunk])
 
     def write_index() -> None:
-        chunks = {name: tuple(part[name] for part in parts if name in part) for name in found.tensors}
-        saved = {name: _about(one, "param") for name, one in found.tensors.items()}
+        chunks = {name: tuple(part[name] for part in parts if name in part) for name in exported.tensors}
+        saved = {name: _about(tensor, "param") for name, tensor in exported.tensors.items()}
         about = Manifest(0, 0, ranks.size, "", 0.0, saved, {}, {}, chunks, {})
         durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
 
     ranks.first_does(write_index)
 
 
-def _write_config(aside: Path, model: nn.Module, found: _Exported) -> None:
+def _write_config(aside: Path, model: nn.Module, exported: _Exported) -> None:
     """The config of a model of transformers, as its `save_pretrained` writes it."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
-    first = next((one.dtype for one in found.tensors.values() if one.is_floating_point()), torch.float32)
+    first = next((tensor.dtype for tensor in exported.tensors.values() if tensor.is_floating_point()), torch.float32)
     config.dtype = str(first).removeprefix("torch.")
     config.save_pretrained(aside)
     generation: Any = getattr(model, "generation_config", None)

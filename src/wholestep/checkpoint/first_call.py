@@ -45,9 +45,9 @@ class AtFirstCall:
 def at_first_call(step: CompiledStep, restore: Callable[[CompiledStep], object]) -> None:
     """Call `restore` at the first call of `step`, in place of what waits for it."""
     at_load = WeakKeyDictionary[Optimizer, Seen]()
-    for one in gc.get_objects():  # torch keeps no list of optimizers, and the step has not seen its own
-        if issubclass(type(one), Optimizer):
-            at_load[one] = [_mark(group) for group in one.param_groups]
+    for candidate in gc.get_objects():  # torch keeps no list of optimizers, and the step has not seen its own
+        if issubclass(type(candidate), Optimizer):
+            at_load[candidate] = [_mark(group) for group in candidate.param_groups]
     waiting = [call for call in step.on_placed if not isinstance(call, AtFirstCall)]
     step.on_placed[:] = [*waiting, AtFirstCall(restore, at_load)]
 
@@ -68,9 +68,9 @@ def _set_since(seen: Seen, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of each group that were set since they were marked."""
     out: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
-        known = seen[number] if number < len(seen) else {}
+        marks = seen[number] if number < len(seen) else {}
         now = snapshot.options_of(group)
-        was_set = {key: value for key, value in now.items() if not _is_marked(value, known.get(key))}
+        was_set = {key: value for key, value in now.items() if not _is_marked(value, marks.get(key))}
         out.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in was_set.items()})
     return out
 

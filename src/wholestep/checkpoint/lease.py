@@ -88,9 +88,9 @@ class Lease:
 
     def check(self) -> None:
         """Raise CheckpointError if another job has taken over."""
-        highest, found = _highest(self.root)
-        if not self.lost_to and found is not None and found.token != self.owner.token:
-            self.lost_to = str(found)
+        highest, holder = _highest(self.root)
+        if not self.lost_to and holder is not None and holder.token != self.owner.token:
+            self.lost_to = str(holder)
         if self.lost_to or highest < self.number:
             who = f"by {self.lost_to}" if self.lost_to else "away"
             text = f"{self.root} was taken {who}: this job sent no heartbeat for {STALE_S:.0f} s"
@@ -101,13 +101,13 @@ class Lease:
         while not self._ended.wait(BEAT_S):
             beat += 1
             with contextlib.suppress(OSError):
-                highest, found = _highest(self.root)
-                if highest != self.number or (found is not None and found.token != self.owner.token):
+                highest, holder = _highest(self.root)
+                if highest != self.number or (holder is not None and holder.token != self.owner.token):
                     return  # `check` says so at the next save
                 content = replace(self.owner, at=time.time(), beat=beat)
                 _rewrite(_path(self.root, self.number), content.to_json())
-                for left in range(max(1, self.number - 8), self.number):
-                    _unlink(_path(self.root, left))
+                for older in range(max(1, self.number - 8), self.number):
+                    _unlink(_path(self.root, older))
 
     def start(self) -> None:
         """Send heartbeats from now on."""
@@ -117,12 +117,12 @@ class Lease:
         """Let the next job have it at once."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            found = owner_of(_path(self.root, self.number))
-            if found is not None and found.token == self.owner.token:
+            holder = owner_of(_path(self.root, self.number))
+            if holder is not None and holder.token == self.owner.token:
                 _unlink(_path(self.root, self.number))
 
 
-_held: dict[str, Lease] = {}
+_leases: dict[str, Lease] = {}
 _ADVICE = "end one of the two jobs, or save to another folder"
 
 
@@ -131,15 +131,15 @@ def acquire(root: Path) -> Lease:
 
     Raises CheckpointError: another job saves there, or has taken over from this one.
     """
-    held = _held.get(str(root))
-    if held is not None and held.owner.pid == os.getpid():
+    current = _leases.get(str(root))
+    if current is not None and current.owner.pid == os.getpid():
         try:
-            held.check()
-            return held
+            current.check()
+            return current
         except CheckpointError:
-            held.release()
-            del _held[str(root)]
-            if held.lost_to:
+            current.release()
+            del _leases[str(root)]
+            if current.lost_to:
                 raise
     owner = Owner.this_process()
     while True:
@@ -155,25 +155,25 @@ def acquire(root: Path) -> Lease:
                 f"{root}: took over from {other or 'an unknown process'}, which sends no heartbeat", stacklevel=2
             )
         _unlink(_path(root, number))
-    lease = _held[str(root)] = Lease(root, owner, number + 1)
+    lease = _leases[str(root)] = Lease(root, owner, number + 1)
     lease.start()
     return lease
 
 
 def held(root: Path, token: str) -> Lease:
     """The lease on `root` that `acquire` returned to this process."""
-    found = _held.get(str(root))
-    if found is None or found.owner.token != token:
+    lease = _leases.get(str(root))
+    if lease is None or lease.owner.token != token:
         raise CheckpointError(f"this process no longer holds the lease on {root}", "one that lasts as long as a save")
-    return found
+    return lease
 
 
 def release_all() -> None:
     """Release every lease of this process."""
-    for lease in _held.values():
+    for lease in _leases.values():
         if lease.owner.pid == os.getpid():
             lease.release()
-    _held.clear()
+    _leases.clear()
 
 
 def _is_stale(root: Path, number: int, other: Owner | None) -> bool:

@@ -109,13 +109,13 @@ def read(folder: Path) -> Manifest:
     except MalformedError as error:
         raise _damaged(folder, f" {NAME} is cut off or altered ({error.found})") from error
     if not isinstance(content, dict) or cast(dict[str, Any], content).get("format") != FORMAT:
-        found = f"checkpoint {folder}: its {NAME} is not of format {FORMAT!r}"
-        raise CheckpointError(found, "a folder written by wholestep.save", "")
+        problem = f"checkpoint {folder}: its {NAME} is not of format {FORMAT!r}"
+        raise CheckpointError(problem, "a folder written by wholestep.save", "")
     fields = cast(dict[str, Any], content)
     version = fields.pop("version", None)
     if version != VERSION:
-        found = f"checkpoint {folder} has version {shown(version)}"
-        raise CheckpointError(found, f"version {VERSION}", "load it with the wholestep that wrote it")
+        problem = f"checkpoint {folder} has version {shown(version)}"
+        raise CheckpointError(problem, f"version {VERSION}", "load it with the wholestep that wrote it")
     if fields.pop("checksum", None) != _checksum({"format": FORMAT, "version": version, **fields}):
         raise _damaged(folder, f" {NAME} does not match its own checksum")
     del fields["format"]
@@ -206,7 +206,7 @@ def _overlap(parts: list[_Part], dim: int, tried: int) -> bool:
         return False
     dims = len(parts[0][0])
     if tried == dims:  # no dim tells any of them apart
-        return any(_share(one, other) for i, one in enumerate(parts) for other in parts[:i])
+        return any(_share(first, other) for i, first in enumerate(parts) for other in parts[:i])
     groups, end = list[list[_Part]](), 0
     for part in sorted(parts, key=lambda part: part[0][dim]):
         if not groups or part[0][dim] >= end:
@@ -216,8 +216,8 @@ def _overlap(parts: list[_Part], dim: int, tried: int) -> bool:
     return any(_overlap(group, (dim + 1) % dims, tried + 1 if len(groups) == 1 else 0) for group in groups)
 
 
-def _share(one: _Part, other: _Part) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+def _share(first: _Part, other: _Part) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*first, *other, strict=True))
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -253,15 +253,15 @@ def shorten(lines: list[str]) -> str:
     """To go after a colon: the first lines, and how many more there are; one alone stays on its line."""
     if len(lines) == 1:
         return f" {lines[0]}"
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "".join(f"\n    {line}" for line in [*lines[:SHOWN], *more])
+    tail = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "".join(f"\n    {line}" for line in [*lines[:SHOWN], *tail])
 
 
 def checkpoints(root: Path) -> list[Path]:
     """The checkpoint folders in `root`, the one saved last first; those without a readable manifest come last. A folder
     without any manifest is unfinished, and none of them.
     """
-    found: list[tuple[float, int, int, Path]] = []
+    entries: list[tuple[float, int, int, Path]] = []
     for path in folders(root):
         match = _FOLDER.fullmatch(path.name)
         if match and (path / NAME).exists():
@@ -269,8 +269,8 @@ def checkpoints(root: Path) -> list[Path]:
                 saved_at = read(path).saved_at
             except CheckpointError:
                 saved_at = 0.0
-            found.append((saved_at, int(match[1]), int(match[2] or 0), path))
-    return [path for *_, path in sorted(found, reverse=True, key=lambda one: one[:3])]
+            entries.append((saved_at, int(match[1]), int(match[2] or 0), path))
+    return [path for *_, path in sorted(entries, reverse=True, key=lambda entry: entry[:3])]
 
 
 def folders(root: Path) -> list[Path]:
@@ -295,18 +295,18 @@ def candidates(directory: Path) -> list[Path]:
     """
     if is_checkpoint(directory):
         return [directory]
-    found, pointer = checkpoints(directory), directory / LATEST
-    while not found and any((path / NAME).exists() for path in folders(directory)):
-        found = checkpoints(directory)  # those listed before were removed meanwhile, as newer ones exist
+    paths, pointer = checkpoints(directory), directory / LATEST
+    while not paths and any((path / NAME).exists() for path in folders(directory)):
+        paths = checkpoints(directory)  # those listed before were removed meanwhile, as newer ones exist
     if durable.is_plain_file(pointer):
         name = pointer.read_bytes()[:4096].decode(errors="replace").strip()
         named = directory / name if _FOLDER.fullmatch(name) else directory
         if named != directory and named.is_dir() and not is_readable(named):
-            found = [named, *(path for path in found if path != named)]
-    if not found:
+            paths = [named, *(path for path in paths if path != named)]
+    if not paths:
         what = "holds no checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"{directory} {what}", "a folder that wholestep.save wrote to", "correct the path")
-    return found
+    return paths
 
 
 def name_in(directory: Path, folder: Path) -> str:

@@ -103,7 +103,7 @@ class MemoryCopies:
         if exchanged is None:
             ranks.on_every_rank(self._raise_failure)
         assert exchanged is not None, "a failure was raised"
-        own, differing = exchanged
+        per_rank, differing = exchanged
         if self._count == 1:
             self._remove_others()
         content = {
@@ -113,7 +113,7 @@ class MemoryCopies:
         shard, shards, layouts = position(now, world)
         values = {
             "copy": {"start": self._start, "number": step.calls, "shard": shard, "shards": shards, "layouts": layouts},
-            "content": content, "own": own, "size": ranks.size,
+            "content": content, "own": per_rank, "size": ranks.size,
         }  # fmt: skip
         pieces = {name: tensor_files.own_piece(t) for name, t in now.tensors.items() if name not in differing}
         slot = self._slots[self._count % 2]
@@ -221,7 +221,7 @@ def _index(now: Snapshot, pieces: Mapping[str, Piece]) -> tuple[dict[str, Any], 
         end += -(-piece.values.nbytes // _ALIGNED) * _ALIGNED
     return {
         "tensors": {name: list(astuple(saved)) for name, saved in now.saved.items()},
-        "optimizers": {name: [one.kind, [list(group) for group in one.groups]] for name, one in now.optimizers.items()},
+        "optimizers": {name: [o.kind, [list(group) for group in o.groups]] for name, o in now.optimizers.items()},
         "chunks": {n: [list(p.offsets), list(p.values.shape), "", *places[n]] for n, p in pieces.items()},
     }, places, end or _ALIGNED  # fmt: skip
 
@@ -239,8 +239,8 @@ def _exchange(now: Snapshot, world: World, alone: bytes | None) -> tuple[dict[st
     differing = [name for n, name in enumerate(sums, 1) if len({row[n] for row in rows}) > 1]
     padded = alone.ljust(max(lengths), b"\0")
     parts = [torch.frombuffer(bytearray(padded), dtype=torch.uint8), *(_bytes_of(now.tensors[n]) for n in differing)]
-    own = torch.stack([row.cpu() for row in _gathered(torch.cat(parts), world)])
-    return {"rows": own, "alone": lengths, "buffers": differing}, differing
+    stacked = torch.stack([row.cpu() for row in _gathered(torch.cat(parts), world)])
+    return {"rows": stacked, "alone": lengths, "buffers": differing}, differing
 
 
 def _gathered(tensor: Tensor, world: World) -> list[Tensor]:

@@ -69,10 +69,10 @@ def position(now: Snapshot, world: World) -> tuple[int, int, str]:
 
 @dataclass(frozen=True)
 class Restoring:
-    """A state of which the nodes hold all shards. `held` are the copies of it on the node of each rank."""
+    """A state of which the nodes hold all shards. `copies` are those of it on the node of each rank."""
 
     ranks: Ranks
-    held: Sequence[Sequence[Copy]]
+    copies: Sequence[Sequence[Copy]]
     index: Mapping[str, Any]
     values: Mapping[str, Any]
 
@@ -80,23 +80,23 @@ class Restoring:
     def of(folder: Path, ranks: Ranks) -> Restoring | None:
         """The newest such state, of the latest start that has one; None on every rank where there is none."""
         every = ranks.gather(lambda: copies_in(folder), tuple[Copy, ...])
-        found: dict[tuple[int, int], set[int]] = {}
+        present: dict[tuple[int, int], set[int]] = {}
         shards: dict[tuple[int, int], int] = {}
         for copy in (copy for of_rank in every for copy in of_rank):
-            found.setdefault((copy.start, copy.number), set()).add(copy.shard)
+            present.setdefault((copy.start, copy.number), set()).add(copy.shard)
             shards[copy.start, copy.number] = copy.shards
-        whole = [key for key, numbers in found.items() if len(numbers) == shards[key]]
-        if not whole:
+        complete = [key for key, numbers in present.items() if len(numbers) == shards[key]]
+        if not complete:
             return None
-        held = [[copy for copy in of_rank if (copy.start, copy.number) == max(whole)] for of_rank in every]
-        source = next(rank for rank, copies in enumerate(held) if copies)
-        own = held[ranks.rank]
+        copies = [[copy for copy in of_rank if (copy.start, copy.number) == max(complete)] for of_rank in every]
+        source = next(rank for rank, of_rank in enumerate(copies) if of_rank)
+        here = copies[ranks.rank]
 
         def read() -> list[bytes]:
-            return [(Path(own[0].folder) / n).read_bytes() for n in (INDEX, VALUES)] if ranks.rank == source else []
+            return [(Path(here[0].folder) / n).read_bytes() for n in (INDEX, VALUES)] if ranks.rank == source else []
 
         index, values = (read_plain(io.BytesIO(data)) for data in ranks.gather(read, tuple[bytes, ...])[source])
-        return Restoring(ranks, held, index, values)
+        return Restoring(ranks, copies, index, values)
 
     def put_random(self) -> None:
         """Set the random generators of this rank, in a job of as many ranks."""
@@ -105,8 +105,8 @@ class Restoring:
 
     def _alone(self) -> dict[str, Any]:
         """What this rank alone had, or the first one in a job of another size."""
-        own, rank = self.values["own"], self.ranks.rank if self._same_size else 0
-        return plain(own["rows"][rank][: own["alone"][rank]])
+        per_rank, rank = self.values["own"], self.ranks.rank if self._same_size else 0
+        return plain(per_rank["rows"][rank][: per_rank["alone"][rank]])
 
     def restore_placed(self, step: CompiledStep) -> None:
         """Restore a step once its state is where it rests."""
@@ -116,17 +116,17 @@ class Restoring:
     def restore(self, state: StepState, world: World | None, keep_primed: bool) -> None:
         """Restore a state. What this rank lacks, another one sends (collective)."""
         assert world is not None, "a step with a state has joined"
-        found = self._manifest()
-        self.ranks.on_every_rank(lambda: check_fits(found, state, "what the nodes hold in memory"))
-        restore = Restore(found, state)
+        manifest = self._manifest()
+        self.ranks.on_every_rank(lambda: check_fits(manifest, state, "what the nodes hold in memory"))
+        restore = Restore(manifest, state)
         self._restore_buffers(restore)
         pieces = {n: tensor_files.own_piece(t) for n, t in restore.staged.items() if n in self.index["chunks"]}
         shard, _, layouts = position(snapshot.take(state), world)
-        here = {copy.shard: copy for copy in reversed(self.held[self.ranks.rank])}
-        any_copy = next(copy for of_rank in self.held for copy in of_rank)
-        wanted = [shard] if layouts == any_copy.layouts else list(range(any_copy.shards))
-        lacking = self.ranks.gather(lambda: [number for number in wanted if number not in here], tuple[int, ...])
-        for number in wanted:
+        here = {copy.shard: copy for copy in reversed(self.copies[self.ranks.rank])}
+        any_copy = next(copy for of_rank in self.copies for copy in of_rank)
+        shards = [shard] if layouts == any_copy.layouts else list(range(any_copy.shards))
+        lacking = self.ranks.gather(lambda: [number for number in shards if number not in here], tuple[int, ...])
+        for number in shards:
             if number in here:
                 folder = Path(here[number].folder)
                 index = read_plain(io.BytesIO((folder / INDEX).read_bytes()))
@@ -135,13 +135,13 @@ class Restoring:
             to = [rank for rank, numbers in enumerate(lacking) if number in numbers]
             if to:
                 self._pass_on(number, to, pieces, world)
-        kept = {name: read_plain(io.BytesIO(data)) for name, data in self._alone()["modules"].items()}
-        self.ranks.on_every_rank(lambda: load_stateful(extra_states(state.modules), kept))
+        module_states = {name: read_plain(io.BytesIO(data)) for name, data in self._alone()["modules"].items()}
+        self.ranks.on_every_rank(lambda: load_stateful(extra_states(state.modules), module_states))
         restore.commit(self.values["content"], keep_primed)
 
     def _pass_on(self, number: int, to: Sequence[int], pieces: Mapping[str, tensor_files.Piece], world: World) -> None:
         """One rank that has a shard sends it to ranks that lack it."""
-        holding = {rank: c for rank, of_rank in enumerate(self.held) for c in of_rank if c.shard == number}
+        holding = {rank: c for rank, of_rank in enumerate(self.copies) for c in of_rank if c.shard == number}
         source = min(holding)
         if self.ranks.rank == source:
             folder = Path(holding[source].folder)
@@ -165,8 +165,8 @@ class Restoring:
             for name, (kind, groups) in self.index["optimizers"].items()
         }
         number = self.values["copy"]["number"]
-        kept = dict.fromkeys(self._alone()["modules"], ())
-        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, kept)
+        module_states = dict.fromkeys(self._alone()["modules"], ())
+        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, module_states)
 
     @property
     def _same_size(self) -> bool:
@@ -174,10 +174,10 @@ class Restoring:
 
     def _restore_buffers(self, restore: Restore) -> None:
         """Buffers that differed between ranks; in a job of another size, the first rank's."""
-        own = self.values["own"]
-        row: Tensor = own["rows"][self.ranks.rank if self._same_size else 0]
-        start = max(own["alone"])
-        for name in own["buffers"]:
+        per_rank = self.values["own"]
+        row: Tensor = per_rank["rows"][self.ranks.rank if self._same_size else 0]
+        start = max(per_rank["alone"])
+        for name in per_rank["buffers"]:
             staged = restore.staged[self._name(name)]
             staged.copy_(row[start : start + staged.nbytes].clone().view(staged.dtype).view(staged.shape))
             start += staged.nbytes
@@ -188,13 +188,13 @@ class Restoring:
 
 def copies_in(folder: Path) -> list[Copy]:
     """The whole copies that a node holds."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     for slot in folder.iterdir():
         if (slot / VALUES).exists():
             values = read_plain(io.BytesIO((slot / VALUES).read_bytes()))
             size = (slot / PIECES).stat().st_size
-            found.append(Copy(**values["copy"], size=size, folder=str(slot)))
-    return found
+            copies.append(Copy(**values["copy"], size=size, folder=str(slot)))
+    return copies
 
 
 def _send(data: Tensor, to: Sequence[int], world: World) -> None:

@@ -41,10 +41,10 @@ def _aside(target: Path) -> Path:
         raise CheckpointError(f"{target} is there already", "a new folder, or an empty one", "name another")
     with durable.explained(target):
         durable.make_folder(target.parent)
-        for left in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
-            owner = owner_of(_owner_file(left))
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
+            owner = owner_of(_owner_file(leftover))
             if owner is not None and owner.is_dead:
-                _remove(left)
+                _remove(leftover)
         aside = target.with_name(f".{target.name}-{uuid4().hex[:12]}.tmp")
         _owner_file(aside).write_bytes(Owner.this_process().to_json())
         aside.mkdir()

@@ -54,14 +54,14 @@ class Ranks:
         """Call `work` on every rank; each gets its own result. Raises CheckpointError: on every rank, the failure of
         the first one that failed; `name_rank=False` is for work that the ranks share, where it does not matter which.
         """
-        own, failure, cause = self._attempt(work)
+        returned, failure, cause = self._attempt(work)
         failures = self._gather(failure, _Failure)
-        failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
+        failed = [(rank, error) for rank, error in enumerate(failures) if error is not None]
         if failed:
-            rank, (found, *others) = failed[0]
+            rank, (problem, *advice) = failed[0]
             alone = name_rank and len(failed) < len(failures)
-            raise CheckpointError(f"on rank {rank}, {found}" if alone else found, *others) from cause
-        return cast(T, own)
+            raise CheckpointError(f"on rank {rank}, {problem}" if alone else problem, *advice) from cause
+        return cast(T, returned)
 
     def gather(self, work: Callable[[], T], kind: Any) -> list[T]:
         """As `on_every_rank`; each rank gets the results of all, of the type `kind`, in rank order."""
@@ -75,8 +75,8 @@ class Ranks:
         """Call `work` on the first rank only; every rank gets its result, of the type `kind`, or the CheckpointError
         that it ends in.
         """
-        own, failure, cause = self._attempt(work) if self.rank == 0 else (None, None, None)
-        result, failure = self._gather((own, failure), tuple[kind | None, _Failure])[0]
+        returned, failure, cause = self._attempt(work) if self.rank == 0 else (None, None, None)
+        result, failure = self._gather((returned, failure), tuple[kind | None, _Failure])[0]
         if failure is not None:
             raise CheckpointError(*failure) from cause
         return cast(T, result)
@@ -97,9 +97,9 @@ class Ranks:
         if number:
             return self.rendezvous.gather(label, value, what, kind, on_first)
         pairs = self.rendezvous.gather(label, (self.what, value), what, tuple[str, kind])
-        others = {one: [rank for rank, (other, _) in enumerate(pairs) if other == one] for one, _ in pairs}
-        if len(others) > 1:
-            where = "; ".join(f"{show_ranks(ranks)} at {one}" for one, ranks in others.items())
+        ranks_of = {call: [rank for rank, (other, _) in enumerate(pairs) if other == call] for call, _ in pairs}
+        if len(ranks_of) > 1:
+            where = "; ".join(f"{show_ranks(ranks)} at {call}" for call, ranks in ranks_of.items())
             raise CheckpointError(
                 f"ranks are at different calls: {where}", "the same call on every rank",
                 "make the same calls on all ranks in the same order, with the same folder and the same things to save",

@@ -68,13 +68,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], values: Iterable[Tensor]) -
     with ChecksummedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, value in zip(names, values, strict=True):
-            made = value.to("cpu", tensors[name].dtype).contiguous()
-            file.write(made.reshape(-1).view(torch.uint8).numpy().data)
+            contiguous = value.to("cpu", tensors[name].dtype).contiguous()
+            file.write(contiguous.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError where the format has no name for a dtype."""
     wrong = next((name for name, tensor in tensors.items() if tensor.dtype not in DTYPES), None)
     if wrong is not None:
-        found = f"{wrong} is {str(tensors[wrong].dtype).removeprefix('torch.')}, which safetensors does not have"
-        raise CheckpointError(found, "floating-point numbers, integers or bool", 'export with format="dcp"')
+        problem = f"{wrong} is {str(tensors[wrong].dtype).removeprefix('torch.')}, which safetensors does not have"
+        raise CheckpointError(problem, "floating-point numbers, integers or bool", 'export with format="dcp"')

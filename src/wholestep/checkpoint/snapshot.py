@@ -46,14 +46,14 @@ def take(state: StepState) -> Snapshot:
     saved: dict[str, CheckpointTensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     for role, table in (("param", state.params), ("buffer", state.buffers)):
-        for name, held in table.items():
-            tensors[name], saved[name] = held.tensor.detach(), _about(role, held.tensor)
+        for name, step_tensor in table.items():
+            tensors[name], saved[name] = step_tensor.tensor.detach(), _about(role, step_tensor.tensor)
     values: dict[str, dict[str, dict[Any, Any]]] = {}
     for label, optimizer in state.optimizers.items():
         entries = cast(dict[Any, Any], optimizer.state)
         plain = values[label] = {"": {k: v for k, v in entries.items() if not isinstance(k, torch.Tensor)}}
-        for owner, held in state.params.items():
-            entry = Entry(entries.get(held.tensor, {}))
+        for owner, param in state.params.items():
+            entry = Entry(entries.get(param.tensor, {}))
             rest = {k: v for k, v in entry.copy(_unless_tensor).items() if not isinstance(entry.held[k], torch.Tensor)}
             plain |= {owner: rest} if rest else {}
             for key, value in entry.leaves().items():
@@ -63,7 +63,7 @@ def take(state: StepState) -> Snapshot:
                 tensors[name] = value.detach()
                 saved[name] = _about("state", value, owner, str(key), label)
     options = {n: [options_of(group) for group in o.param_groups] for n, o in state.optimizers.items()}
-    names = {id(held.tensor): name for name, held in state.params.items()}
+    names = {id(param.tensor): name for name, param in state.params.items()}
     optimizers = {
         label: SavedOptimizer(type(o).__name__, tuple(tuple(names[id(p)] for p in g["params"]) for g in o.param_groups))
         for label, o in state.optimizers.items()
@@ -92,16 +92,16 @@ def _is_plain(value: Any) -> bool:
 
 def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The plain values of a checkpoint, in the form that `save` writes. Raises CheckpointError for any other."""
-    found = read_file(folder, VALUES, manifest)
-    if not _are_values(found, manifest):
+    content = read_file(folder, VALUES, manifest)
+    if not _are_values(content, manifest):
         text = f"checkpoint {folder} is damaged: {VALUES} holds something else"
         raise CheckpointError(text, "extra, and options and state of the optimizers in the manifest")
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], content)
 
 
-def _are_values(found: Any, manifest: Manifest) -> bool:
-    parts = cast(dict[Any, Any], found)
-    if not isinstance(found, dict) or parts.keys() != {"extra", "options", "values", "scheduled"}:
+def _are_values(content: Any, manifest: Manifest) -> bool:
+    parts = cast(dict[Any, Any], content)
+    if not isinstance(content, dict) or parts.keys() != {"extra", "options", "values", "scheduled"}:
         return False
     if not all(isinstance(part, dict) for part in parts.values()):
         return False
@@ -135,9 +135,9 @@ def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
 
 def add_own(snapshot: Snapshot, rank: int, sums: Mapping[str, int], first: Mapping[str, int]) -> None:
     """Add the state of this rank alone: random state, and buffers that differ from the first rank's."""
-    own = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
-    own |= {name: snapshot.tensors.pop(name) for name in sums if sums[name] != first.get(name)}
-    for name, tensor in own.items():
+    rank_tensors = {f"random/{name}": tensor for name, tensor in random_state.take().items()}
+    rank_tensors |= {name: snapshot.tensors.pop(name) for name in sums if sums[name] != first.get(name)}
+    for name, tensor in rank_tensors.items():
         snapshot.tensors[f"rank{rank}/{name}"] = tensor
         snapshot.saved[f"rank{rank}/{name}"] = _about("rank", tensor)
 
@@ -208,8 +208,8 @@ class Restore:
     def __post_init__(self) -> None:
         self._own = own_names(self.manifest)
         self._pairs = pair(self.manifest.optimizers, self.state.optimizers)
-        for name, held in {**self.state.params, **self.state.buffers}.items():
-            self.staged[self._own.get(name, name)] = torch.empty_like(held.tensor.detach())
+        for name, step_tensor in {**self.state.params, **self.state.buffers}.items():
+            self.staged[self._own.get(name, name)] = torch.empty_like(step_tensor.tensor.detach())
         for name, saved, optimizer, param in self._states():
             live = Entry(optimizer.state.get(param, {})).leaves().get(saved.key)
             self.staged[name] = torch.empty_like(live.detach()) if _fits(live, saved) else _new(saved, optimizer, param)
@@ -225,14 +225,14 @@ class Restore:
         """Copy into the live state what was read, and the values that are no tensors. State that the checkpoint does
         not have goes; `keep_primed` spares that of parameters it has no state of at all.
         """
-        for name, held in {**self.state.params, **self.state.buffers}.items():
-            copy(_torch.local_tensor(held.tensor), _torch.local_tensor(self.staged[self._own.get(name, name)]))
+        for name, step_tensor in {**self.state.params, **self.state.buffers}.items():
+            copy(_torch.local_tensor(step_tensor.tensor), _torch.local_tensor(self.staged[self._own.get(name, name)]))
         for label, theirs in self._pairs.items():
             optimizer, values = self.state.optimizers[label], content["values"].get(theirs, {})
             self._drop(optimizer, theirs, values, keep_primed)
             for owner, entry in values.items():
-                held = optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state
-                held.update(Entry(entry).copy())
+                target = optimizer.state[self.state.params[owner].tensor] if owner else optimizer.state
+                target.update(Entry(entry).copy())
             for group, options in zip(optimizer.param_groups, content["options"][theirs], strict=True):
                 set_options(group, options)
             note(optimizer, content.get("scheduled", {}).get(theirs, ()))
@@ -247,26 +247,26 @@ class Restore:
             restored(self.state)
 
     def _drop(self, optimizer: Optimizer, theirs: str, values: Mapping[str, Any], keep_primed: bool) -> None:
-        kept: dict[str, set[str]] = {owner: set(entry) for owner, entry in values.items()}
+        saved_keys: dict[str, set[str]] = {owner: set(entry) for owner, entry in values.items()}
         for saved in self.manifest.tensors.values():
             if saved.role == "state" and saved.optimizer == theirs:
-                kept.setdefault(saved.owner, set()).add(saved.key)
-        for owner, held in self.state.params.items():
-            entry = optimizer.state.get(held.tensor)
-            if not entry or (keep_primed and owner not in kept):
+                saved_keys.setdefault(saved.owner, set()).add(saved.key)
+        for owner, param in self.state.params.items():
+            entry = optimizer.state.get(param.tensor)
+            if not entry or (keep_primed and owner not in saved_keys):
                 continue
-            for key in [key for key in entry if key not in kept.get(owner, ())]:
+            for key in [key for key in entry if key not in saved_keys.get(owner, ())]:
                 del entry[key]
             if not entry:
-                del optimizer.state[held.tensor]
+                del optimizer.state[param.tensor]
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
     """Names of this rank's copies of random state and buffers, by plain name; nothing in a job of another size."""
     rank, size = job()
     prefix = f"rank{rank}/"
-    own = [n for n, saved in manifest.tensors.items() if saved.role == "rank" and n.startswith(prefix)]
-    return {n.removeprefix(prefix): n for n in own} if size == manifest.world_size else {}
+    names = [n for n, saved in manifest.tensors.items() if saved.role == "rank" and n.startswith(prefix)]
+    return {n.removeprefix(prefix): n for n in names} if size == manifest.world_size else {}
 
 
 def _fits(live: Any, saved: CheckpointTensor) -> TypeGuard[torch.Tensor]:

@@ -55,8 +55,8 @@ class ExtraState:
 
 def extra_states(modules: Mapping[str, nn.Module]) -> dict[str, Stateful]:
     """What modules keep beside their tensors, by the names that torch gives it."""
-    kept = [(path, one) for path, one in walk(modules) if type(one).get_extra_state is not nn.Module.get_extra_state]
-    return {".".join(part for part in (path, EXTRA_STATE) if part): ExtraState(one) for path, one in kept}
+    owners = [(path, m) for path, m in walk(modules) if type(m).get_extra_state is not nn.Module.get_extra_state]
+    return {".".join(part for part in (path, EXTRA_STATE) if part): ExtraState(module) for path, module in owners}
 
 
 def is_extra_state(name: str) -> bool:
@@ -66,7 +66,7 @@ def is_extra_state(name: str) -> bool:
 
 def take(objects: Mapping[str, Stateful]) -> dict[str, bytes]:
     """The state of each object on this rank as it is now, as the content of a file."""
-    return {name: to_bytes(_called(name), one.state_dict()) for name, one in objects.items()}
+    return {name: to_bytes(_called(name), component.state_dict()) for name, component in objects.items()}
 
 
 def _called(name: str) -> str:
@@ -74,23 +74,23 @@ def _called(name: str) -> str:
 
 
 def read_stateful(
-    folder: Path, found: Manifest, objects: Mapping[str, Stateful], ranks: Ranks
+    folder: Path, manifest: Manifest, objects: Mapping[str, Stateful], ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
     """The state of each object for this rank. Raises CheckpointError: the checkpoint does not have it, or it belongs to
     the ranks of a job of another size.
     """
     out: dict[str, dict[str, Any]] = {}
-    for name, one in objects.items():
-        differing, same_size = found.stateful.get(name), ranks.size == found.world_size
+    for name, component in objects.items():
+        differing, same_size = manifest.stateful.get(name), ranks.size == manifest.world_size
         if differing is None:
-            text = f"checkpoint {folder} holds no state of {name!r}: it has {sorted(found.stateful) or 'none'}"
+            text = f"checkpoint {folder} holds no state of {name!r}: it has {sorted(manifest.stateful) or 'none'}"
             raise CheckpointError(text, "what was given to save as stateful", f"leave out {name!r}")
-        if differing and not same_size and not isinstance(one, ExtraState):
-            text = f"{name!r} has a state of its own on ranks {list(differing)} of {found.world_size}"
-            needed = f"{found.world_size} ranks: a rank of {ranks.size} has no part in another job's rank"
+        if differing and not same_size and not isinstance(component, ExtraState):
+            text = f"{name!r} has a state of its own on ranks {list(differing)} of {manifest.world_size}"
+            needed = f"{manifest.world_size} ranks: a rank of {ranks.size} has no part in another job's rank"
             raise CheckpointError(text, needed, f"leave out {name!r} and place it anew")
         out[name] = read_file(
-            folder, found.file_of(name, ranks.rank if same_size and ranks.rank in differing else 0), found
+            folder, manifest.file_of(name, ranks.rank if same_size and ranks.rank in differing else 0), manifest
         )
     return out
 
@@ -101,9 +101,9 @@ def load_stateful(objects: Mapping[str, Stateful], states: Mapping[str, dict[str
         try:
             objects[name].load_state_dict(state)
         except Exception as error:
-            found = f"{_called(name)} does not take its state back: {first_line(error)}"
+            problem = f"{_called(name)} does not take its state back: {first_line(error)}"
             raise CheckpointError(
-                found, "the object that was saved, or one like it", "look at its own error"
+                problem, "the object that was saved, or one like it", "look at its own error"
             ) from error
 
 
@@ -114,16 +114,16 @@ def to_bytes(what: str, value: Any) -> bytes:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        found = f"{what} holds what cannot be saved ({first_line(error)})"
-        raise CheckpointError(found, "tensors, numbers, text, None; lists, tuples and dicts of these") from error
+        problem = f"{what} holds what cannot be saved ({first_line(error)})"
+        raise CheckpointError(problem, "tensors, numbers, text, None; lists, tuples and dicts of these") from error
     return buffer.getvalue()
 
 
-def read_file(folder: Path, name: str, found: Manifest) -> Any:
+def read_file(folder: Path, name: str, manifest: Manifest) -> Any:
     """The values of a file. Raises CheckpointError: it is not the file in the manifest, or there is something else in
     it than tensors and plain values.
     """
-    size, crc = found.files[name]
+    size, crc = manifest.files[name]
     try:
         data = durable.read_plain_file(folder / name, size)
         if data is None or len(data) != size or zlib.crc32(data) != crc:

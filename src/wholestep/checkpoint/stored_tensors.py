@@ -19,11 +19,11 @@ def described(saved: CheckpointTensor) -> Tensor:
     return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
 
 
-def read(folder: Path, found: Manifest, name: str) -> Tensor:
+def read(folder: Path, manifest: Manifest, name: str) -> Tensor:
     """A whole tensor. Raises CheckpointError: its file holds something else."""
-    made: Tensor = torch.empty_like(described(found.tensors[name]), device="cpu")
-    tensor_files.read(folder, found.chunks, {name: made}, lambda _: None)
-    return made
+    tensor: Tensor = torch.empty_like(described(manifest.tensors[name]), device="cpu")
+    tensor_files.read(folder, manifest.chunks, {name: tensor}, lambda _: None)
+    return tensor
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ def pieces_to_write(
             here = places[tensor.device_mesh]
             layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
             axes = tuple(axis for axis in here.mesh.axes if axis.name not in layout.axes)
-            key, copies, own = (tensor.device_mesh, axes), prod(axis.size for axis in axes), 0
+            key, copies, copy_number = (tensor.device_mesh, axes), prod(axis.size for axis in axes), 0
             for axis in axes:
-                own = own * axis.size + here.coordinate[axis.name]
+                copy_number = copy_number * axis.size + here.coordinate[axis.name]
             piece = Piece(_offsets(layout, tuple(tensor.shape), here), _torch.local_tensor(tensor))
         else:
             piece = Piece((0,) * tensor.dim(), tensor)
@@ -73,12 +73,12 @@ def pieces_to_write(
                 out[name] = piece
             if role in ("rank", "buffer"):
                 continue
-            key, copies, own = None, size, rank
+            key, copies, copy_number = None, size, rank
         loads = bytes_by_copy[key]
         loads.extend([0] * (copies - len(loads)))
         least = loads.index(min(loads))
         loads[least] += tensor.nbytes
-        if own == least and (piece.values.numel() or not tensor.numel()):
+        if copy_number == least and (piece.values.numel() or not tensor.numel()):
             out[name] = piece
     return out
 
@@ -129,24 +129,24 @@ def read(
 
     Nothing in the files is run: archives are read with `weights_only`. Raises CheckpointError: one holds another value.
     """
-    wanted = defaultdict[str, list[tuple[Chunk, str, Piece]]](list)
+    parts_by_file = defaultdict[str, list[tuple[Chunk, str, Piece]]](list)
     for name, tensor in into.items():
-        own = own_piece(tensor)
+        piece = own_piece(tensor)
         for chunk in chunks[name]:
-            if overlap(chunk, own) is not None:
-                wanted[chunk.file].append((chunk, name, own))
-    for name, parts in sorted(wanted.items()):
+            if overlap(chunk, piece) is not None:
+                parts_by_file[chunk.file].append((chunk, name, piece))
+    for name, parts in sorted(parts_by_file.items()):
         with (folder / name).open("rb") as file:
-            for chunk, of, own in sorted(parts, key=lambda part: part[0].start):
+            for chunk, of, piece in sorted(parts, key=lambda part: part[0].start):
                 file.seek(chunk.start)
-                _copy(chunk, _loaded(folder / name, of, chunk, file.read(chunk.length), own.values.dtype), own)
-                progress(own.values.element_size() * prod(chunk.sizes))
+                _copy(chunk, _loaded(folder / name, of, chunk, file.read(chunk.length), piece.values.dtype), piece)
+                progress(piece.values.element_size() * prod(chunk.sizes))
 
 
-def overlap(chunk: Chunk, own: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(chunk: Chunk, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The part that a chunk and a piece share, as indices of the chunk and of the piece; None where there is none."""
     theirs, ours = list[slice](), list[slice]()
-    for start, length, begin, size in zip(chunk.offsets, chunk.sizes, own.offsets, own.values.shape, strict=True):
+    for start, length, begin, size in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.values.shape, strict=True):
         low, high = max(start, begin), min(start + length, begin + size)
         if low >= high:
             return None
@@ -157,18 +157,18 @@ def overlap(chunk: Chunk, own: Piece) -> tuple[tuple[slice, ...], tuple[slice, .
 
 def _loaded(path: Path, name: str, chunk: Chunk, data: bytes, dtype: torch.dtype) -> Tensor:
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         what = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} holds no tensor for {name!r}: {what}", "the file as it was saved") from error
-    fits = isinstance(found, Tensor) and tuple(found.shape) == chunk.sizes and found.dtype == dtype
-    if not fits or found.layout is not torch.strided or found.device.type != "cpu":
+    fits = isinstance(tensor, Tensor) and tuple(tensor.shape) == chunk.sizes and tensor.dtype == dtype
+    if not fits or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{path} holds another value for {name!r}", f"{dtype}{list(chunk.sizes)}")
-    return cast(Tensor, found)
+    return cast(Tensor, tensor)
 
 
 @torch.no_grad()
-def _copy(chunk: Chunk, values: Tensor, own: Piece) -> None:
-    found = overlap(chunk, own)
-    assert found is not None, "chosen because they overlap"
-    own.values[found[1]].copy_(values[found[0]])
+def _copy(chunk: Chunk, values: Tensor, piece: Piece) -> None:
+    shared = overlap(chunk, piece)
+    assert shared is not None, "chosen because they overlap"
+    piece.values[shared[1]].copy_(values[shared[0]])

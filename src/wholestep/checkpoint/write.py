@@ -59,11 +59,11 @@ class Save:
 
     def run(self) -> Path:
         """Write and publish. Every rank calls it; the folder is named on all. Raises CheckpointError on all."""
-        held, name = self.ranks.on_first_rank(self._claim, tuple[str, str])
+        token, name = self.ranks.on_first_rank(self._claim, tuple[str, str])
         folder = manifest.folder_in(self.root, name)
         try:
             parts = self.ranks.gather_on_first(lambda: self._write(folder), Part)
-            self.ranks.first_does(lambda: self._publish(held, folder, parts))
+            self.ranks.first_does(lambda: self._publish(token, folder, parts))
             return folder
         except CheckpointError:
             if self.ranks.rank == 0:
@@ -75,16 +75,16 @@ class Save:
         root = self.root
         with durable.explained(root):
             durable.make_folder(root)
-            held = lease.acquire(root)
-            _remove_unfinished(root, held)
+            acquired = lease.acquire(root)
+            _remove_unfinished(root, acquired)
             for name in manifest.names_for(self.description.number):
                 folder = root / name
                 if (folder / manifest.NAME).exists():
                     continue
                 try:
                     durable.make_folder(folder)
-                    if durable.create(folder / CLAIM, held.owner.to_json()):
-                        return held.owner.token, name
+                    if durable.create(folder / CLAIM, acquired.owner.to_json()):
+                        return acquired.owner.token, name
                 except OSError:
                     _remove_quietly(folder)
                     raise
@@ -100,12 +100,12 @@ class Save:
             name = f"__{rank}_0{tensor_files.SUFFIX}"
             written = tensor_files.write(folder / name, self.pieces, progress)
             durable.sync(folder)
-        own = {n: saved for n, saved in self.tensors.items() if rank == 0 or saved.role == "rank"}
-        return Part({**files, name: (written.size, written.crc)}, own, written.chunks, self.differing)
+        tensors = {n: saved for n, saved in self.tensors.items() if rank == 0 or saved.role == "rank"}
+        return Part({**files, name: (written.size, written.crc)}, tensors, written.chunks, self.differing)
 
     def _publish(self, token: str, folder: Path, parts: list[Part]) -> None:
-        held = lease.held(self.root, token)
-        files = {name: found for part in parts for name, found in part.files.items()}
+        acquired = lease.held(self.root, token)
+        files = {name: size_crc for part in parts for name, size_crc in part.files.items()}
         tensors = {name: saved for part in parts for name, saved in part.tensors.items()}
         chunks = {name: tuple(part.chunks[name] for part in parts if name in part.chunks) for name in tensors}
         differing = {
@@ -118,9 +118,9 @@ class Save:
         about = replace(self.description, saved_at=now, tensors=tensors, chunks=chunks, stateful=differing)
         with durable.explained(folder):
             index = durable.write(folder / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
-            made = replace(about, files={**files, dcp_metadata.NAME: index})
-            held.check()
-            durable.replace(folder / manifest.NAME, made.to_json().encode())
+            complete = replace(about, files={**files, dcp_metadata.NAME: index})
+            acquired.check()
+            durable.replace(folder / manifest.NAME, complete.to_json().encode())
             durable.sync(self.root)
         try:  # it is published
             durable.replace(self.root / manifest.LATEST, f"{folder.name}\n".encode())
@@ -155,8 +155,8 @@ def to_write(
 
     def check() -> None:
         if first.keys() != sums.keys():
-            found = f"stateful={{...}} with {sorted(sums)} on rank {ranks.rank}, {sorted(first)} on rank 0"
-            raise CheckpointError(found, "the same names on every rank", "pass the same objects on every rank")
+            problem = f"stateful={{...}} with {sorted(sums)} on rank {ranks.rank}, {sorted(first)} on rank 0"
+            raise CheckpointError(problem, "the same names on every rank", "pass the same objects on every rank")
 
     ranks.on_every_rank(check)
     snapshot.add_own(now, ranks.rank, buffers, first_buffers)
@@ -168,7 +168,7 @@ def to_write(
     return Save(root, ranks, described, now.saved, pieces, contents, differing, keep)
 
 
-def _remove_unfinished(root: Path, held: Lease) -> None:
+def _remove_unfinished(root: Path, acquired: Lease) -> None:
     """Remove folders without a manifest that nobody can finish. Their process is this one or has ended, or they have
     not changed for a day.
     """
@@ -177,7 +177,7 @@ def _remove_unfinished(root: Path, held: Lease) -> None:
             continue
         owner = lease.owner_of(folder / CLAIM)
         newest = max((path.stat().st_mtime for path in durable.entries(folder)), default=0.0)
-        ours = owner is not None and (owner.token == held.owner.token or owner.is_this_process or owner.is_dead)
+        ours = owner is not None and (owner.token == acquired.owner.token or owner.is_this_process or owner.is_dead)
         if ours or time.time() - newest > _ABANDONED_S:
             durable.remove(folder, manifest.NAME, CLAIM)
 
