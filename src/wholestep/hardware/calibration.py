@@ -93,12 +93,12 @@ def fit(name: str, measured: Measurements, alone: tuple[Level, ...]) -> tuple[Ha
     errors = [_product_error(device, measured, top.dtype) for top in device.ceilings]
     levels: list[Level] = []
     for number, (level, ranks) in enumerate(measured.levels):
-        here = [one for one in measured.sent if one.level == number]
+        here = [timed for timed in measured.sent if timed.level == number]
         levels.append(_level(level, ranks, here, levels, measured.library))
         crossed = levels[: number + 1]
         for curve in levels[-1].curves:
-            samples = [one.sample for one in here if one.kind == curve.kind]
-            rates, late = [one.bytes_per_us for one in crossed], [one.latency_us for one in crossed]
+            samples = [timed.sample for timed in here if timed.kind == curve.kind]
+            rates, late = [link.bytes_per_us for link in crossed], [link.latency_us for link in crossed]
             wrong = [abs(curve_us(curve, s.size_bytes, s.units, rates, late) / s.us - 1) for s in samples]
             errors.append(FitError(f"{level} {curve.kind}", len(wrong), median(wrong), max(wrong)))
     return Hardware(name, device, tuple(levels) or alone, ("wholestep calibrate",)), errors
@@ -107,16 +107,16 @@ def fit(name: str, measured: Measurements, alone: tuple[Level, ...]) -> tuple[Ha
 def _device(measured: Measurements) -> Device:
     size, us = measured.moved[-1]
     best: dict[str, float] = {}
-    for one in measured.products:
-        rate = 2.0 * one.b * one.m * one.n * one.k / max(one.us - measured.launch_us, 1e-3)
-        best[one.dtype] = max(best.get(one.dtype, 0.0), rate)
+    for product in measured.products:
+        rate = 2.0 * product.b * product.m * product.n * product.k / max(product.us - measured.launch_us, 1e-3)
+        best[product.dtype] = max(best.get(product.dtype, 0.0), rate)
     rate = size / max(us - measured.launch_us, 1e-3)
-    made = Device(
+    device = Device(
         measured.device, measured.memory_bytes, rate, tuple(Ceiling(dtype, top) for dtype, top in best.items()),
         memory_rate=1.0, launch_us=measured.launch_us, host_us=measured.launch_us,
     )  # fmt: skip
-    ceilings = tuple(replace(top, rate=_typical(made, measured, top)) for top in made.ceilings)
-    return replace(made, ceilings=ceilings)
+    ceilings = tuple(replace(top, rate=_typical(device, measured, top)) for top in device.ceilings)
+    return replace(device, ceilings=ceilings)
 
 
 def _typical(device: Device, measured: Measurements, top: Ceiling) -> float:
@@ -129,23 +129,23 @@ def _typical(device: Device, measured: Measurements, top: Ceiling) -> float:
 
 
 def _product_error(device: Device, measured: Measurements, dtype: str) -> FitError:
-    found = [p for p in measured.products if p.dtype == dtype]
-    wrong = [abs((device.launch_us + device.matmul_us(p.b, p.m, p.n, p.k, dtype)) / p.us - 1) for p in found]
-    return FitError(f"products in {dtype}", len(found), median(wrong), max(wrong))
+    products = [p for p in measured.products if p.dtype == dtype]
+    wrong = [abs((device.launch_us + device.matmul_us(p.b, p.m, p.n, p.k, dtype)) / p.us - 1) for p in products]
+    return FitError(f"products in {dtype}", len(products), median(wrong), max(wrong))
 
 
 def _level(name: str, ranks: int, sent: Sequence[TimedCollective], inner: Sequence[Level], library: str) -> Level:
     """The rate of the link is that of the largest all-gather; the curves contain the time to start."""
-    gathers = sorted((one.sample for one in sent if one.kind == "all_gather"), key=lambda s: s.size_bytes)
+    gathers = sorted((timed.sample for timed in sent if timed.kind == "all_gather"), key=lambda s: s.size_bytes)
     largest, least = gathers[-1], min(s.us for s in gathers)
     ranks_below = largest.units[0] / largest.units[len(inner)]
     share = (largest.units[0] - 1) / largest.units[0] / ranks_below
     rate = largest.size_bytes * share / max(largest.us - least, 0.05 * largest.us)
     latency = least / (2 * max(largest.units[0] - 1, 1))
-    rates, late = [*(one.bytes_per_us for one in inner), rate], [*(one.latency_us for one in inner), latency]
+    rates, late = [*(level.bytes_per_us for level in inner), rate], [*(level.latency_us for level in inner), latency]
     curves = [
-        fit_curve(kind, _algorithm(kind, library), [one.sample for one in sent if one.kind == kind], rates, late)
-        for kind in dict.fromkeys(one.kind for one in sent)
+        fit_curve(kind, _algorithm(kind, library), [timed.sample for timed in sent if timed.kind == kind], rates, late)
+        for kind in dict.fromkeys(timed.kind for timed in sent)
     ]
     return Level(name, ranks, rate, latency, tuple(curves))
 
@@ -165,16 +165,16 @@ def fit_curve(
     """
     us, weight = np.array([s.us for s in samples]), np.array([s.weight for s in samples])
     carried, hops = np.array([_links(kind, algorithm, s, rates, latencies) for s in samples]).T
-    own = np.array([s.size_bytes / s.units[0] for s in samples])
+    own_bytes = np.array([s.size_bytes / s.units[0] for s in samples])
     several, two = len({s.units[0] for s in samples}) > 1, len(samples) >= 6
 
     def predicted(p: Array) -> Array:
-        base, late, rate, more, long, per_own = np.exp(np.clip(p, -_MOST, _MOST))
+        base, late, rate, extra, long, per_own = np.exp(np.clip(p, -_MOST, _MOST))
         quick = base + late * hops + carried / rate
-        kept = own / (per_own if several else own_bytes_per_us) if several or own_bytes_per_us else 0.0
+        own_us = own_bytes / (per_own if several else own_bytes_per_us) if several or own_bytes_per_us else 0.0
         if not two:
-            return quick + kept
-        return np.minimum(quick, base + more + late * hops + carried / (rate * (1 + long))) + kept
+            return quick + own_us
+        return np.minimum(quick, base + extra + late * hops + carried / (rate * (1 + long))) + own_us
 
     def loss(p: Array) -> float:
         # the last term keeps a latency that the samples do not determine at that of the link
@@ -186,8 +186,8 @@ def fit_curve(
         np.log([0.9 * least, 0.2, 0.1, 6 * least, 6.0, 1e6]), np.log([0.9 * least, 0.05, 0.8, least, 0.2, 1e6]),
     ]  # fmt: skip
     best = min((simplex(loss, start) for start in starts), key=loss)
-    base, late, rate, more, long, per_own = (float(v) for v in np.exp(np.clip(best, -_MOST, _MOST)))
-    regimes = [Regime(base, late, rate), Regime(base + more, late, rate * (1 + long))]
+    base, late, rate, extra, long, per_own = (float(v) for v in np.exp(np.clip(best, -_MOST, _MOST)))
+    regimes = [Regime(base, late, rate), Regime(base + extra, late, rate * (1 + long))]
     return Curve(kind, algorithm, tuple(regimes if two else regimes[:1]), per_own if several else own_bytes_per_us)
 
 
@@ -209,25 +209,25 @@ def simplex(loss: Callable[[Array], float], start: Array, step: float = 0.4, rou
 
 def _simplex(loss: Callable[[Array], float], start: Array, step: float, rounds: int) -> Array:
     sides: Array = step * np.eye(len(start))
-    found: list[tuple[float, Array]] = [(loss(p), p) for p in (start, *(start + side for side in sides))]
+    corners: list[tuple[float, Array]] = [(loss(p), p) for p in (start, *(start + side for side in sides))]
     for _ in range(rounds):
-        found.sort(key=itemgetter(0))
-        (best, middle), (worst, last) = found[0], found[-1]
+        corners.sort(key=itemgetter(0))
+        (best, middle), (worst, last) = corners[0], corners[-1]
         if worst - best < 1e-9:
             break
-        centre: Array = sum((p for _, p in found[1:-1]), middle) / len(start)
+        centre: Array = sum((p for _, p in corners[1:-1]), middle) / len(start)
         opposite = 2 * centre - last
         tried = [(loss(opposite), opposite)]
         if tried[0][0] < best:
             far = 3 * centre - 2 * last
             tried.append((loss(far), far))
-        elif tried[0][0] >= found[-2][0]:
+        elif tried[0][0] >= corners[-2][0]:
             near = 0.5 * (centre + last)
             tried.append((loss(near), near))
         chosen = min(tried, key=itemgetter(0))
         if chosen[0] < worst:
-            found[-1] = chosen
+            corners[-1] = chosen
         else:
-            closer = [0.5 * (middle + p) for _, p in found[1:]]
-            found[1:] = [(loss(p), p) for p in closer]
-    return min(found, key=itemgetter(0))[1]
+            closer = [0.5 * (middle + p) for _, p in corners[1:]]
+            corners[1:] = [(loss(p), p) for p in closer]
+    return min(corners, key=itemgetter(0))[1]

@@ -114,8 +114,8 @@ def curve_us(
     loads = ALGORITHMS[curve.algorithm](curve.kind, units)
     hops = sum(load.hops * latency for load, latency in zip(loads, latencies, strict=False))
     carried = max(size_bytes * load.share / rate for load, rate in zip(loads, rates, strict=False))
-    own = size_bytes / units[0] / curve.own_bytes_per_us if curve.own_bytes_per_us else 0.0
-    return own + min(r.base_us + r.latency * hops + carried / r.rate for r in curve.regimes)
+    own_us = size_bytes / units[0] / curve.own_bytes_per_us if curve.own_bytes_per_us else 0.0
+    return own_us + min(r.base_us + r.latency * hops + carried / r.rate for r in curve.regimes)
 
 
 def _ring(kind: str, units: Units) -> list[LinkLoad]:

@@ -57,7 +57,7 @@ def like(
     device: Device, name: str, memory_bytes: int, bytes_per_us: float, tera: Mapping[str, float], processors: int
 ) -> Device:
     """`device` with the numbers of another sheet; `tera` are TFLOPS by dtype, and dtypes that it lacks are dropped."""
-    tops = tuple(replace(one, flops_per_us=tera[one.dtype] * _TERA) for one in device.ceilings if one.dtype in tera)
+    tops = tuple(replace(top, flops_per_us=tera[top.dtype] * _TERA) for top in device.ceilings if top.dtype in tera)
     return replace(
         device, name=name, memory_bytes=memory_bytes, memory_bytes_per_us=bytes_per_us, ceilings=tops,
         processors=processors,

@@ -112,9 +112,9 @@ class Device:
         """The ceiling of `dtype`, else of the next wider dtype that has one, else the first."""
         kind = "float8" if dtype.startswith("float8") else dtype
         for name in (kind, *_WIDER.get(kind, ())):
-            for one in self.ceilings:
-                if one.dtype == name:
-                    return one
+            for top in self.ceilings:
+                if top.dtype == name:
+                    return top
         return self.ceilings[0]
 
     def matmul_us(self, b: int, m: int, n: int, k: int, dtype: str) -> float:
@@ -132,12 +132,12 @@ class Device:
         """
         tiles = b * ceil(m / tile.m) * ceil(n / tile.n)
         rate = top.flops_per_us * tile.rate * self.sustained / self.processors
-        found = float("inf")
+        best = float("inf")
         for split in TUNING.split_k:
             waves = ceil(tiles * split / self.processors)
             added = 0.0 if split == 1 else top.wave_us + self.bytes_us(4 * b * m * n * split)
-            found = min(found, waves * (2.0 * tile.m * tile.n * ceil(k / split) / rate + top.wave_us) + added)
-        return found
+            best = min(best, waves * (2.0 * tile.m * tile.n * ceil(k / split) / rate + top.wave_us) + added)
+        return best
 
     def attention_us(
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,

@@ -27,15 +27,15 @@ def wired(hardware: Hardware, text: str, links: dict[str, Level]) -> Hardware:
     Raises:
         PlanError: the text is malformed, the link unknown, or K below 1.
     """
-    found = _TEXT.fullmatch(text)
-    times = float((found and found["times"]) or 1)
-    if found is None or found["link"] not in links or times < 1:
+    match = _TEXT.fullmatch(text)
+    times = float((match and match["times"]) or 1)
+    if match is None or match["link"] not in links or times < 1:
         raise PlanError(
             f"link {shown(text)}", f"LINK[:rail|:fat-tree][/K] with K of at least 1 and one of {', '.join(links)}",
             "correct it, as infiniband-400:rail/2",
         )  # fmt: skip
-    link, node = links[found["link"]], hardware.ranks_per_node
-    nodes = _DOWN if found["wired"] == "rail" else max(_DOWN // node, 1)
+    link, node = links[match["link"]], hardware.ranks_per_node
+    nodes = _DOWN if match["wired"] == "rail" else max(_DOWN // node, 1)
     spine = replace(link, name=f"{link.name} spine {times:,.9g}:1", bytes_per_us=link.bytes_per_us / times)
     if nodes == 1:
         return replace(hardware, levels=(*hardware.levels[:-1], spine))

@@ -53,12 +53,12 @@ class Level:
 
     def curves_for(self, kind: str, ranks: int) -> tuple[Curve, ...]:
         """The curves that a group of `ranks` can choose from."""
-        found = tuple(c for c in self.curves if c.kind == kind and ranks >= c.least_ranks)
-        return found or (Curve(kind, "pairwise" if kind == "all_to_all" else "ring", (Regime(10.0),)),)
+        curves = tuple(c for c in self.curves if c.kind == kind and ranks >= c.least_ranks)
+        return curves or (Curve(kind, "pairwise" if kind == "all_to_all" else "ring", (Regime(10.0),)),)
 
     def cost(self, kind: str) -> CollectiveCost | None:
         """The measured cost of `kind`."""
-        return next((one for one in self.costs if one.kind == kind), None)
+        return next((cost for cost in self.costs if cost.kind == kind), None)
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Hardware:
             name, flops_per_us, memory_bytes_per_us, launch_us, math_bytes_per_us, attention_flops_per_us, view_us,
             bucket_copy_bytes_per_us, product_bytes_per_us, ranks_per_core,
         )  # fmt: skip
-        given = {cost.kind: cost for cost in several}
-        costs = tuple(given.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)
+        by_kind = {cost.kind: cost for cost in several}
+        costs = tuple(by_kind.get(kind) or CollectiveCost(kind, link_us, 1 / link_bytes_per_us) for kind in KINDS)
         return Hardware(name, device, (Level("link", 0, link_bytes_per_us, link_us, costs=costs),))
 
     @staticmethod
@@ -251,9 +251,9 @@ class Hardware:
         """Peak rate of products in `dtype`, of which MFU is a share."""
         return self.device.peak_flops_per_us(dtype)
 
-    def shares_links(self, mesh: Mesh, one: str, other: str) -> bool:
+    def shares_links(self, mesh: Mesh, axis: str, other: str) -> bool:
         """True if collectives along two axes slow each other: the outermost level that both cross is the same."""
-        return _route(self, mesh, one)[0] == _route(self, mesh, other)[0]
+        return _route(self, mesh, axis)[0] == _route(self, mesh, other)[0]
 
     def is_in_node(self, mesh: Mesh, axis: str) -> bool:
         """True if the ranks of each group along `axis` are joined by the innermost links."""
@@ -336,7 +336,7 @@ class Hardware:
         if cost := crossed[-1].cost(kind):
             return cost.us(sent_bytes(kind, whole_bytes, units[0]))
         joined = zip(crossed, units, units[1:], strict=False)
-        rates, latencies = [one.rate(n / over) for one, n, over in joined], [level.latency_us for level in crossed]
+        rates, latencies = [level.rate(n / over) for level, n, over in joined], [level.latency_us for level in crossed]
         curves = crossed[-1].curves_for(kind, units[0])
         return min(curve_us(c, whole_bytes, units[: outermost + 2], rates, latencies) for c in curves)
 
@@ -392,12 +392,12 @@ def units_of(mesh: Mesh, axis: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     the ranks of a unit of each level; 0 means any number.
     """
     size, inner = mesh.axis_size(axis), mesh.axes[mesh.names.index(axis) + 1 :]
-    stride = prod(one.size for one in inner)
-    found: list[tuple[int, ...]] = []
+    stride = prod(inner_axis.size for inner_axis in inner)
+    groups: list[tuple[int, ...]] = []
     for first in (0, mesh.size - 1 - stride * (size - 1)):
         ranks = range(first, first + stride * size, stride)
-        found.append((size, *(len({rank // unit for rank in ranks}) if unit else 1 for unit in sizes[:-1]), 1))
-    return max(found, key=lambda units: units[1:])
+        groups.append((size, *(len({rank // unit for rank in ranks}) if unit else 1 for unit in sizes[:-1]), 1))
+    return max(groups, key=lambda units: units[1:])
 
 
 @lru_cache(maxsize=64)

@@ -43,20 +43,20 @@ def from_json(body: Any, name: str = "hardware") -> Hardware:
     from .hardware import Hardware
 
     if not isinstance(body, Mapping) or cast(Mapping[str, Any], body).get("format") != FORMAT:
-        found = cast(Mapping[str, Any], body).get("format") if isinstance(body, Mapping) else body
-        raise PlanError(f"{name}: format is {shown(found)}", f'an object with "format": {FORMAT}')
-    given = {key: value for key, value in cast(Mapping[str, Any], body).items() if key != "format"}
+        written = cast(Mapping[str, Any], body).get("format") if isinstance(body, Mapping) else body
+        raise PlanError(f"{name}: format is {shown(written)}", f'an object with "format": {FORMAT}')
+    entries = {key: value for key, value in cast(Mapping[str, Any], body).items() if key != "format"}
     try:
-        return cast("Hardware", read(Hardware, given))
+        return cast("Hardware", read(Hardware, entries))
     except MalformedError as error:
         raise PlanError(f"{name}: {error.found}", error.needed, "correct that field") from error
 
 
 def check(hardware: Hardware) -> None:
     """Raise PlanError if a figure is out of range; the message has the path of its field."""
-    found = next(_wrong_figures(hardware, ""), None) or next(_wrong_levels(hardware), None)
-    if found:
-        where, value, needed = found
+    fault = next(_wrong_figures(hardware, ""), None) or next(_wrong_levels(hardware), None)
+    if fault:
+        where, value, needed = fault
         raise PlanError(f"hardware {hardware.name!r}: {where} is {value!r}", needed, "correct that field")
 
 
@@ -73,24 +73,24 @@ _FILLED = {"ceilings", "levels", "regimes"}
 def _wrong_figures(value: Any, at: str) -> Iterator[_Figure]:
     """Fields at any depth whose values are out of range. Raises PlanError: one is of another type."""
     check_fields(value)
-    for one in fields(value):
-        found, where = getattr(value, one.name), f"{at}.{one.name}" if at else one.name
-        if isinstance(found, tuple):
-            if one.name in _FILLED and not found:
+    for field in fields(value):
+        figure, where = getattr(value, field.name), f"{at}.{field.name}" if at else field.name
+        if isinstance(figure, tuple):
+            if field.name in _FILLED and not figure:
                 yield where, [], "at least one"
-            for i, inner in enumerate(cast(tuple[Any, ...], found)):
+            for i, inner in enumerate(cast(tuple[Any, ...], figure)):
                 if is_dataclass(inner):
                     yield from _wrong_figures(inner, f"{where}[{i}]")
-        elif is_dataclass(found):
-            yield from _wrong_figures(found, where)
-        elif one.name in _ONE_OF and found not in _ONE_OF[one.name]:
-            yield where, found, f"one of {', '.join(_ONE_OF[one.name])}"
-        elif one.name in _ABOVE_0 and not found > 0:
-            yield where, found, "a number above 0"
-        elif one.name in _AT_LEAST_1 and not found >= 1:
-            yield where, found, "at least 1"
-        elif isinstance(found, float) and not 0 <= found < float("inf"):
-            yield where, found, "a finite number, 0 or above"
+        elif is_dataclass(figure):
+            yield from _wrong_figures(figure, where)
+        elif field.name in _ONE_OF and figure not in _ONE_OF[field.name]:
+            yield where, figure, f"one of {', '.join(_ONE_OF[field.name])}"
+        elif field.name in _ABOVE_0 and not figure > 0:
+            yield where, figure, "a number above 0"
+        elif field.name in _AT_LEAST_1 and not figure >= 1:
+            yield where, figure, "at least 1"
+        elif isinstance(figure, float) and not 0 <= figure < float("inf"):
+            yield where, figure, "a finite number, 0 or above"
 
 
 def _wrong_levels(hardware: Hardware) -> Iterator[_Figure]:

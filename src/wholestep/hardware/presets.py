@@ -119,8 +119,8 @@ B200 = Device(
 
 
 def _curve(kind: str, algorithm: str, quick: tuple[float, float, float], long: tuple[float, float, float],
-           own: float = 0.0, least: int = 2) -> Curve:  # fmt: skip
-    return Curve(kind, algorithm, (Regime(*quick), Regime(*long)), own * _GB, least)
+           own_rate: float = 0.0, least: int = 2) -> Curve:  # fmt: skip
+    return Curve(kind, algorithm, (Regime(*quick), Regime(*long)), own_rate * _GB, least)
 
 
 NVLINK3 = Level("nvlink3", 8, 240 * _GB, 3.1, (
@@ -153,7 +153,7 @@ _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def _board_of_4(level: Level) -> Level:
     """HGX with four GPUs."""
-    curves = tuple(one for one in level.curves if one.algorithm != "nvls")
+    curves = tuple(curve for curve in level.curves if curve.algorithm != "nvls")
     return replace(level, name=f"{level.name} of 4", ranks=4, curves=curves, direct=True)
 
 
@@ -283,28 +283,28 @@ def _by_sheet() -> list[Hardware]:
 
 def preset(name: str) -> Hardware:
     """One of `presets()`, or with another link between its nodes (`fabrics.wired` for how they are wired)."""
-    made = presets()
+    by_name = presets()
     base, _, link = name.partition("+")
-    many = base in made and len(made[base].levels) > 1
+    many = base in by_name and len(by_name[base].levels) > 1
     if many and is_wired(link):
-        found = wired(made[base], link, LINKS)
-        return replace(found, name=name, sources=_with_link(made[base], found.levels[-1].name, WIRING))
-    if base not in made or (link and (link not in LINKS or not many)):
+        machine = wired(by_name[base], link, LINKS)
+        return replace(machine, name=name, sources=_with_link(by_name[base], machine.levels[-1].name, WIRING))
+    if base not in by_name or (link and (link not in LINKS or not many)):
         raise PlanError(
-            f"there is no hardware {shown(name)}", f"one of {', '.join(made)}, or NAME+LINK with {', '.join(LINKS)}",
+            f"there is no hardware {shown(name)}", f"one of {', '.join(by_name)}, or NAME+LINK with {', '.join(LINKS)}",
             "correct the name, or give a file to Hardware.load",
         )  # fmt: skip
-    found = made[base]
+    machine = by_name[base]
     if not link:
-        return found
-    levels = (*found.levels[:-1], LINKS[link])
-    return replace(found, name=name, levels=levels, sources=_with_link(found, link))
+        return machine
+    levels = (*machine.levels[:-1], LINKS[link])
+    return replace(machine, name=name, levels=levels, sources=_with_link(machine, link))
 
 
-def _with_link(hardware: Hardware, link: str, *more: str) -> tuple[str, ...]:
+def _with_link(hardware: Hardware, link: str, *added: str) -> tuple[str, ...]:
     """The sources of `hardware` with another link between its nodes."""
     before = link_sources(hardware.levels[-1].name)
-    return (*(one for one in hardware.sources if one not in before), *link_sources(link), *more)
+    return (*(source for source in hardware.sources if source not in before), *link_sources(link), *added)
 
 
 def seed() -> Hardware:
@@ -318,5 +318,5 @@ def seed() -> Hardware:
 @functools.cache
 def one_host() -> Hardware:
     """The formula of `seed` on one host that holds any number of ranks: what layouts are priced by by default."""
-    found = seed()
-    return replace(found, name="one host", levels=(replace(found.levels[0], ranks=0),))
+    host = seed()
+    return replace(host, name="one host", levels=(replace(host.levels[0], ranks=0),))

@@ -30,9 +30,9 @@ class Validation:
     high: float
 
     def __str__(self) -> str:
-        one = "1 source" if len(self.sources) == 1 else f"{len(self.sources)} sources"
+        sources = "1 source" if len(self.sources) == 1 else f"{len(self.sources)} sources"
         return (
-            f"{self.low:.2f} to {self.high:.2f} times as long were steps of {self.runs} published runs from {one}, "
+            f"{self.low:.2f} to {self.high:.2f} times as long were steps of {self.runs} published runs from {sources}, "
             f"median {self.middle:.2f}"
         )
 
@@ -49,8 +49,8 @@ def validation_of(device: str) -> Validation | None:
 @functools.cache
 def _table() -> Mapping[str, Validation]:
     body: dict[str, list[object]] = json.loads(FILE.read_text())
-    found = [cast(Validation, read(Validation, row)) for row in body["devices"]]
-    return {one.device: one for one in found}
+    validations = [cast(Validation, read(Validation, row)) for row in body["devices"]]
+    return {validation.device: validation for validation in validations}
 
 
 def write(path: Path, made_by: str, rows: list[Validation]) -> None:
