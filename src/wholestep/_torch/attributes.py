@@ -116,17 +116,17 @@ def forms_set(
 def aliases(changes: Iterable[tuple[Any, str, Any]], modules: Iterable[ModuleType]) -> list[tuple[Any, str, Any]]:
     """The same changes where globals of `modules` are what a module has before them."""
     new_of = replaced_by(changes)
-    return [(m, name, new_of[id(held)]) for m in modules for name, held in vars(m).items() if id(held) in new_of]
+    return [(m, name, new_of[id(old)]) for m in modules for name, old in vars(m).items() if id(old) in new_of]
 
 
 def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
     """What `changes` put into modules, by the identity of what is there before them, and before earlier changes."""
-    found = dict[int, Any]()
+    new_of = dict[int, Any]()
     for owner, name, new in changes:
-        held = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
-        while held is not None:
-            found[id(held)], held = new, getattr(held, REPLACES, None)
-    return found
+        old = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
+        while old is not None:
+            new_of[id(old)], old = new, getattr(old, REPLACES, None)
+    return new_of
 
 
 def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:
@@ -178,8 +178,8 @@ def _calling_code(count: int) -> CodeType:
         return run"""
     scope: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), scope)
-    made: CodeType = scope["make"](*range(count)).__code__
-    return made.replace(co_firstlineno=_code_that_calls.__code__.co_firstlineno)
+    code: CodeType = scope["make"](*range(count)).__code__
+    return code.replace(co_firstlineno=_code_that_calls.__code__.co_firstlineno)
 
 
 def here_only(form: Form, original: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -24,14 +24,14 @@ def break_gloo_connections() -> int:
     with a pointer as data; libuv (of the store) and Python's event loops with the descriptor, in the lower half of the
     data: Python leaves what the upper half held. Linux only; elsewhere 0.
     """
-    found = 0
+    count = 0
     for fd, _ in _descriptors("anon_inode:[eventpoll]"):
         try:
             polled = _POLLED.findall(Path(f"/proc/self/fdinfo/{fd}").read_text())
         except OSError:
             continue
-        found += sum(_shut_down(int(target)) for target, data in polled if int(data[-8:], 16) != int(target))
-    return found
+        count += sum(_shut_down(int(target)) for target, data in polled if int(data[-8:], 16) != int(target))
+    return count
 
 
 def break_connections_to(port: int) -> None:
@@ -75,18 +75,18 @@ def _descriptors(kind: str) -> Iterator[tuple[int, str]]:
 
 def _peer_port(fd: int) -> int | None:
     try:
-        with socket.socket(fileno=os.dup(fd)) as held:
-            found: Any = held.getpeername()
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            address: Any = connection.getpeername()
     except OSError:
         return None
-    return int(cast(Any, found)[1]) if isinstance(found, tuple) else None
+    return int(cast(Any, address)[1]) if isinstance(address, tuple) else None
 
 
 def _shut_down(fd: int) -> bool:
     try:
-        with socket.socket(fileno=os.dup(fd)) as held:
-            held.getpeername()
-            held.shutdown(socket.SHUT_RDWR)
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # no connected socket
         return False
     return True

@@ -115,8 +115,8 @@ def dtensor(kind: type, local: torch.Tensor, devices: Any, placements: Sequence[
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    whole = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(devices, tuple(placements), tensor_meta=whole)
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(devices, tuple(placements), tensor_meta=meta)
     return cast(Any, kind)(local, spec, requires_grad=False)
 
 
@@ -127,8 +127,8 @@ def shard_of(placement: object) -> tuple[int, int] | None:
 
     if not isinstance(placement, (Shard, _StridedShard)):
         return None
-    known = cast(Any, placement)
-    return int(known.dim), int(getattr(known, "split_factor", 1))
+    shard = cast(Any, placement)
+    return int(shard.dim), int(getattr(shard, "split_factor", 1))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

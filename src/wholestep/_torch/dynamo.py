@@ -25,8 +25,8 @@ def dynamo_backend(name: str) -> Callable[..., Any]:
     try:
         return dynamo.lookup_backend(name)
     except InvalidBackend as error:
-        known = ", ".join(dynamo.list_backends())
-        raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {known}, or a callable") from error
+        names = ", ".join(dynamo.list_backends())
+        raise BackendError(f"there is no torch.compile backend {name!r}", f"one of {names}, or a callable") from error
 
 
 def disable_torch_splitter() -> bool:
@@ -46,14 +46,14 @@ def split_by_torch() -> bool:
     return context is not None and context.ddp_optimizer_ctx is not None
 
 
-def give_origin(whole: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None:
-    """Copy the sources of inputs from dynamo's graph `whole` to its subgraph `part`."""
-    sources = {node.name: getattr(node, "_dynamo_source", None) for node in whole.graph.find_nodes(op="placeholder")}
+def give_origin(graph_module: torch.fx.GraphModule, part: torch.fx.GraphModule) -> None:
+    """Copy the sources of inputs from dynamo's `graph_module` to its subgraph `part`."""
+    sources = {n.name: getattr(n, "_dynamo_source", None) for n in graph_module.graph.find_nodes(op="placeholder")}
     for node in part.graph.find_nodes(op="placeholder"):
         node._dynamo_source = sources.get(node.name)
     for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
-        if hasattr(whole, name):
-            setattr(part, name, getattr(whole, name))
+        if hasattr(graph_module, name):
+            setattr(part, name, getattr(graph_module, name))
 
 
 def compiled_part(compiler: Callable[[], Part], fakes: Sequence[Any]) -> tuple[Part, Any]:
@@ -68,12 +68,12 @@ def compiled_part(compiler: Callable[[], Part], fakes: Sequence[Any]) -> tuple[P
         compiled = compiler()
         if notes.fw_metadata is None:
             return compiled, None
-        held = set_tracing(True)
+        previous = set_tracing(True)
         try:
             with attributes_set([(notes.fake_mode, "allow_non_fake_inputs", True)]), notes.fake_mode:
                 return compiled, compiled(*fakes)
         finally:
-            set_tracing(held)
+            set_tracing(previous)
 
 
 def is_grad_switch(target: object) -> bool:

@@ -78,7 +78,7 @@ def compute(key: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         return args[0] if result.items[0] else None
     source = args[0].untyped_storage() if result.aliasing is _VIEW else None
     with _C._DisableTorchDispatch():
-        results = [None if like is None else _made(like, mode, source) for like in result.items]
+        results = [None if spec is None else _make_fake(spec, mode, source) for spec in result.items]
     return results[0] if result.kind is None else result.kind(results)
 
 
@@ -90,7 +90,7 @@ def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def snapshot(value: Any) -> Any:
     """Return another fake tensor of the same storage, whose sizes later changes in place leave as they are."""
     with _C._DisableTorchDispatch():
-        return _made(_like(value), value.fake_mode, value.untyped_storage())
+        return _make_fake(_like(value), value.fake_mode, value.untyped_storage())
 
 
 def _note(parts: list[Any], values: Sequence[Any]) -> bool:
@@ -169,9 +169,9 @@ def _like(value: Any) -> _Like:
     return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
 
 
-def _made(like: _Like, mode: Any, storage: Any) -> Any:
+def _make_fake(spec: _Like, mode: Any, storage: Any) -> Any:
     """Make a fake tensor, on a storage or on one of its own."""
-    shape, stride, offset, dtype, device = like
+    shape, stride, offset, dtype, device = spec
     if storage is None:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     else:

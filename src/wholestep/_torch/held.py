@@ -114,5 +114,5 @@ FOR_ALL = torch.nn.modules.module, _OPTIMIZERS  # they have the hooks of all mod
 
 def hook_tables(holder: object) -> list[dict[int, Any]]:
     """Return the hook dicts of a module, tensor, optimizer or of one FOR_ALL that run within a step."""
-    found = [getattr(holder, name, None) for name in _HOOKS]
-    return [table for table in found if table is not None]
+    tables = [getattr(holder, name, None) for name in _HOOKS]
+    return [table for table in tables if table is not None]

@@ -40,10 +40,10 @@ def directly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def overload_of(op: object) -> Any:
     """Return the only or default overload of a custom op or packet; any other value unchanged."""
-    found: Any = getattr(op, "_opoverload", op)
-    if not isinstance(found, torch._ops.OpOverloadPacket):
-        return found
-    packet = cast(Any, found)
+    overload: Any = getattr(op, "_opoverload", op)
+    if not isinstance(overload, torch._ops.OpOverloadPacket):
+        return overload
+    packet = cast(Any, overload)
     names: list[str] = packet.overloads()
     return getattr(packet, names[0] if len(names) == 1 else "default")
 
@@ -58,7 +58,7 @@ def schema_of(target: object) -> Any:
 @cache
 def position_of(target: OpOverload[..., Any], argument: str) -> int | None:
     """Return the position of an argument of an op; None if it has none of this name."""
-    names = [given.name for given in target._schema.arguments]
+    names = [a.name for a in target._schema.arguments]
     return names.index(argument) if argument in names else None
 
 
@@ -69,13 +69,13 @@ def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None
         return None
     base = schema.name.partition("::")[2]
     plain = base[:-1] if base.endswith("_") and not base.endswith("__") else base
-    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    argument_types = [str(a.type) for a in schema.arguments if not a.is_out]
     for full in (plain, f"{plain}_functional"):
         packet = getattr(getattr(torch.ops, target.namespace), full, None)
         for name in packet.overloads() if packet is not None else ():
-            found = getattr(packet, name)
-            if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
-                return found
+            overload = getattr(packet, name)
+            if not overload._schema.is_mutable and [str(a.type) for a in overload._schema.arguments] == argument_types:
+                return overload
     return None
 
 

@@ -96,11 +96,11 @@ def host_forms(
 
 def _draws() -> list[tuple[ModuleType, str]]:
     """The functions of `random` and `numpy.random` that move their global generators."""
-    places = ((module, name, held) for module in (random, np.random) for name, held in vars(module).items())
+    places = ((module, name, function) for module in (random, np.random) for name, function in vars(module).items())
     return [
         (module, name)
-        for module, name, held in places
-        if getattr(held, "__self__", None) is GENERATORS[module.__name__] and name not in _STATES
+        for module, name, function in places
+        if getattr(function, "__self__", None) is GENERATORS[module.__name__] and name not in _STATES
     ]
 
 
@@ -125,10 +125,10 @@ def _with_clock(kind: type, on_clock: Form) -> type:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    found = [kind]
+    kinds = [kind]
     for sub in kind.__subclasses__():
-        found += [s for s in _with_subclasses(sub) if s not in found]
-    return found
+        kinds += [s for s in _with_subclasses(sub) if s not in kinds]
+    return kinds
 
 
 @contextlib.contextmanager
@@ -136,12 +136,12 @@ def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> 
     """Run `on_read` and `on_write` in place of `__getattribute__` and `__setattr__` of these classes. Yields the
     classes that cannot be patched.
     """
-    known, unobserved = set[type](), set[type]()
+    watched, unobserved = set[type](), set[type]()
     with contextlib.ExitStack() as stack:
-        for kind in (k for k in kinds if not known.intersection(k.__mro__)):
+        for kind in (k for k in kinds if not watched.intersection(k.__mro__)):
             try:
                 stack.enter_context(forms_set([(kind, "__getattribute__", on_read), (kind, "__setattr__", on_write)]))
-                known.add(kind)
+                watched.add(kind)
             except TypeError:
                 unobserved.add(kind)
         yield unobserved
@@ -164,4 +164,4 @@ def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
 def schedulers_of(scheduler: LRScheduler) -> list[LRScheduler]:
     """Return a scheduler, followed by the schedulers inside it (SequentialLR, ChainedScheduler)."""
     inner = cast(list[LRScheduler], getattr(scheduler, "_schedulers", []))
-    return [scheduler, *(s for one in inner for s in schedulers_of(one))]
+    return [scheduler, *(s for nested in inner for s in schedulers_of(nested))]

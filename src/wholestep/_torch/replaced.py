@@ -86,8 +86,8 @@ def patched_for_tracing(
         def packed(tensor: torch.Tensor) -> Any:
             return _Number(tensor) if is_number(tensor) else pack(tensor)
 
-        def unpacked(held: Any) -> Any:
-            return held.fake if isinstance(held, _Number) else unpack(held)
+        def unpacked(saved: Any) -> Any:
+            return saved.fake if isinstance(saved, _Number) else unpack(saved)
 
         original(self, packed, unpacked)
 
@@ -146,8 +146,8 @@ def _apply_unless_idle(
     original: Any, self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> Any:
     """Skip `module.to(...)` that changes nothing: torch cannot swap fake parameters."""
-    held = [*self.parameters(recurse), *self.buffers(recurse)]
-    return self if all(fn(tensor) is tensor for tensor in held) else original(self, fn, recurse)
+    tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+    return self if all(fn(tensor) is tensor for tensor in tensors) else original(self, fn, recurse)
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class _Printer(PythonPrinter):
         return f"max({self._listed(expr)})"
 
     def _listed(self, expr: Any) -> str:
-        return ", ".join(cast(Any, self)._print(one) for one in expr.args)
+        return ", ".join(cast(Any, self)._print(argument) for argument in expr.args)
 
 
 class _Env(ShapeEnv):
@@ -108,9 +108,9 @@ def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *rest: An
     return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=order)
 
 
-def _like_operand(grad: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+def _like_operand(grad: torch.Tensor, operand: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
     """The gradient of a loss that has no fake: for known sizes, torch runs its kernel on zeros."""
-    return torch.empty_like(given, memory_format=torch.contiguous_format)
+    return torch.empty_like(operand, memory_format=torch.contiguous_format)
 
 
 _FAKES: dict[Any, Callable[..., Any]] = {
@@ -126,12 +126,12 @@ class _Mode(FakeTensorMode):
     """
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        made = _FAKES.get(func)
-        if made is None:
+        fake = _FAKES.get(func)
+        if fake is None:
             with enable_python_dispatcher():
                 return cast(Any, super())._dispatch_impl(func, types, args, kwargs)
         with self:
-            return made(*args, **kwargs)
+            return fake(*args, **kwargs)
 
 
 class Symbols:
@@ -216,8 +216,8 @@ class Symbols:
         if expression not in self._texts:
             self._texts[expression] = f"({self._printed(expression)})"
         text = self._texts[expression]
-        made = evaluate(text, self.record.hints)
-        return (SizeInt if isinstance(value, torch.SymInt) else SizeFloat)(made, text, self.record)
+        number = evaluate(text, self.record.hints)
+        return (SizeInt if isinstance(value, torch.SymInt) else SizeFloat)(number, text, self.record)
 
     def owns(self, value: Any) -> bool:
         """Return whether a symbolic number follows from sizes alone, and not from the value of a tensor."""
@@ -235,19 +235,19 @@ class Symbols:
 
     def guards(self) -> list[SizeGuard]:
         """What was compared of sizes so far, by torch while it traced and by wholestep since."""
-        found = {self._printed(g.expr): g.sloc.maybe_user_loc or "" for g in self.env.guards}
+        lines = {self._printed(g.expr): g.sloc.maybe_user_loc or "" for g in self.env.guards}
         for symbol, expression in self.env.replacements.items():
-            found.setdefault(f"{symbol} == {self._printed(expression)}", self._line_of(symbol))
+            lines.setdefault(f"{symbol} == {self._printed(expression)}", self._line_of(symbol))
         for symbol, bounds in self.env.var_to_range.items():
             if str(symbol) in self._ints:
                 lower, upper = bounds.lower, bounds.upper
-                found.setdefault(f"{symbol} >= {max(int(lower), 2)}", self._line_of(symbol))
+                lines.setdefault(f"{symbol} >= {max(int(lower), 2)}", self._line_of(symbol))
                 if upper.is_Integer:
-                    found.setdefault(f"{symbol} <= {int(upper)}", self._line_of(symbol))
-        found |= {text: "" for text in self.record.noted if text not in found}
-        for text in found:
+                    lines.setdefault(f"{symbol} <= {int(upper)}", self._line_of(symbol))
+        lines |= {text: "" for text in self.record.noted if text not in lines}
+        for text in lines:
             assert evaluate(text, self.record.hints), f"{text} holds for the sizes of the capture"
-        return [SizeGuard(text, where) for text, where in found.items()]
+        return [SizeGuard(text, where) for text, where in lines.items()]
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
         """Whether all that was compared so far ends alike for these sizes, by symbol."""
@@ -255,15 +255,15 @@ class Symbols:
 
     def fixed(self) -> dict[tuple[str, int], str]:
         """The dims whose size the trace has fixed, and the user's line that did."""
-        found: dict[tuple[str, int], str] = {}
+        lines: dict[tuple[str, int], str] = {}
         for symbol, expression in self.env.replacements.items():
             if not expression.free_symbols and str(symbol) in self._ints:
-                found[self.record.dims[str(symbol)]] = self._line_of(symbol)
-        return found
+                lines[self.record.dims[str(symbol)]] = self._line_of(symbol)
+        return lines
 
     def _line_of(self, symbol: Any) -> str:
-        asked = (g.sloc.maybe_user_loc for g in reversed(self.env.guards) if symbol in g.expr.free_symbols)
-        return next((line for line in asked if line), "")
+        lines = (g.sloc.maybe_user_loc for g in reversed(self.env.guards) if symbol in g.expr.free_symbols)
+        return next((line for line in lines if line), "")
 
     def _printed(self, expression: Any) -> str:
         text = cast(Any, _Printer()).doprint(expression)
@@ -321,4 +321,4 @@ def plain_numbers(values: Sequence[Any]) -> tuple[Any, ...]:
             break
     else:
         return tuple(values)
-    return tuple(v if (known := symbols_of(v)) is None else known.plain(v) for v in values)
+    return tuple(v if (owner := symbols_of(v)) is None else owner.plain(v) for v in values)

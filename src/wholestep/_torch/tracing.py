@@ -249,10 +249,10 @@ class _Replay(torch.fx.Interpreter):
             return super().call_function(target, args, kwargs)
         functional = getattr(getattr(torch.ops.aten, packet.removesuffix("_")), target._overloadname)
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
+        arguments = {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
         for name, new in zip(written, functional(*args, **kwargs), strict=True):
-            if name != "grads" or given.get("grad_scale") is not None:
-                for tensor, value in zip(given[name], new, strict=True):
+            if name != "grads" or arguments.get("grad_scale") is not None:
+                for tensor, value in zip(arguments[name], new, strict=True):
                     tensor.copy_(value)
         return None
 

@@ -48,13 +48,13 @@ class undone:  # used like a function
         """The note that begins this context."""
 
     def __exit__(self, *_: object) -> None:
-        taken, begin = _notes.taken, (self._begin, ())
-        if begin in taken:  # else the context around this one has taken it back
-            while taken[-1] != begin:
-                fn, args = taken[-1]
+        stack, begin = _notes.taken, (self._begin, ())
+        if begin in stack:  # else the context around this one has taken it back
+            while stack[-1] != begin:
+                fn, args = stack[-1]
                 fn(*args)
-                taken.pop()
-            taken.pop()
+                stack.pop()
+            stack.pop()
 
 
 @contextmanager
