@@ -60,8 +60,8 @@ def compare(
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
     passes = passes_of("none", hardware, stack=software.stack) if passes is None else passes
-    whole = any(isinstance(one, FitMemory) for one in passes)  # a budget is for all layers
-    short, rows = None if whole else fold_step(graph, hardware, software=software), list[PlanRow]()
+    all_layers = any(isinstance(p, FitMemory) for p in passes)  # a budget is for all layers
+    short, rows = None if all_layers else fold_step(graph, hardware, software=software), list[PlanRow]()
     for template in chosen:
         if watch is not None:
             watch(template.name)
@@ -84,18 +84,18 @@ def _row(
     try:
         layers = short.blocks(mesh, strategies) if short else None
         graphs = [short.with_blocks(n) for n in layers] if short and layers else [graph]
-        made = [planned_program(one, mesh, strategies, hardware=hardware) for one in graphs]
+        programs = [planned_program(step, mesh, strategies, hardware=hardware) for step in graphs]
         if short and layers:
-            found = short.priced(layers, made, passes)
+            priced = short.priced(layers, programs, passes)
         else:
-            found = costs(made[0][1], made[0][0], hardware, passes, software)
+            priced = costs(programs[0][1], programs[0][0], hardware, passes, software)
     except WholestepError as error:
         return (
             _row(graph, mesh, template, hardware, passes, software)
             if layers
             else PlanRow(template.name, 1, None, first_line(error))
         )
-    return PlanRow(template.name, batches(strategies, mesh), found, layers=layers)
+    return PlanRow(template.name, batches(strategies, mesh), priced, layers=layers)
 
 
 def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | None = None, ranks: int = 1) -> str:
@@ -103,9 +103,9 @@ def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | 
     throughput on each of `ranks`, and utilization.
     """
     head = (what, "stored", "peak", "sent/step", "collectives", "step", "exposed", "batches", "per batch")
-    more = () if batch_tokens is None else ("tokens/s/GPU", "MFU")
+    rates = () if batch_tokens is None else ("tokens/s/GPU", "MFU")
     waits = any(row.costs is not None and row.costs.idle_s for row in rows)
-    cells = [(*head, *more), *(_cells(row, batch_tokens, ranks) for row in rows if row.costs is not None)]
+    cells = [(*head, *rates), *(_cells(row, batch_tokens, ranks) for row in rows if row.costs is not None)]
     if waits:
         bubbles = [f"{row.costs.idle_s / row.costs.step_s:.0%}" for row in rows if row.costs is not None]
         cells = [(*row, last) for row, last in zip(cells, ["bubble", *bubbles], strict=True)]
@@ -115,20 +115,20 @@ def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | 
 
 
 def _cells(row: PlanRow, batch_tokens: float | None, ranks: int) -> tuple[str, ...]:
-    about, found = "about " if row.layers else "", row.costs
-    assert found is not None, "only rows with costs have cells"
-    more = () if batch_tokens is None else (f"{batch_tokens / row.batch_s / ranks:,.0f}", f"{found.mfu:.1%}")
-    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s), *more
+    about, priced = "about " if row.layers else "", row.costs
+    assert priced is not None, "only rows with costs have cells"
+    rates = () if batch_tokens is None else (f"{batch_tokens / row.batch_s / ranks:,.0f}", f"{priced.mfu:.1%}")
+    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s), *rates
 
 
 def cost_cells(row: PlanRow, about: str = "") -> tuple[str, ...]:
     """Bytes stored, at the peak and sent, number of collectives, time of a step and its exposed share, as text."""
-    found = row.costs
-    assert found is not None, "only rows with costs have cells"
-    exposed = f"{found.exposed_s / found.step_s:.0%}" if found.step_s else "-"
+    priced = row.costs
+    assert priced is not None, "only rows with costs have cells"
+    exposed = f"{priced.exposed_s / priced.step_s:.0%}" if priced.step_s else "-"
     return (
-        human(found.rest_bytes), about + human(found.peak_bytes), human(found.sent_bytes), str(found.collectives),
-        about + seconds(found.step_s), exposed,
+        human(priced.rest_bytes), about + human(priced.peak_bytes), human(priced.sent_bytes), str(priced.collectives),
+        about + seconds(priced.step_s), exposed,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def report(
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
     local = program(plan, graph, hardware, passes_of("none", hardware, stack=stack))
-    made, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
+    timeline, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -84,11 +84,11 @@ def report(
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
     capacity = hardware.memory_bytes
-    shown = _memory(made, capacity) | {"plan": plan, "local": local, "made": made, "tree": tree(plan), **raw}
-    shown |= {"sent": sent(local, made), "lanes": lanes(made, measured), "ops": by_op(made), "rows": _ROWS}
+    shown = _memory(timeline, capacity) | {"plan": plan, "local": local, "made": timeline, "tree": tree(plan), **raw}
+    shown |= {"sent": sent(local, timeline), "lanes": lanes(timeline, measured), "ops": by_op(timeline), "rows": _ROWS}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
-    shown["what_if"] = [(one, capacity is not None and one.row.costs and one.row.costs.peak_bytes > capacity)
-                        for one in what_if]  # fmt: skip
+    shown["what_if"] = [(case, capacity is not None and case.row.costs and case.row.costs.peak_bytes > capacity)
+                        for case in what_if]  # fmt: skip
     shown |= {"stages": stages, "model": model or "training step", "hardware": hardware.name}
     text = environment.get_template("page.html").render(**shown, chosen=chosen)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -118,25 +118,25 @@ def program(
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh.of_ranks:
-        found = f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}"
-        found = f"only one of plan and program has {differing[0]!r}" if differing else found
+        problem = f"the plan is for mesh {plan.mesh}, the program for {graph.mesh}"
+        problem = f"only one of plan and program has {differing[0]!r}" if differing else problem
         next_step = "pass the planned graph, or wholestep.partition(graph, plan)"
-        raise PlanError(found, "a program made from this plan", next_step)
+        raise PlanError(problem, "a program made from this plan", next_step)
     return graph
 
 
-def _memory(made: Timeline, capacity: int | None) -> dict[str, Any]:
+def _memory(timeline: Timeline, capacity: int | None) -> dict[str, Any]:
     """The drawing of live bytes; the capacity is in it where the peak is at least half of it."""
-    step, peak = made.simulated.step_us, made.peak
+    step, peak = timeline.simulated.step_us, timeline.peak
     near = capacity if capacity is not None and capacity <= 2 * peak.size_bytes else None
     top = max(int(1.08 * peak.size_bytes), int(1.04 * near) if near else 0, 1)
-    most = columns(made.memory, step)
+    most = columns(timeline.memory, step)
     return {
         "area": outline(most, top),
         "columns": COLUMNS,
         "rest_y": 100 - 100 * peak.rest_bytes / top,
-        "peak_x": 100 * peak_at(made) / step if step else 0.0,
-        "peak_us": peak_at(made),
+        "peak_x": 100 * peak_at(timeline) / step if step else 0.0,
+        "peak_us": peak_at(timeline),
         "peak_y": 100 - 100 * peak.size_bytes / top,
         "capacity": capacity,
         "capacity_y": 100 - 100 * near / top if near else None,

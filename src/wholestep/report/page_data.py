@@ -44,12 +44,12 @@ class TrafficRow:
     waited_us: float = 0.0
 
 
-def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
+def sent(local: LocalGraph, timeline: Timeline) -> list[TrafficRow]:
     """The collectives of a program, the longest first."""
     rows: dict[_Key, TrafficRow] = {}
-    us = {span.name: span.us for span in made.spans if span.stream not in (COMPUTE, WAIT)}
-    waited = {span.name: span.us for span in made.spans if span.stream == WAIT}
-    names = {node: given.name for given, node in local.placeholders()}
+    us = {span.name: span.us for span in timeline.spans if span.stream not in (COMPUTE, WAIT)}
+    waited = {span.name: span.us for span in timeline.spans if span.stream == WAIT}
+    names = {node: placeholder.name for placeholder, node in local.placeholders()}
     keys: dict[Node, _Key] = {}
     for node in local.graph.nodes:
         if communicates(node):
@@ -66,10 +66,10 @@ def sent(local: LocalGraph, made: Timeline) -> list[TrafficRow]:
 
 def where(node: Node, names: Mapping[Node, str]) -> str:
     """The module of a collective; of a bucket, the first and the last module. `names`: names of inputs."""
-    found = dict.fromkeys(_NUMBER.sub("*", path) for path in _paths(node, names, _DEPTH) if path)
-    if len(found) < 2:
-        return next(iter(found), "")
-    first, *_, last = found
+    paths = dict.fromkeys(_NUMBER.sub("*", path) for path in _paths(node, names, _DEPTH) if path)
+    if len(paths) < 2:
+        return next(iter(paths), "")
+    first, *_, last = paths
     return f"{first} \u2026 {last}"
 
 
@@ -78,18 +78,18 @@ def _paths(node: Node, names: Mapping[Node, str], depth: int) -> Iterator[str]:
     if path or not depth:
         yield path
         return
-    for given in node.all_input_nodes:
-        yield from _paths(given, names, depth - 1)
+    for source in node.all_input_nodes:
+        yield from _paths(source, names, depth - 1)
 
 
-def by_op(made: Timeline) -> list[tuple[str, int, float]]:
+def by_op(timeline: Timeline) -> list[tuple[str, int, float]]:
     """(op, count, microseconds) of the computing stream, the longest first; of a pipeline, blocks of all stages."""
-    found: dict[str, tuple[int, float]] = {}
-    for span in made.spans:
+    totals: dict[str, tuple[int, float]] = {}
+    for span in timeline.spans:
         if span.stream == COMPUTE or span.stream.startswith(STAGE):
-            count, us = found.get(span.op, (0, 0.0))
-            found[span.op] = (count + 1, us + span.us)
-    return sorted(((op, *rest) for op, rest in found.items()), key=lambda row: (-row[2], row[0]))
+            count, us = totals.get(span.op, (0, 0.0))
+            totals[span.op] = (count + 1, us + span.us)
+    return sorted(((op, *rest) for op, rest in totals.items()), key=lambda row: (-row[2], row[0]))
 
 
 def verdicts(rows: Sequence[PlanRow], memory_bytes: int | None = None) -> list[str]:
@@ -108,11 +108,11 @@ def _verdict(row: PlanRow, best: PlanRow | None, memory_bytes: int | None) -> st
     assert best is not None, "this row fits, so some row does"
     assert best.costs is not None, "the best has costs"
     waits = row.costs.exposed_s / row.batches - best.costs.exposed_s / best.batches
-    more = row.batch_s - best.batch_s
+    longer_s = row.batch_s - best.batch_s
     slower = f"{row.batch_s / best.batch_s - 1:.1%} slower for each batch"
-    if more <= 0:
+    if longer_s <= 0:
         return "as fast"
-    return f"{slower}: mostly {'waits for collectives' if waits >= more / 2 else 'computes'} longer"
+    return f"{slower}: mostly {'waits for collectives' if waits >= longer_s / 2 else 'computes'} longer"
 
 
 def columns(memory: Sequence[tuple[float, int]], step_us: float, count: int = COLUMNS) -> list[int]:
@@ -126,11 +126,11 @@ def columns(memory: Sequence[tuple[float, int]], step_us: float, count: int = CO
     return most
 
 
-def peak_at(made: Timeline) -> float:
+def peak_at(timeline: Timeline) -> float:
     """Time of the peak in microseconds: the middle of the first node that reaches it."""
     before = 0.0
-    for end, size in made.memory:
-        if size == made.peak.size_bytes:
+    for end, size in timeline.memory:
+        if size == timeline.peak.size_bytes:
             return (before + end) / 2
         before = end
     return 0.0
@@ -143,7 +143,7 @@ def outline(most: Sequence[int], top: int) -> str:
     return "".join([*parts, "V100Z"])
 
 
-def lanes(made: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
+def lanes(predicted: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
     """Spans for the page's script, in microseconds; strings are numbers into the list `words`. What was measured is
     drawn below what is predicted.
     """
@@ -152,12 +152,12 @@ def lanes(made: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
     def number(word: str) -> int:
         return words.setdefault(word, len(words))
 
-    shown = [(made, "")] if measured is None else [(made, ""), (measured, ", measured")]
-    drawn: dict[tuple[str, str], list[Span]] = {(s, of): [] for one, of in shown for s in one.streams}
-    for one, of in shown:
-        for span in one.spans:
+    shown = [(predicted, "")] if measured is None else [(predicted, ""), (measured, ", measured")]
+    drawn: dict[tuple[str, str], list[Span]] = {(s, of): [] for run, of in shown for s in run.streams}
+    for run, of in shown:
+        for span in run.spans:
             drawn[span.stream, of].append(span)
-    found = [
+    rows = [
         {
             "title": f"{title(stream)}{of}",
             "kind": stream if stream in (COMPUTE, WAIT) else COMPUTE if stream.startswith(STAGE) else "axis",
@@ -171,7 +171,7 @@ def lanes(made: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
         }
         for (stream, of), spans in drawn.items()
     ]
-    return {"step": round(max(one.simulated.step_us for one, _ in shown), 3), "lanes": found, "words": list(words)}
+    return {"step": round(max(run.simulated.step_us for run, _ in shown), 3), "lanes": rows, "words": list(words)}
 
 
 @dataclass(frozen=True)
@@ -203,33 +203,33 @@ class Branch:
 def tree(plan: Plan) -> Branch:
     """Modules in the order of their first parameter; names are split at dots."""
     root, state = Branch(""), Counter[str]()
-    for given in plan.inputs:
-        if given.role is Role.STATE:
-            state[given.owner] += plan.input_bytes(given)
-    for given in plan.inputs:
-        if given.role in (Role.PARAM, Role.BUFFER):
-            path, leaf = given.name.split(".")[:-1], _leaf(plan, given, state[given.name])
+    for source in plan.inputs:
+        if source.role is Role.STATE:
+            state[source.owner] += plan.input_bytes(source)
+    for source in plan.inputs:
+        if source.role in (Role.PARAM, Role.BUFFER):
+            path, leaf = source.name.split(".")[:-1], _leaf(plan, source, state[source.name])
             above = list(accumulate(path, lambda at, part: at.branches.setdefault(part, Branch(part)), initial=root))
             for branch in above:
-                branch.elements += given.meta.numel
+                branch.elements += source.meta.numel
                 branch.size_bytes += leaf.size_bytes
                 branch.state_bytes += leaf.state_bytes
             above[-1].leaves.append(leaf)
     return root
 
 
-def _leaf(plan: Plan, given: Input, state_bytes: int) -> Leaf:
-    layout = plan.storage[given.name]
-    local = layout.local_shape(given.meta.shape, plan.mesh, plan.mesh.coordinate(0))
+def _leaf(plan: Plan, source: Input, state_bytes: int) -> Leaf:
+    layout = plan.storage[source.name]
+    local = layout.local_shape(source.meta.shape, plan.mesh, plan.mesh.coordinate(0))
     axes = [*layout.shard_axes(), *layout.varies]
     why = "; ".join(f"{axis}: {plan.axis_strategies.get(axis, plan.strategy)}" for axis in axes)
     return Leaf(
-        given.name.split(".")[-1],
-        "parameter" if given.role is Role.PARAM else "buffer",
-        short_dtype(given.meta.dtype),
-        layout.show(given.meta.shape),
+        source.name.split(".")[-1],
+        "parameter" if source.role is Role.PARAM else "buffer",
+        short_dtype(source.meta.dtype),
+        layout.show(source.meta.shape),
         " ".join(map(str, local)) or "()",
-        plan.input_bytes(given),
+        plan.input_bytes(source),
         state_bytes,
         why or "whole on every rank",
     )

@@ -40,10 +40,10 @@ class SweepPoint:
 
     def as_json(self) -> dict[str, Any]:
         """The value with the figures of its setup."""
-        made = None if self.setup is None else str(self.setup)
+        setup = None if self.setup is None else str(self.setup)
         return {
             "value": self.value,
-            "setup": made,
+            "setup": setup,
             "why": self.why or None,
             "figures": self.figures and self.figures.as_json(),
         }
@@ -61,7 +61,7 @@ class SweepPlot:
 
 def plot(points: Sequence[SweepPoint], title: str, numbers: Sequence[float], texts: Sequence[str]) -> SweepPlot:
     """Values to the right, by their logarithm; numbers upwards from 0."""
-    values = [log2(one.value) for one in points]
+    values = [log2(point.value) for point in points]
     low, wide = min(values), max(max(values) - min(values), 1e-9)
     top = max(numbers) * 1.05 or 1.0
     places = [
@@ -70,8 +70,8 @@ def plot(points: Sequence[SweepPoint], title: str, numbers: Sequence[float], tex
     ]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dots = tuple(
-        (round(x, 1), round(y, 1), f"{one.value:,}", text)
-        for (x, y), one, text in zip(places, points, texts, strict=True)
+        (round(x, 1), round(y, 1), f"{point.value:,}", text)
+        for (x, y), point, text in zip(places, points, texts, strict=True)
     )
     return SweepPlot(title, path, dots, texts[list(numbers).index(max(numbers))])
 
@@ -85,16 +85,16 @@ def write_sweep(path: Path, title: str, over: str, points: Sequence[SweepPoint])
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    made = [one for one in points if one.figures is not None]
-    figures = [one.figures for one in made if one.figures is not None]
-    rates = [one.tokens_per_s or 0.0 for one in figures]
-    each = [one.tokens_per_s_per_gpu or 0.0 for one in figures]
-    shares = [one.costs.mfu for one in figures]
+    solved = [point for point in points if point.figures is not None]
+    figures = [point.figures for point in solved if point.figures is not None]
+    rates = [figure.tokens_per_s or 0.0 for figure in figures]
+    each = [figure.tokens_per_s_per_gpu or 0.0 for figure in figures]
+    shares = [figure.costs.mfu for figure in figures]
     plots = [
-        plot(made, "tokens/s", rates, [f"{rate:,.0f}" for rate in rates]),
-        plot(made, "tokens/s a GPU", each, [f"{rate:,.0f}" for rate in each]),
-        plot(made, "MFU", shares, [f"{share:.1%}" for share in shares]),
-    ] if made else []  # fmt: skip
+        plot(solved, "tokens/s", rates, [f"{rate:,.0f}" for rate in rates]),
+        plot(solved, "tokens/s a GPU", each, [f"{rate:,.0f}" for rate in each]),
+        plot(solved, "MFU", shares, [f"{share:.1%}" for share in shares]),
+    ] if solved else []  # fmt: skip
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,

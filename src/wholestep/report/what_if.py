@@ -51,26 +51,26 @@ def what_if(
     if plan.strategies is None:
         text = f"the plan does not hold what made it ({plan.strategy})"
         raise PlanError(text, "a plan of strategies that a file can store", "plan again")
-    found: list[WhatIf] = []
+    rows: list[WhatIf] = []
     for case in (WhatIfCase("this plan"), *cases):
         mesh, template = case.mesh or plan.mesh, Template(case.name, plan.strategies.parts)
         on = case.hardware or hardware
         row = compare(case.graph or graph, mesh, [template], on, None, passes_on and passes_on(on), software)[0]
         batch_s = row.batch_s / case.batch_parts
-        times = batch_s / (found[0].batch_s if found else batch_s) if row.costs else float("inf")
-        found.append(WhatIf(case, mesh, row, batch_s, times))
-    return found
+        times = batch_s / (rows[0].batch_s if rows else batch_s) if row.costs else float("inf")
+        rows.append(WhatIf(case, mesh, row, batch_s, times))
+    return rows
 
 
 def other_sizes(mesh: Mesh) -> list[WhatIfCase]:
     """Twice and half as many ranks on the first axis larger than one."""
     axis = next((axis for axis in mesh.axes if axis.size > 1), mesh.axes[0])
-    found: list[WhatIfCase] = []
+    cases: list[WhatIfCase] = []
     for name, size in (("twice the ranks", 2 * axis.size), ("half the ranks", axis.size // 2)):
         if size:
-            other = tuple(replace(one, size=size) if one == axis else one for one in mesh.axes)
-            found.append(WhatIfCase(f"{name} on {axis.name}", Mesh(other)))
-    return found
+            other = tuple(replace(mesh_axis, size=size) if mesh_axis == axis else mesh_axis for mesh_axis in mesh.axes)
+            cases.append(WhatIfCase(f"{name} on {axis.name}", Mesh(other)))
+    return cases
 
 
 def show(rows: Sequence[WhatIf]) -> str:
