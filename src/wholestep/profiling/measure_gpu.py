@@ -71,9 +71,9 @@ def measure_gpu(device: str) -> GpuRates:
 def _product(dtype: torch.dtype, device: str) -> float:
     """As float32 is set to be multiplied (`torch.set_float32_matmul_precision`)."""
     side = _SIDE if dtype.itemsize <= 4 else _SIDE // 2
-    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))  # zeros are multiplied faster
-    made = torch.empty_like(one)
-    return _us(lambda: torch.mm(one, other, out=made)) / (2.0 * side**3)
+    factor, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))  # zeros are multiplied faster
+    product = torch.empty_like(factor)
+    return _us(lambda: torch.mm(factor, other, out=product)) / (2.0 * side**3)
 
 
 def _attention(device: str) -> tuple[float, float]:
@@ -83,16 +83,16 @@ def _attention(device: str) -> tuple[float, float]:
     flops = 0.5 * 4.0 * _BATCH * _HEADS * _LENGTH**2 * _WIDTH
     forward_us = _us(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
-    given = [part.requires_grad_() for part in (q, k, v)]
+    inputs = [part.requires_grad_() for part in (q, k, v)]
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    backward_us = _us(lambda: torch.autograd.grad(out, given, out, retain_graph=True))
+    backward_us = _us(lambda: torch.autograd.grad(out, inputs, out, retain_graph=True))
     return forward_us / flops, backward_us / (2.5 * flops)
 
 
 def _byte(device: str) -> float:
-    left, right, total = (torch.ones(_STREAMED_BYTES // 2, dtype=torch.bfloat16, device=device) for _ in range(3))
-    return _us(lambda: torch.add(left, right, out=total)) / (3.0 * _STREAMED_BYTES)
+    first, second, total = (torch.ones(_STREAMED_BYTES // 2, dtype=torch.bfloat16, device=device) for _ in range(3))
+    return _us(lambda: torch.add(first, second, out=total)) / (3.0 * _STREAMED_BYTES)
 
 
 def _kernel(device: str) -> float:
@@ -122,12 +122,12 @@ def _us(run: Callable[[], object]) -> float:
     """Of one run on the device, where each takes longer than its launch."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()  # libraries are set up
-    found: list[float] = []
+    times: list[float] = []
     for _ in range(_TIMES):
         begin.record()
         for _ in range(_RUNS):
             run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / _RUNS)
-    return statistics.median(found)
+        times.append(begin.elapsed_time(end) * 1e3 / _RUNS)
+    return statistics.median(times)

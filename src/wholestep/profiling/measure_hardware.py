@@ -87,10 +87,10 @@ def _slowest(
     figures = [astuple(wire)[1:] for wire in wires]
     slowest = torch.tensor([*times, *chain(*figures)], dtype=torch.float64).to(world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    found = [float(v) for v in slowest.cpu()]
-    rest = iter(found[len(times) :])
+    maxima = [float(v) for v in slowest.cpu()]
+    rest = iter(maxima[len(times) :])
     costs = (CollectiveCost(wire.kind, *islice(rest, len(its))) for wire, its in zip(wires, figures, strict=True))
-    return found[: len(times)], tuple(costs)
+    return maxima[: len(times)], tuple(costs)
 
 
 PRODUCTS = (512, 384, 768), (256, 256, 1024)
@@ -101,8 +101,8 @@ def of_products(large_us: float, small_us: float) -> tuple[float, float]:
     """Microseconds of a multiplication or addition, and of a byte that products read or write, from the times of two
     products. A byte takes none where the small one is not slower for its arithmetic.
     """
-    (flops, moved), (few, some) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in PRODUCTS)
-    byte_us = max((flops * small_us - few * large_us) / (flops * some - few * moved), 0.0)
+    (flops, moved), (low_flops, low_moved) = ((2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in PRODUCTS)
+    byte_us = max((flops * small_us - low_flops * large_us) / (flops * low_moved - low_flops * moved), 0.0)
     each_us = (large_us - moved * byte_us) / flops
     return (each_us, byte_us) if each_us > 0 and byte_us > 0 else (large_us / flops, 0.0)
 
@@ -113,10 +113,10 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
     heads, length, width = 4, 128, 64
     fill = torch.rand
 
-    one, other = fill(rows, inner), fill(inner, columns)
+    factor, other = fill(rows, inner), fill(inner, columns)
     panel, weight = fill(*small[:2]), fill(*small[1:])
     q, k, v = (fill(4, heads, length, width, requires_grad=True) for _ in range(3))
-    wide, made, left, right, total = (fill(rows, 1024) for _ in range(5))
+    wide, scratch, first, second, total = (fill(rows, 1024) for _ in range(5))
     little, sums = fill(8), fill(1024)
 
     def attention() -> object:
@@ -125,10 +125,10 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
             return torch.autograd.grad(out, (q, k, v), out)
 
     def math() -> None:
-        torch.exp(wide, out=made)
-        torch.softmax(wide, -1, out=made)
+        torch.exp(wide, out=scratch)
+        torch.softmax(wide, -1, out=scratch)
         torch.sum(wide, 0, out=sums)
-        torch.ops.aten.gelu.out(wide, out=made)
+        torch.ops.aten.gelu.out(wide, out=scratch)
 
     def launches() -> object:
         return little + 1.0, little * 2.0, little - 1.0, little.neg()
@@ -137,11 +137,11 @@ def _probes() -> Mapping[str, tuple[Callable[[], object], float]]:
         return little.view(2, 4), little.unsqueeze(0), little.expand(2, 8), little.detach()
 
     return {
-        "product": (lambda: torch.mm(one, other), 1.0),
+        "product": (lambda: torch.mm(factor, other), 1.0),
         "small product": (lambda: torch.mm(panel, weight), 1.0),
         "attention": (attention, 3.5 * 16.0 * heads * length * length * width),
         "math": (math, 7.0 * wide.nbytes),
-        "bytes": (lambda: torch.add(left, right, out=total), 3.0 * left.nbytes),
+        "bytes": (lambda: torch.add(first, second, out=total), 3.0 * first.nbytes),
         "launch": (launches, 4.0),
         "view": (views, 4.0),
     }
@@ -163,10 +163,10 @@ def _computing(world: World) -> Tensor:
 
 def _sample(run: Callable[[], object], does: float) -> tuple[float, float]:
     """Microseconds of one run for each of what it does: by the clock, and of the processor for this thread."""
-    begin, own = time.perf_counter(), time.thread_time()
+    begin, thread = time.perf_counter(), time.thread_time()
     run()
-    own, us = time.thread_time() - own, time.perf_counter() - begin
-    return us * 1e6 / does, own * 1e6 / does
+    thread, us = time.thread_time() - thread, time.perf_counter() - begin
+    return us * 1e6 / does, thread * 1e6 / does
 
 
 _FEW, _LEAST = TUNING.link_few_bytes, TUNING.link_many_bytes
@@ -220,19 +220,19 @@ def _of_what_came(ranks: int, group: str) -> tuple[float, float]:
     """Microseconds a byte: of a copy of gathered data, for each byte read and written, and of the local reduction, for
     each byte sent. Other threads received the data and the rank computed since, so it is in no cache of this core.
     """
-    kept, wait = Buffers(), funcol.wait_tensor.default
-    whole = torch.full((max(_LEAST // 4 // ranks, 2) * ranks,), 0.5, dtype=torch.float32)
-    part, other = whole[: len(whole) // ranks], torch.full((512, 512), 0.5, dtype=torch.float32)
+    buffers, wait = Buffers(), funcol.wait_tensor.default
+    full = torch.full((max(_LEAST // 4 // ranks, 2) * ranks,), 0.5, dtype=torch.float32)
+    part, other = full[: len(full) // ranks], torch.full((512, 512), 0.5, dtype=torch.float32)
     outlines, copies, sums = [(1,), (len(part) - 1,)], list[float](), list[float]()
     for _ in range(TUNING.copy_rounds):
-        came = wait(kept.gather(part, ranks, group))
+        came = wait(buffers.gather(part, ranks, group))
         torch.mm(other, other)
-        copies.append(seconds(lambda came=came: kept.part_of_gather(came, outlines, 1, ranks), "cpu"))
-        came = wait(kept.swap(whole, ranks, group))
+        copies.append(seconds(lambda came=came: buffers.part_of_gather(came, outlines, 1, ranks), "cpu"))
+        came = wait(buffers.swap(full, ranks, group))
         torch.mm(other, other)
-        sums.append(seconds(lambda came=came: kept.add_parts(came, ranks, "avg"), "cpu"))
-    sent = sent_bytes("reduce_scatter", whole.nbytes, ranks)
-    return statistics.median(copies) * 1e6 / (2 * whole.nbytes), statistics.median(sums) * 1e6 / sent
+        sums.append(seconds(lambda came=came: buffers.add_parts(came, ranks, "avg"), "cpu"))
+    sent = sent_bytes("reduce_scatter", full.nbytes, ranks)
+    return statistics.median(copies) * 1e6 / (2 * full.nbytes), statistics.median(sums) * 1e6 / sent
 
 
 def _wire(
@@ -243,17 +243,17 @@ def _wire(
     CPU time of small messages varies tenfold, so the CPU time of large messages counts, at least half of it for bytes;
     at least half of the time of small messages counts for the start.
     """
-    few, many = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
+    small, large = (sent_bytes(kind, size, ranks) for size in (_FEW, most))
     short = _timed(_runner(kind, _FEW, ranks, group, device), device, TUNING.link_repeats, share, min)
     run = _runner(kind, most, ranks, group, device)
     long = _timed(run, device, often, share, statistics.median)
     stretch, busy_us = (1.0, long.busy_us) if device.startswith("cuda") else _beside(run, long, often, share)
-    each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (many - few)
-    own = max(long.own_us - short.own_us, 0.0) / (many - few)
-    busy = max(busy_us - short.busy_us, busy_us / 2, 1e-6) / (many - few)
-    start = max(short.us - short.own_us - each * few, short.us / 2, 1.0)
-    taken = max(busy_us - busy * many, 0.0)
-    return CollectiveCost(kind, start, each, taken, busy, short.own_us, own, overlap_slowdown=stretch)
+    each = max(long.us - long.own_us - short.us + short.own_us, 1e-6) / (large - small)
+    own_byte = max(long.own_us - short.own_us, 0.0) / (large - small)
+    busy = max(busy_us - short.busy_us, busy_us / 2, 1e-6) / (large - small)
+    start = max(short.us - short.own_us - each * small, short.us / 2, 1.0)
+    start_busy = max(busy_us - busy * large, 0.0)
+    return CollectiveCost(kind, start, each, start_busy, busy, short.own_us, own_byte, overlap_slowdown=stretch)
 
 
 def crowded(world: World) -> float:
@@ -287,22 +287,22 @@ def _ranks_here(world: World) -> int:
 
 def _runner(kind: str, size: int, ranks: int, group: str, device: str) -> Run:
     """Starts the given number of collectives of `size` bytes at once, then waits for each, as a step does."""
-    length, kept = max(size // 4 // ranks, 1) * ranks, Buffers()
+    length, buffers = max(size // 4 // ranks, 1) * ranks, Buffers()
     wholes = [torch.zeros(length, dtype=torch.float32, device=device)]
 
-    def start(whole: Tensor) -> Tensor:
+    def start(tensor: Tensor) -> Tensor:
         if kind == "all_reduce":
-            return funcol.all_reduce_.default(whole, "sum", group)
+            return funcol.all_reduce_.default(tensor, "sum", group)
         if kind == "all_gather":
-            return kept.gather(whole[: length // ranks], ranks, group)
+            return buffers.gather(tensor[: length // ranks], ranks, group)
         if device.startswith("cuda"):
-            return funcol.reduce_scatter_tensor.default(whole, "avg", ranks, group)
-        return kept.swap(whole, ranks, group)
+            return funcol.reduce_scatter_tensor.default(tensor, "avg", ranks, group)
+        return buffers.swap(tensor, ranks, group)
 
     def run(times: int, meanwhile: Callable[[], object] = lambda: None) -> None:
         while len(wholes) < times:
             wholes.append(torch.zeros_like(wholes[0]))
-        started = [start(whole) for whole in wholes[:times]]
+        started = [start(tensor) for tensor in wholes[:times]]
         meanwhile()
         for sent in started:
             funcol.wait_tensor.default(sent)
@@ -316,13 +316,13 @@ def _timed(run: Run, device: str, often: tuple[int, int], share: float, typical:
     """
     times, rows = often
     run(times)
-    process, own = time.process_time(), time.thread_time()
+    process, thread = time.process_time(), time.thread_time()
     us = typical(seconds(lambda: run(times), device) for _ in range(rows)) * 1e6
-    process, own = time.process_time() - process, time.thread_time() - own
+    process, thread = time.process_time() - process, time.thread_time() - thread
     if device.startswith("cuda"):
         return Timed(us / times, 0.0, 0.0)
     each = 1e6 / (times * rows)
-    return Timed(us / times, own * each, share * (process - own) * each)
+    return Timed(us / times, thread * each, share * (process - thread) * each)
 
 
 def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tuple[float, float]:
@@ -335,18 +335,18 @@ def _beside(run: Run, alone: Timed, often: tuple[int, int], share: float) -> tup
     times, rows = often
     lasts_us = times * alone.us
     products = Products(TUNING.beside_share * lasts_us / 1e6)
-    stretch, others, longer = list[float](), list[float](), list[float]()
+    stretch, others_us, longer = list[float](), list[float](), list[float]()
     for _ in range(rows):
         products()
         usual_us = products.own_us / products.count
-        process, own = time.process_time(), time.thread_time()
+        process, thread = time.process_time(), time.thread_time()
         us = seconds(lambda: run(times, products), "cpu") * 1e6
-        process, own = time.process_time() - process, time.thread_time() - own
-        others.append((process - own) * 1e6)
+        process, thread = time.process_time() - process, time.thread_time() - thread
+        others_us.append((process - thread) * 1e6)
         longer.append(products.own_us - products.count * usual_us)
         done_us = lasts_us - (us - products.us)  # of their time alone, while the rank computed
         stretch.append(products.us / max(done_us, products.us / TUNING.most_slower))
-    busy = share * statistics.mean(others) + max(statistics.median(longer), 0.0)
+    busy = share * statistics.mean(others_us) + max(statistics.median(longer), 0.0)
     return max(statistics.median(stretch), 1.0), busy / times
 
 

@@ -57,31 +57,31 @@ def calibration_sizes(device: str, largest_bytes: int) -> CalibrationSizes:
     return CalibrationSizes((*smaller, largest_bytes), tuple(products), dtypes, copies)
 
 
-def count_measurements(wanted: CalibrationSizes) -> int:
+def count_measurements(sizes: CalibrationSizes) -> int:
     """How many times `measure_mesh` will call `step`."""
-    return len(_levels()) * len(KINDS) * len(wanted.collectives) + len(wanted.dtypes) * len(wanted.products) + 1
+    return len(_levels()) * len(KINDS) * len(sizes.collectives) + len(sizes.dtypes) * len(sizes.products) + 1
 
 
-def measure_mesh(device: str, wanted: CalibrationSizes, step: Callable[[str], None]) -> Measurements:
+def measure_mesh(device: str, sizes: CalibrationSizes, step: Callable[[str], None]) -> Measurements:
     """Measure on all ranks of the process group there is, or alone; the slowest rank counts. `step` is told of each."""
     levels = _levels()
     units = list(_units(levels))
     sent: list[TimedCollective] = []
     for number, unit in enumerate(units):
         for kind in KINDS:
-            for size in wanted.collectives:
+            for size in sizes.collectives:
                 step(f"{unit.name} {kind}")
-                run, held = _collective(kind, size, unit, device)
+                run, largest = _collective(kind, size, unit, device)
                 sent.append(
-                    TimedCollective(kind, number, TimeSample(held, unit.units, _slowest(run, device, wanted.times)))
+                    TimedCollective(kind, number, TimeSample(largest, unit.units, _slowest(run, device, sizes.times)))
                 )
     products: list[TimedProduct] = []
-    for dtype in wanted.dtypes:
-        for shape in wanted.products:
+    for dtype in sizes.dtypes:
+        for shape in sizes.products:
             step(f"products in {dtype}")
-            products.append(TimedProduct(dtype, *shape, _slowest(_product(dtype, shape, device), device, wanted.times)))
+            products.append(TimedProduct(dtype, *shape, _slowest(_product(dtype, shape, device), device, sizes.times)))
     step("copies")
-    moved, launch = _copies(device, wanted)
+    moved, launch = _copies(device, sizes)
     return Measurements(
         _name(device), _memory(device), launch, moved, tuple(products),
         tuple((unit.name, unit.ranks) for unit in units), tuple(sent), dist.get_backend() if units else "",
@@ -116,20 +116,20 @@ def _collective(kind: str, size_bytes: int, unit: _Unit, device: str) -> tuple[C
     """One run of it, and the bytes of the largest buffer that a rank holds for it."""
     parts = unit.units[0]
     each = max(size_bytes // 4 // parts, 1)
-    whole, piece = (torch.ones(n, device=device) for n in (each * parts, each))
+    full, piece = (torch.ones(n, device=device) for n in (each * parts, each))
     group, rows = (unit.group or dist.group.WORLD), [each] * parts
     assert group is not None, "a unit is measured by ranks of a group"
     name = group.group_name
     runs: dict[str, Callable[[], Tensor]] = {
         "all_gather": lambda: gather(piece, parts, name),
-        "reduce_scatter": lambda: funcol.reduce_scatter_tensor.default(whole, "sum", parts, name),
-        "all_reduce": lambda: funcol.all_reduce.default(whole, "sum", name),
-        "all_to_all": lambda: funcol.all_to_all_single.default(whole, rows, rows, name),
-        "broadcast": lambda: funcol.broadcast.default(whole, 0, name),
+        "reduce_scatter": lambda: funcol.reduce_scatter_tensor.default(full, "sum", parts, name),
+        "all_reduce": lambda: funcol.all_reduce.default(full, "sum", name),
+        "all_to_all": lambda: funcol.all_to_all_single.default(full, rows, rows, name),
+        "broadcast": lambda: funcol.broadcast.default(full, 0, name),
     }
     if kind == "reduce_scatter" and exchanges(device):  # as a step runs it there
-        return lambda: add_parts(wait(swap(whole, parts, name)), parts, "sum"), whole.nbytes
-    return lambda: wait(runs[kind]()), whole.nbytes
+        return lambda: add_parts(wait(swap(full, parts, name)), parts, "sum"), full.nbytes
+    return lambda: wait(runs[kind]()), full.nbytes
 
 
 def _product(dtype: str, shape: tuple[int, int, int, int], device: str) -> Callable[[], object]:
@@ -140,15 +140,15 @@ def _product(dtype: str, shape: tuple[int, int, int, int], device: str) -> Calla
     return (lambda: torch.mm(left[0], right[0])) if b == 1 else (lambda: torch.bmm(left, right))
 
 
-def _copies(device: str, wanted: CalibrationSizes) -> tuple[tuple[tuple[int, float], ...], float]:
+def _copies(device: str, sizes: CalibrationSizes) -> tuple[tuple[tuple[int, float], ...], float]:
     """Ops on elements by bytes moved, and an op on next to nothing."""
 
     def add(x: Tensor) -> Callable[[], object]:
         out = torch.empty_like(x)
         return lambda: torch.add(x, 1.0, out=out)
 
-    moved = [(2 * n, _slowest(add(torch.ones(n // 4, device=device)), device, wanted.times)) for n in wanted.copies]
-    return tuple(moved), _slowest(add(torch.ones(8, device=device)), device, 4 * wanted.times)
+    moved = [(2 * n, _slowest(add(torch.ones(n // 4, device=device)), device, sizes.times)) for n in sizes.copies]
+    return tuple(moved), _slowest(add(torch.ones(8, device=device)), device, 4 * sizes.times)
 
 
 def _slowest(run: Callable[[], object], device: str, times: int) -> float:

@@ -27,11 +27,11 @@ class Products:
 
     def __call__(self) -> None:
         """Compute."""
-        self.count, start, own = 0, time.perf_counter(), time.thread_time()
+        self.count, start, thread = 0, time.perf_counter(), time.thread_time()
         while self.count == 0 or time.perf_counter() < start + self.seconds:
             torch.mm(self.one, self.other, out=self.made)
             self.count += 1
-        self.us, self.own_us = (time.perf_counter() - start) * 1e6, (time.thread_time() - own) * 1e6
+        self.us, self.own_us = (time.perf_counter() - start) * 1e6, (time.thread_time() - thread) * 1e6
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def measure_messages(group: str, ranks: int, coordinate: int, share: float) -> C
     if other >= ranks:  # an odd number of ranks: the last one measures nothing, and what another measured counts
         return CollectiveCost("send", 0.0, 0.0)
     short, middle, long = (_exchanged(size, group, other, coordinate < other, share) for size in sizes)
-    more = sizes[1] - sizes[0]
-    byte_us = max(middle.link_us - short.link_us, 0.0) / more
+    added = sizes[1] - sizes[0]
+    byte_us = max(middle.link_us - short.link_us, 0.0) / added
     own_byte_us, core_byte_us = (
-        max(much - little, 0.0) / more
+        max(much - little, 0.0) / added
         for little, much in ((short.own_us, middle.own_us), (short.core_us, middle.core_us))
     )
     return CollectiveCost(
@@ -83,20 +83,20 @@ def _exchanged(size: int, group: str, other: int, is_first: bool, share: float) 
     rounds, products = TUNING.message_rounds, Products(TUNING.message_gap_s)
     out, came, ways = torch.zeros(size // 4), torch.zeros(size // 4), list[float]()
     process, started = time.process_time(), time.thread_time()
-    own = started
+    baseline = started
     coming, going = _torch.start_receive(came, other, 0, group), None
     arrived, sent = time.perf_counter(), 0.0
     for number in range(2 * rounds):
         if (number % 2 == 0) == is_first:
             products()
-            own += products.own_us / 1e6
+            baseline += products.own_us / 1e6
             if going is not None:
                 going.wait()
             sent = time.perf_counter()
             out[0] = (sent - arrived) * 1e6
             going = _torch.start_send(out, other, 0, group)
             products()
-            own += products.own_us / 1e6
+            baseline += products.own_us / 1e6
         else:
             coming.wait()
             arrived = time.perf_counter()
@@ -106,7 +106,7 @@ def _exchanged(size: int, group: str, other: int, is_first: bool, share: float) 
                 coming = _torch.start_receive(came, other, 0, group)
     assert going is not None, "each rank sends"
     going.wait()
-    own_s = time.thread_time() - own
+    own_s = time.thread_time() - baseline
     others_s = time.process_time() - process - (time.thread_time() - started)
     ends = 2 * rounds
     return _Message(statistics.median(ways[1:]), own_s * 1e6 / ends, share * others_s * 1e6 / ends)

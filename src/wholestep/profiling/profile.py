@@ -83,8 +83,8 @@ class Profile:
     def classes(self) -> dict[str, tuple[float, float]]:
         """Microseconds of each class of ops and of waits: predicted, measured; the longest measured first."""
         ours, theirs = _by_class(self.predicted), _by_class(self.measured)
-        found = {op: (ours.get(op, 0.0), theirs.get(op, 0.0)) for op in {**theirs, **ours}}
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+        times = {op: (ours.get(op, 0.0), theirs.get(op, 0.0)) for op in {**theirs, **ours}}
+        return dict(sorted(times.items(), key=lambda item: -item[1][1]))
 
     def __str__(self) -> str:
         pair = self.predicted.simulated.step_us, self.measured.simulated.step_us
@@ -120,8 +120,8 @@ def measured_timeline(
             spans.append(_span(node, op_name(node), COMPUTE, at, us))
     ends = {name: (end - begin) * 1e6 for name, _, end in seen}
     calls = [node for node in local.graph.nodes if node.op == "call_function"]
-    held = zip(calls, bytes_held(local), strict=True)
-    memory = tuple((ends[node.name], size) for node, size in held if node.name in ends)
+    live_bytes = zip(calls, bytes_held(local), strict=True)
+    memory = tuple((ends[node.name], size) for node, size in live_bytes if node.name in ends)
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))
     return Timeline(ordered, SimulationResult(seconds * 1e6, waited), memory, peak_memory(local), "measured")
 
@@ -129,10 +129,10 @@ def measured_timeline(
 def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]:
     """What the stage of `local` computed in one call that began at `begin`. Between spans it waits for other stages."""
     stream, nodes = f"{STAGE}{local.stage}", {node.name: node for node in local.graph.nodes}
-    found = list[Span]()
+    spans = list[Span]()
 
     def note(name: str, op: str, start: float, end: float, phase: str, module: str = "") -> None:
-        found.append(Span(name, op, stream, (start - begin) * 1e6, (end - start) * 1e6, phase, module))
+        spans.append(Span(name, op, stream, (start - begin) * 1e6, (end - start) * 1e6, phase, module))
 
     for block, piece, start, end in clock.blocks:
         short = block.partition(", ")[2]
@@ -146,7 +146,7 @@ def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]
             note(f"{short} of piece {meta.piece(node)}", short, start, end, _phase(short), meta.module_path(node))
         else:
             note(name, op_name(node), start, end, phase(node), meta.module_path(node))
-    return sorted(found, key=lambda span: span.start_us)
+    return sorted(spans, key=lambda span: span.start_us)
 
 
 def _phase(block: str) -> str:
@@ -171,9 +171,9 @@ def _span(node: Node, op: str, stream: str, start_us: float, us: float) -> Span:
     return Span(node.name, op, stream, start_us, us, phase(node), meta.module_path(node), meta.size_bytes(node))
 
 
-def _by_class(made: Timeline) -> dict[str, float]:
+def _by_class(timeline: Timeline) -> dict[str, float]:
     total = dict[str, float]()
-    for span in made.spans:
+    for span in timeline.spans:
         if span.stream in (COMPUTE, WAIT):
             name = f"wait for {span.op}" if span.stream == WAIT else span.op
             total[name] = total.get(name, 0.0) + span.us
