@@ -39,7 +39,7 @@ class DdpBackend:
             return f"{NAME}: no graph with parameters of a DDP model compiled yet"
         return f"{NAME}: {self.splits[-1].headline}\n{self.splits[-1]}"
 
-    def __call__(self, whole: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one dynamo graph, which torch's splitter for DDP models must not have split."""
         if _torch.split_by_torch():
             raise BackendError(
@@ -53,35 +53,35 @@ class DdpBackend:
         def compiler(part: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             return self.inner(part, list(fakes), **passed)
 
-        params = params_of_nodes(whole, example_inputs)
+        params = params_of_nodes(graph_module, example_inputs)
         ddp = _torch.ddp_in_use()
-        known = reduced_by(ddp) if ddp is not None else reduced_in(whole, params)
-        uses = {node: [known[p] for p in found if p in known] for node, found in params.items()}
-        reducer = self._reducer(ddp, list(known.values()))
+        reduced = reduced_by(ddp) if ddp is not None else reduced_in(graph_module, params)
+        uses = {node: [reduced[p] for p in parameters if p in reduced] for node, parameters in params.items()}
+        reducer = self._reducer(ddp, list(reduced.values()))
         if reducer is None or not any(uses.values()) or not _torch.in_dynamo():
             log.debug("%s: no parameter of a DDP model in this graph, not split", NAME)
-            return compiler(whole, example_inputs)
-        split = plan_split(whole.graph, uses, reducer)
+            return compiler(graph_module, example_inputs)
+        split = plan_split(graph_module.graph, uses, reducer)
         self.splits.append(split)
         log.info("%s: %s (level DEBUG lists them)", NAME, split.headline)
         log.debug("%s: buckets, from the input to the output\n%s", NAME, split)
         if split.extension:
             log.warning("%s: %s", NAME, split.extension)
-        return _compile(whole, example_inputs, split, uses, compiler, ddp is not None and reducer.by_arrival)
+        return _compile(graph_module, example_inputs, split, uses, compiler, ddp is not None and reducer.by_arrival)
 
     def _reducer(self, ddp: Any, params: Sequence[Param]) -> Reducer | None:
         """Return the reducer to split by: the running DDP module's, with the user's bucket caps if given."""
-        given = self.cap_bytes is not None or self.first_bytes is not None
+        has_caps = self.cap_bytes is not None or self.first_bytes is not None
         if ddp is not None:
             reducer = reducer_of(ddp, params)
-            if not given:
+            if not has_caps:
                 return reducer
             limits = self.limits(reducer.limits[-1])
             if limits != reducer.limits:
-                found = f"bucket caps of {limits} bytes differ from the caps {reducer.limits} of this DDP model"
-                log.warning("%s: %s: parts are not its buckets", NAME, found)
+                problem = f"bucket caps of {limits} bytes differ from the caps {reducer.limits} of this DDP model"
+                log.warning("%s: %s: parts are not its buckets", NAME, problem)
             return Reducer(tuple(params), limits)
-        return Reducer(tuple(params), self.limits(25 * MIB)) if given else None
+        return Reducer(tuple(params), self.limits(25 * MIB)) if has_caps else None
 
     def limits(self, cap_bytes: int) -> tuple[int, int]:
         """Return `(first_bytes, cap_bytes)`, checked: the user's values; torch's first and `cap_bytes` by default."""
@@ -99,7 +99,7 @@ class DdpBackend:
 
 
 def _compile(
-    whole: GraphModule,
+    graph_module: GraphModule,
     inputs: Sequence[Any],
     split: Split,
     uses: dict[Node, list[Param]],
@@ -107,16 +107,16 @@ def _compile(
     ordered: bool,
 ) -> Callable[..., Any]:
     """Compile the parts; with `ordered`, gradients arrive in the order of the split until DDP rebuilds its buckets."""
-    places = whole.graph.find_nodes(op="placeholder")
+    places = graph_module.graph.find_nodes(op="placeholder")
     number = {param: i for i, node in enumerate(places) for param in uses.get(node, ())}
     arrivals = [[number[param] for param in bucket.params if param in number] for bucket in split.buckets]
     if len(split.buckets) == 1:
-        plain = compiler(whole, inputs)
-        outer = call_whole(whole.graph, plain)
+        plain = compiler(graph_module, inputs)
+        outer = call_whole(graph_module.graph, plain)
     else:
-        plain = outer = cut(whole, split)
+        plain = outer = cut(graph_module, split)
         detach_idle(outer, arrivals)
-        compile_parts(whole, outer, compiler)
+        compile_parts(graph_module, outer, compiler)
     return until_rebuilt(plain, with_order(outer, arrivals)) if ordered else plain
 
 
@@ -147,12 +147,12 @@ def ddp_backend(
     """
     if inner == NAME:
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
-    made = DdpBackend(inner, None if bucket_cap_mb is None else int(bucket_cap_mb * MIB), first_bucket_cap)
-    if made.cap_bytes is not None:
-        made.limits(made.cap_bytes)
+    backend = DdpBackend(inner, None if bucket_cap_mb is None else int(bucket_cap_mb * MIB), first_bucket_cap)
+    if backend.cap_bytes is not None:
+        backend.limits(backend.cap_bytes)
     if _torch.disable_torch_splitter():
         log.info("%s: set torch._dynamo.config.optimize_ddp to False, which disables torch's own splitter", NAME)
-    return made
+    return backend
 
 
 def __getattr__(name: str) -> DdpBackend:

@@ -31,12 +31,12 @@ class CompiledPart(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Run the part."""
-        made = self.run(*args)
-        return made[0] if self.single else made
+        returned = self.run(*args)
+        return returned[0] if self.single else returned
 
 
-def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) -> None:
-    """Compile each part of `outer`, the split of dynamo's graph `whole`, in place.
+def compile_parts(graph_module: GraphModule, outer: GraphModule, compiler: Compiler) -> None:
+    """Compile each part of `outer`, the split of dynamo's `graph_module`, in place.
 
     Parts get fakes with the strides of the earlier parts' results.
     """
@@ -52,8 +52,8 @@ def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) ->
         elif node.op == "call_module":
             name, part = str(node.target), outer.get_submodule(str(node.target))
             assert isinstance(part, GraphModule)
-            meta.share_notes(whole, part)
-            _torch.give_origin(whole, part)
+            meta.share_notes(graph_module, part)
+            _torch.give_origin(graph_module, part)
             compiled, fakes[node] = _compile_part(part, [fakes[a] for a in node.all_input_nodes], compiler)
             outer.delete_submodule(name)
             outer.add_submodule(name, compiled)
@@ -62,9 +62,9 @@ def compile_parts(whole: GraphModule, outer: GraphModule, compiler: Compiler) ->
 
 def _compile_part(part: GraphModule, fakes: list[Any], compiler: Compiler) -> tuple[CompiledPart, Any]:
     single = _return_a_tuple(part)
-    compiled, made = _torch.compiled_part(lambda: CompiledPart(compiler(part, fakes), single), fakes)
-    if made is not None:
-        return compiled, made
+    compiled, returned = _torch.compiled_part(lambda: CompiledPart(compiler(part, fakes), single), fakes)
+    if returned is not None:
+        return compiled, returned
     recorded = [meta.example(node) for node in cast(Sequence[Node], part.graph.output_node().args[0])]
     return compiled, recorded[0] if single else tuple(recorded)
 
@@ -79,10 +79,10 @@ def _return_a_tuple(part: GraphModule) -> bool:
     return single
 
 
-def call_whole(whole: Graph, compiled: Callable[..., Any]) -> GraphModule:
-    """Return a module that calls `compiled`, the compiled graph `whole`, as its only part."""
+def call_whole(dynamo_graph: Graph, compiled: Callable[..., Any]) -> GraphModule:
+    """Return a module that calls `compiled`, the compiled `dynamo_graph`, as its only part."""
     graph = Graph()
-    inputs = [graph.placeholder(str(node.target)) for node in whole.find_nodes(op="placeholder")]
+    inputs = [graph.placeholder(str(node.target)) for node in dynamo_graph.find_nodes(op="placeholder")]
     graph.output(graph.call_module("part", tuple(inputs)))
     return GraphModule({"part": CompiledPart(compiled, single=False)}, graph)
 
@@ -107,15 +107,15 @@ def with_order(outer: GraphModule, arrivals: Sequence[Sequence[int]]) -> GraphMo
     """
     graph = copy.deepcopy(outer.graph)
     inputs = graph.find_nodes(op="placeholder")
-    done: set[Node] = set()
+    earlier: set[Node] = set()
     for part, numbers in zip(graph.find_nodes(op="call_module"), arrivals, strict=True):
         for number in reversed(numbers):  # the last view is the first in the backward
             with graph.inserting_before(part):
                 view = graph.call_function(_view, (inputs[number],))
             for user in list(inputs[number].users):
-                if user.op == "call_module" and user not in done:
+                if user.op == "call_module" and user not in earlier:
                     user.replace_input_with(inputs[number], view)
-        done.add(part)
+        earlier.add(part)
     return GraphModule(outer, graph)
 
 

@@ -69,8 +69,8 @@ class Reducer:
         Parameters registered after all of these are assumed to arrive before them, from later graphs.
         """
         if not self.by_arrival:
-            made = assign(self.params, self.limits)
-            return tuple(sorted(made, key=lambda bucket: min(p.number for p in bucket), reverse=True))
+            buckets = assign(self.params, self.limits)
+            return tuple(sorted(buckets, key=lambda bucket: min(p.number for p in bucket), reverse=True))
         last = max((p.number for p in arrivals), default=-1)
         before = (p for p in reversed(self.params) if p.number > last)
         return assign((*before, *arrivals), self.limits)
@@ -78,15 +78,15 @@ class Reducer:
 
 def reduced_by(ddp: DistributedDataParallel) -> dict[nn.Parameter, Param]:
     """Return the parameters whose gradients `ddp` reduces, in order of registration."""
-    known: Any = ddp
-    found: dict[nn.Parameter, Param] = {}
-    modules: Iterable[tuple[str, nn.Module]] = known.module.named_modules()
+    untyped: Any = ddp
+    reduced: dict[nn.Parameter, Param] = {}
+    modules: Iterable[tuple[str, nn.Module]] = untyped.module.named_modules()
     for path, module in modules:
         sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         for name, param in module.named_parameters(recurse=False):
-            if param.requires_grad and f"{path}.{name}" not in known.parameters_to_ignore and param not in found:
-                found[param] = _describe(param, f"{path}.{name}".lstrip("."), len(found), sparse)
-    return found
+            if param.requires_grad and f"{path}.{name}" not in untyped.parameters_to_ignore and param not in reduced:
+                reduced[param] = _describe(param, f"{path}.{name}".lstrip("."), len(reduced), sparse)
+    return reduced
 
 
 def _describe(param: nn.Parameter, name: str, number: int, sparse: bool = False) -> Param:
@@ -96,32 +96,32 @@ def _describe(param: nn.Parameter, name: str, number: int, sparse: bool = False)
 
 def reducer_of(ddp: DistributedDataParallel, params: Iterable[Param]) -> Reducer:
     """Return the reducer of `ddp` with its bucket limits."""
-    known: Any = ddp
-    limits: list[int] = list(known.bucket_bytes_cap_list)
+    untyped: Any = ddp
+    limits: list[int] = list(untyped.bucket_bytes_cap_list)
     if not limits:
-        cap = int(known.bucket_bytes_cap)
-        limits = [_torch.first_bucket_bytes() if known.bucket_bytes_cap_default else cap, cap]
+        cap = int(untyped.bucket_bytes_cap)
+        limits = [_torch.first_bucket_bytes() if untyped.bucket_bytes_cap_default else cap, cap]
     by_arrival = bool(ddp.static_graph) or not ddp.find_unused_parameters
     return Reducer(tuple(params), tuple(limits), by_arrival)
 
 
-def params_of_nodes(whole: GraphModule, inputs: Sequence[Any]) -> dict[Node, list[nn.Parameter]]:
+def params_of_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> dict[Node, list[nn.Parameter]]:
     """Return the parameters of the inputs, attributes and module calls in dynamo's graph."""
-    places = whole.graph.find_nodes(op="placeholder")
-    found = {n: [value] for n, value in zip(places, inputs, strict=True) if isinstance(value, nn.Parameter)}
-    for node in whole.graph.nodes:
+    places = graph_module.graph.find_nodes(op="placeholder")
+    by_node = {n: [value] for n, value in zip(places, inputs, strict=True) if isinstance(value, nn.Parameter)}
+    for node in graph_module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            value = attrgetter(str(node.target))(whole)
+            value = attrgetter(str(node.target))(graph_module)
             params = list(value.parameters()) if isinstance(value, nn.Module) else [value]
-            found[node] = [p for p in params if isinstance(p, nn.Parameter)]
-    return found
+            by_node[node] = [p for p in params if isinstance(p, nn.Parameter)]
+    return by_node
 
 
-def reduced_in(whole: GraphModule, params: dict[Node, list[nn.Parameter]]) -> dict[nn.Parameter, Param]:
+def reduced_in(graph_module: GraphModule, params: dict[Node, list[nn.Parameter]]) -> dict[nn.Parameter, Param]:
     """Return the parameters of a graph without a DDP module that need a gradient and that DDP does not ignore."""
-    found: dict[nn.Parameter, Param] = {}
-    for node in whole.graph.nodes:
+    reduced: dict[nn.Parameter, Param] = {}
+    for node in graph_module.graph.nodes:
         for param in params.get(node, ()):
-            if param.requires_grad and not getattr(param, "_ddp_ignored", False) and param not in found:
-                found[param] = _describe(param, node.name, len(found))
-    return found
+            if param.requires_grad and not getattr(param, "_ddp_ignored", False) and param not in reduced:
+                reduced[param] = _describe(param, node.name, len(reduced))
+    return reduced

@@ -83,10 +83,10 @@ def ops(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op not in _NOT_RUN]
 
 
-def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
+def first_uses(graph: Graph, uses: Uses) -> dict[Param, int]:
     """Return, for each parameter, the number of the first op that reads it, whose backward completes its gradient.
 
-    `held` maps nodes to parameters. An op under `no_grad` counts only for parameters without another use.
+    `uses` maps nodes to parameters. An op under `no_grad` counts only for parameters without another use.
     """
     first: dict[Param, int] = {}
     idle: dict[Param, int] = {}
@@ -95,14 +95,14 @@ def first_uses(graph: Graph, held: Uses) -> dict[Param, int]:
         if _torch.is_grad_switch(node.target):
             grad = bool(node.args[0])
         for source in (node, *node.all_input_nodes):
-            for param in held.get(source, ()):
+            for param in uses.get(source, ()):
                 (first if grad else idle).setdefault(param, number)
     return {**idle, **first}
 
 
-def plan_split(graph: Graph, held: Uses, reducer: Reducer) -> Split:
+def plan_split(graph: Graph, uses: Uses, reducer: Reducer) -> Split:
     """Split `graph` before each op whose backward completes a bucket of the reducer."""
-    first = first_uses(graph, held)
+    first = first_uses(graph, uses)
     arrivals = sorted(first, key=lambda p: (-first[p], -p.number))
     buckets = [tuple(p for p in bucket if p in first) for bucket in reducer.buckets(arrivals)]
     buckets = [bucket for bucket in buckets if bucket]
@@ -122,23 +122,23 @@ def _with_results(graph: Graph, starts: Sequence[int]) -> tuple[list[int], list[
     A first part without such a result joins the next part.
     """
     nodes = ops(graph)
-    kept: list[int] = []
+    moved: list[int] = []
     extra: list[int] = []
     end = max(len(nodes), 1)
-    for wanted in reversed(starts):
-        if wanted >= end:
+    for boundary in reversed(starts):
+        if boundary >= end:
             continue  # the next part includes it
-        start = wanted
+        start = boundary
         while start > 0 and not _is_read_outside(nodes[start:end]):
             start -= 1
-        if start == 0 and kept and not _is_read_outside(nodes[:end]):
-            extra[-1] += kept[-1]
-            kept[-1] = 0
+        if start == 0 and moved and not _is_read_outside(nodes[:end]):
+            extra[-1] += moved[-1]
+            moved[-1] = 0
             continue
-        kept.append(start)
-        extra.append(wanted - start)
+        moved.append(start)
+        extra.append(boundary - start)
         end = start
-    return kept[::-1], extra[::-1]
+    return moved[::-1], extra[::-1]
 
 
 def _is_read_outside(part: Sequence[Node]) -> bool:
@@ -146,11 +146,11 @@ def _is_read_outside(part: Sequence[Node]) -> bool:
     return any(user not in inside for node in part for user in node.users)
 
 
-def cut(whole: GraphModule, split: Split) -> GraphModule:
+def cut(graph_module: GraphModule, split: Split) -> GraphModule:
     """Return a module that calls the parts, each a submodule, in the order of the graph."""
     part = -1
     part_of: dict[Node, int] = {}
-    for number, node in enumerate(ops(whole.graph)):
+    for number, node in enumerate(ops(graph_module.graph)):
         part += number in split.starts
         part_of[node] = part
     for last in [node for node in part_of if isinstance(meta.example(node), (tuple, list))]:
@@ -159,5 +159,5 @@ def cut(whole: GraphModule, split: Split) -> GraphModule:
             last.append(user)
             part_of[user] = part_of[last]
             last = user
-    made: Callable[..., GraphModule] = split_module
-    return made(whole, None, part_of.__getitem__, keep_original_order=True)
+    splitter: Callable[..., GraphModule] = split_module
+    return splitter(graph_module, None, part_of.__getitem__, keep_original_order=True)
