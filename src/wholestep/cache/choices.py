@@ -52,12 +52,12 @@ class Choices:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""
-        return {name: one for name, one in encode(self).items() if name != "layouts"}  # there are none but a plan's
+        return {name: entry for name, entry in encode(self).items() if name != "layouts"}  # there are none but a plan's
 
     @staticmethod
     def from_json(data: Any) -> Choices:
         """Inverse of `to_json`. Raises MalformedError: not what `to_json` writes."""
-        missing = [one.name for one in fields(Choices) if one.name not in as_object(data, "")]
+        missing = [field.name for field in fields(Choices) if field.name not in as_object(data, "")]
         if missing:
             raise MalformedError(f"field {missing[0]} is missing", "every field that to_json writes")
         return read(Choices, data)

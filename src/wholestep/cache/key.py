@@ -66,16 +66,16 @@ def text_of(where: str, value: object) -> str:
     if isinstance(value, ParallelStyle):
         return repr(style_of(value, where, 1))
     if is_dataclass(value) and not isinstance(value, type):
-        held = ((f.name, getattr(value, f.name)) for f in fields(value))
-        inside = ", ".join(f"{name}={text_of(f'{where}.{name}', one)}" for name, one in held)
+        entries = ((f.name, getattr(value, f.name)) for f in fields(value))
+        inside = ", ".join(f"{name}={text_of(f'{where}.{name}', entry)}" for name, entry in entries)
         return f"{type(value).__module__}.{type(value).__qualname__}({inside})"
     if isinstance(value, (dict, types.MappingProxyType)):
         items = cast(Mapping[object, object], value).items()
         return "{" + ", ".join(f"{text_of(where, k)}: {text_of(f'{where}[{k!r}]', v)}" for k, v in items) + "}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(text_of(f'{where}[{i}]', one) for i, one in enumerate(cast(Sequence[object], value)))}]"
+        return f"[{', '.join(text_of(f'{where}[{i}]', v) for i, v in enumerate(cast(Sequence[object], value)))}]"
     if isinstance(value, (set, frozenset)):
-        return f"set {sorted(text_of(where, one) for one in cast(Set[object], value))}"
+        return f"set {sorted(text_of(where, entry) for entry in cast(Set[object], value))}"
     raise UnknownValueError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -84,8 +84,8 @@ def metas_of(graph: TrainGraph) -> Iterator[str]:
     yield f"{graph.mixed_precision} {bool(graph.offload)}"
     yield from (f"{i.name} {i.role.value} {i.owner} {i.key} {i.trainable} {i.optimizer}" for i in graph.inputs)
     for node in graph.graph.nodes:
-        for made in meta.tensors(node):
-            yield f"{node.name} {made.stride} {made.dtype} {torch.device(made.device).type}" if made else node.name
+        for leaf in meta.tensors(node):
+            yield f"{node.name} {leaf.stride} {leaf.dtype} {torch.device(leaf.device).type}" if leaf else node.name
     yield from graph.losses
 
 
@@ -94,11 +94,11 @@ def hardware(device: str) -> list[Any]:
     kind = torch.device(device).type
     lines = _CPUS.read_text(errors="replace").splitlines() if _CPUS.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    found = [kind, platform.machine(), model, os.cpu_count() or 0, torch.get_num_threads()]
-    found += [torch.backends.cpu.get_cpu_capability(), os.environ.get("LOCAL_WORLD_SIZE", "")]
+    parts = [kind, platform.machine(), model, os.cpu_count() or 0, torch.get_num_threads()]
+    parts += [torch.backends.cpu.get_cpu_capability(), os.environ.get("LOCAL_WORLD_SIZE", "")]
     if kind == "cuda":
-        found += [torch.cuda.get_device_name(device), list(torch.cuda.get_device_capability(device))]
-    return found
+        parts += [torch.cuda.get_device_name(device), list(torch.cuda.get_device_capability(device))]
+    return parts
 
 
 def versions() -> list[str]:
@@ -109,7 +109,7 @@ def versions() -> list[str]:
 @cache
 def own_source() -> str:
     """A fingerprint of all of wholestep's source."""
-    made = hashlib.sha256()
+    source_hash = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
-        made.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return made.hexdigest()
+        source_hash.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return source_hash.hexdigest()

@@ -46,11 +46,11 @@ def read(folder: Path, key: Key) -> Choices | None:
         data = path_of(folder, key).read_bytes()
     except FileNotFoundError:
         return None
-    found = _opened(data)
-    if found["key"] != dict(key.parts):
+    body = _opened(data)
+    if body["key"] != dict(key.parts):
         raise DamagedError("is the entry of another key")
     try:
-        return Choices.from_json(found["choices"])
+        return Choices.from_json(body["choices"])
     except MalformedError as error:
         raise DamagedError(f"cannot be read ({error})") from error
 
@@ -89,10 +89,10 @@ def nearest(folder: Path, key: Key) -> list[str]:
 def _opened(data: bytes) -> Mapping[str, Any]:
     """The content of a file, which is as it was written."""
     try:
-        found = parse(data)
+        content = parse(data)
     except MalformedError as error:
         raise DamagedError("is no JSON") from error
-    entry: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    entry: dict[str, Any] = cast(dict[str, Any], content) if isinstance(content, dict) else {}
     if entry.get("format") != FORMAT:
         raise DamagedError("is no entry of wholestep's compile cache")
     if entry.get("version") != VERSION:
@@ -119,9 +119,9 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def folder_of(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the cache, from `given` or WHOLESTEP_CACHE; None for no cache. Raises CacheError: it is a file."""
-    named = os.fspath(given) if given is not None else os.environ.get("WHOLESTEP_CACHE", "")
+def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
+    """The folder of the cache, from `cache` or WHOLESTEP_CACHE; None for no cache. Raises CacheError: it is a file."""
+    named = os.fspath(cache) if cache is not None else os.environ.get("WHOLESTEP_CACHE", "")
     if not named:
         return None
     try:
@@ -156,17 +156,17 @@ class StepCache:
     def find(self, key: Key) -> tuple[str, Choices, str]:
         """The event to log, the choices of an earlier start (empty without an entry), and a warning."""
         try:
-            found = read(self.folder, key)
+            choices = read(self.folder, key)
         except DamagedError as error:
             path = path_of(self.folder, key)
             warning = f"compile cache: {path} {error}: it is not used, and written again"
             return "miss: the entry cannot be read", Choices(), warning
         except OSError as error:
             return f"miss: the entry cannot be read: {error}", Choices(), ""
-        if found is not None:
-            return _HIT, found, ""
-        *others, last = nearest(self.folder, key) or [""]
-        names = f"{', '.join(others)} and {last}" if others else last
+        if choices is not None:
+            return _HIT, choices, ""
+        *earlier, last = nearest(self.folder, key) or [""]
+        names = f"{', '.join(earlier)} and {last}" if earlier else last
         return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
 
     def warn(self, text: str) -> None:
@@ -198,17 +198,17 @@ class CachedChoices:
         if self.cache is None or self._looked:
             return
         self._looked = True
-        own = warning = ""
+        event = warning = ""
         if self.rendezvous.rank == 0:
-            own, self.earlier, warning = self._find(self.cache)
-        what = "what an earlier start chose (cache=)"
-        label = f"{self.label}/choices"
-        found, text = self.rendezvous.broadcast(label, (own, json.dumps(self.earlier.to_json())), what, tuple[str, str])
+            event, self.earlier, warning = self._find(self.cache)
+        label, what = f"{self.label}/choices", "what an earlier start chose (cache=)"
+        message = event, json.dumps(self.earlier.to_json())
+        event, text = self.rendezvous.broadcast(label, message, what, tuple[str, str])
         with reading(label):
             self.earlier = Choices.from_json(parse(text))
         tuned = self.earlier.tuned, self.earlier.tuned_blocks
         self.note(tuned=tuned[0], tuned_blocks=tuned[1], tuned_for=self.earlier.tuned_for)  # until this start tunes
-        self.cache.tell("from rank 0" if found == _HIT and self.rendezvous.rank != 0 else found)
+        self.cache.tell("from rank 0" if event == _HIT and self.rendezvous.rank != 0 else event)
         self.cache.warn(warning)
 
     def _find(self, cache: StepCache) -> tuple[str, Choices, str]:
@@ -237,8 +237,8 @@ class CachedChoices:
 
     def tuned_for(self, local: LocalGraph) -> tuple[BucketSizes | None, str] | None:
         """The bucket sizes and the order of blocks that an earlier start found the fastest for this program."""
-        found = self.earlier.tuned, self.earlier.tuned_blocks
-        return found if self.earlier.tuned_for == digest([str(local)]) else None
+        tuned = self.earlier.tuned, self.earlier.tuned_blocks
+        return tuned if self.earlier.tuned_for == digest([str(local)]) else None
 
     def note_tuned(self, local: LocalGraph, sizes: BucketSizes | None, blocks: str) -> None:
         """Remember the bucket sizes, and the order of blocks, that are the fastest for `local`."""
