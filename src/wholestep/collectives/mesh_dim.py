@@ -113,16 +113,16 @@ def _group(mesh: DeviceMesh, mesh_dim: int | str, group_src: int) -> tuple[dist.
     axis, here = along(mesh, mesh_dim)
     parts = here.mesh.size
     if not 0 <= group_src < parts:
-        found, needed = f"group_src={group_src} along {axis!r} of {mesh}", f"a rank along it, from 0 to {parts - 1}"
-        raise MeshError(found, needed, "correct it")
+        problem, needed = f"group_src={group_src} along {axis!r} of {mesh}", f"a rank along it, from 0 to {parts - 1}"
+        raise MeshError(problem, needed, "correct it")
     return here.groups[axis], parts, here.coordinate[axis]
 
 
 def _buffer(tensor: Tensor, async_op: bool, name: str) -> Tensor:
     """Return `tensor` if it is contiguous, else a contiguous copy, which process groups require."""
     if async_op and not tensor.is_contiguous():
-        found = f"{name} of shape {list(tensor.shape)} and stride {list(tensor.stride())} with async_op"
-        raise LayoutError(found, "a contiguous tensor", f"pass {name}.contiguous(), or async_op=False")
+        problem = f"{name} of shape {list(tensor.shape)} and stride {list(tensor.stride())} with async_op"
+        raise LayoutError(problem, "a contiguous tensor", f"pass {name}.contiguous(), or async_op=False")
     return tensor.contiguous()
 
 
@@ -131,6 +131,6 @@ def _check_pieces(pieces: Sequence[Tensor], output: Tensor, parts: int) -> None:
         raise LayoutError(f"a scatter_list of {len(pieces)} tensors", f"{parts}: one for each rank along the dim")
     for index, piece in enumerate(pieces):
         if piece.shape != output.shape or piece.dtype != output.dtype:
-            found = f"scatter_list[{index}] of shape {list(piece.shape)} and {piece.dtype}"
+            problem = f"scatter_list[{index}] of shape {list(piece.shape)} and {piece.dtype}"
             needed = f"the shape {list(output.shape)} and {output.dtype} of output"
-            raise LayoutError(found, needed, "pad uneven pieces, as wholestep.collectives.split does")
+            raise LayoutError(problem, needed, "pad uneven pieces, as wholestep.collectives.split does")

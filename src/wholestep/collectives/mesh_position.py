@@ -27,23 +27,23 @@ def place(devices: DeviceMesh) -> MeshPosition:
 
     Refuses a mesh without this rank, and one with another order of ranks than a group: torch sorts these.
     """
-    found = devices.get_coordinate()
-    if found is None:
-        found_rank, next_step = f"rank {dist.get_rank()} is not in {devices}", "call this on the ranks of the mesh only"
-        raise MeshError(found_rank, "a rank of the mesh", next_step)
+    coordinate = devices.get_coordinate()
+    if coordinate is None:
+        problem, next_step = f"rank {dist.get_rank()} is not in {devices}", "call this on the ranks of the mesh only"
+        raise MeshError(problem, "a rank of the mesh", next_step)
     sizes: list[int] = list(devices.mesh.shape)
     names = devices.mesh_dim_names or tuple(f"d{dim}" for dim in range(len(sizes)))
     groups = {name: devices.get_group(dim) for dim, name in enumerate(names)}
     for dim, name in enumerate(names):
-        cut = tuple(slice(None) if d == dim else c for d, c in enumerate(found))
+        cut = tuple(slice(None) if d == dim else c for d, c in enumerate(coordinate))
         line = cast(list[int], devices.mesh[cut].tolist())
         counted = dist.get_process_group_ranks(groups[name])
         if line != counted:
-            found_ranks = f"ranks {line} along {name!r} of {devices}, but {counted} in its group"
+            problem = f"ranks {line} along {name!r} of {devices}, but {counted} in its group"
             needed = "ranks in ascending order along each dim of the mesh"
-            raise MeshError(found_ranks, needed, "build the mesh with init_device_mesh")
+            raise MeshError(problem, needed, "build the mesh with init_device_mesh")
     mesh = mesh_of_torch(tuple(names), tuple(sizes))
-    return MeshPosition(mesh, dict(zip(names, found, strict=True)), groups)
+    return MeshPosition(mesh, dict(zip(names, coordinate, strict=True)), groups)
 
 
 def along(devices: DeviceMesh, mesh_dim: int | str) -> tuple[str, MeshPosition]:

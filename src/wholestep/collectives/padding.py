@@ -76,5 +76,5 @@ def checked_dim(tensor: Tensor, dim: int) -> int:
 
 def _check_rows(rows: int, tensor: Tensor, dim: int, at_most: int | None = None) -> None:
     if rows < 0 or (at_most is not None and rows > at_most):
-        found = f"{rows} rows of padding in dim {dim} of a tensor of shape {list(tensor.shape)}"
-        raise LayoutError(found, "0 or more" if at_most is None else f"from 0 to {at_most}")
+        problem = f"{rows} rows of padding in dim {dim} of a tensor of shape {list(tensor.shape)}"
+        raise LayoutError(problem, "0 or more" if at_most is None else f"from 0 to {at_most}")

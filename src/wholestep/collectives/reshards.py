@@ -56,8 +56,8 @@ def reshard(tensor: Tensor, source: Placed, target: Placed, mesh: DeviceMesh, sh
             cannot become `target` (shards never become partial values).
         MeshError: this rank is not in `mesh`.
     """
-    placed, whole = place(mesh), tuple(shape)
-    return _move(tensor, _layout(source, placed.mesh, whole), _layout(target, placed.mesh, whole), placed, whole)
+    placed, sizes = place(mesh), tuple(shape)
+    return _move(tensor, _layout(source, placed.mesh, sizes), _layout(target, placed.mesh, sizes), placed, sizes)
 
 
 def shard_dim_alltoall(
@@ -128,26 +128,26 @@ def shard_dim_reduce_scatter(
 
 
 def _global_shape(tensor: Tensor, dim: int, size: int | None, parts: int) -> tuple[int, ...]:
-    whole = tensor.shape[dim] * parts if size is None else size
-    return (*tensor.shape[:dim], whole, *tensor.shape[dim + 1 :])
+    global_size = tensor.shape[dim] * parts if size is None else size
+    return (*tensor.shape[:dim], global_size, *tensor.shape[dim + 1 :])
 
 
 def _move(tensor: Tensor, source: Layout, target: Layout, placed: MeshPosition, shape: tuple[int, ...]) -> Tensor:
     mesh = placed.mesh
     path = _route(source, target, shape, tensor.dtype, mesh)
-    wanted = path.layouts[0].local_shape(shape, mesh, placed.coordinate)
-    if tuple(tensor.shape) != wanted:
-        found = f"a local tensor of shape {list(tensor.shape)} at {dict(placed.coordinate)} of mesh {mesh}"
-        needed = f"{list(wanted)}: the shard of {list(shape)} with layout {source.show(shape)}"
-        raise LayoutError(found, needed, "pass this rank's shard, unpadded, and the shape of the whole tensor")
+    local_shape = path.layouts[0].local_shape(shape, mesh, placed.coordinate)
+    if tuple(tensor.shape) != local_shape:
+        problem = f"a local tensor of shape {list(tensor.shape)} at {dict(placed.coordinate)} of mesh {mesh}"
+        needed = f"{list(local_shape)}: the shard of {list(shape)} with layout {source.show(shape)}"
+        raise LayoutError(problem, needed, "pass this rank's shard, unpadded, and the shape of the whole tensor")
     if tensor.is_meta:
         return tensor.new_empty(path.layouts[-1].local_shape(shape, mesh, placed.coordinate))
     key = (source, target, shape, tensor.dtype, str(tensor.device), mesh)
     names = tuple((axis, group.group_name) for axis, group in placed.groups.items())
-    made = _runner(key, names, tuple(placed.coordinate.items()))([tensor.detach().contiguous()])[0]
-    made = cast(Tensor, made).contiguous()
-    shared = made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    return made.clone() if shared else made
+    moved = _runner(key, names, tuple(placed.coordinate.items()))([tensor.detach().contiguous()])[0]
+    moved = cast(Tensor, moved).contiguous()
+    shared = moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return moved.clone() if shared else moved
 
 
 _Key = tuple[Layout, Layout, tuple[int, ...], torch.dtype, str, Mesh]
@@ -158,8 +158,8 @@ def _runner(key: _Key, groups: tuple[tuple[str, str], ...], coordinate: tuple[tu
     return eager(bind(program(*key), dict(coordinate), dict(groups), exchange=exchanges(key[4])))
 
 
-def _layout(given: Placed, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
-    return given if isinstance(given, Layout) else layout_from(given, len(shape), mesh)
+def _layout(placed: Placed, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
+    return placed if isinstance(placed, Layout) else layout_from(placed, len(shape), mesh)
 
 
 def program(
@@ -170,14 +170,14 @@ def program(
     The input is contiguous. The program pads uneven shards.
     """
     path = _route(source, target, shape, dtype, mesh)
-    whole = TensorMeta(shape, (), dtype, device)
+    global_meta = TensorMeta(shape, (), dtype, device)
     graph = Graph()
-    given = graph.placeholder("tensor")
-    meta.set_tensors(given, (contiguous(path.layouts[0].local_shape(shape, mesh, mesh.coordinate(0)), whole),))
-    _, finish = Emitter(graph, mesh).start(path, given, whole)
+    tensor = graph.placeholder("tensor")
+    meta.set_tensors(tensor, (contiguous(path.layouts[0].local_shape(shape, mesh, mesh.coordinate(0)), global_meta),))
+    _, finish = Emitter(graph, mesh).start(path, tensor, global_meta)
     graph.output((finish(),))
-    given_input = Input("tensor", Role.BATCH, contiguous(shape, whole))
-    local = LocalGraph(graph, mesh, (given_input,), (Output("result", ""),), (path.layouts[0],))
+    tensor_input = Input("tensor", Role.BATCH, contiguous(shape, global_meta))
+    local = LocalGraph(graph, mesh, (tensor_input,), (Output("result", ""),), (path.layouts[0],))
     check_local_graph(local)
     return local
 
@@ -191,13 +191,13 @@ def _route(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.
     start, end = _without_single(source, mesh), _without_single(target, mesh)
     averages = [axis for axis, op in start.partial if op == "avg" and not dtype.is_floating_point]
     if averages and not dtype.is_complex:
-        found = f"an average of {dtype} over {averages[0]!r}"
-        raise LayoutError(found, "a floating-point dtype", "convert it, or reduce by sum")
-    made = [axis for axis, _ in end.partial if start.state(axis).kind == "S"]
-    if made:
-        found = f"a tensor laid out as {source} cannot become {target}: {made[0]!r} shards it"
+        problem = f"an average of {dtype} over {averages[0]!r}"
+        raise LayoutError(problem, "a floating-point dtype", "convert it, or reduce by sum")
+    unreachable = [axis for axis, _ in end.partial if start.state(axis).kind == "S"]
+    if unreachable:
+        problem = f"a tensor laid out as {source} cannot become {target}: {unreachable[0]!r} shards it"
         next_step = "gather it first: zeros on all ranks except one then make it a partial sum"
-        raise LayoutError(found, "a partial or replicated tensor along this axis", next_step)
+        raise LayoutError(problem, "a partial or replicated tensor along this axis", next_step)
     return paths.reshard(start, end, shape, dtype.itemsize, mesh, one_host())
 
 
