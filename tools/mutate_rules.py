@@ -134,7 +134,7 @@ def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
         changed = mutant.bind(case.call)
     except Exception:  # a rule that cannot be bound is caught before any check
         return True
-    if changed is None or not any(w is not None and bool(w.any()) for w in case.whole):
+    if changed is None or not any(w is not None and bool(w.any()) for w in case.expected):
         return None  # any rule holds for zeros
     if mutant.partial:
         old = {(g, through) for g, group in enumerate(bound.groups) for through in group.partial}
@@ -149,7 +149,7 @@ def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
 
 def _is_cut(case: OpCase, way: ShardedFactor) -> bool:
     """False if all sharded dims have size one: one piece is the whole tensor, whichever dim it was."""
-    shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.whole]
+    shapes = [t.shape for t in case.tensors] + [w.shape if w is not None else torch.Size() for w in case.expected]
     pairs = zip((*way.takes, *way.gives), shapes, strict=True)
     return any(size > 1 for layout, shape in pairs for axes, size in zip(layout.dims, shape, strict=True) if axes)
 
@@ -157,7 +157,7 @@ def _is_cut(case: OpCase, way: ShardedFactor) -> bool:
 def _claim(case: OpCase, bound: BoundRule, way: ShardedFactor) -> Any:
     """A key of a claim without the name of its factor, and without outputs that are all zeros."""
     sizes = tuple(sorted(bound.sizes.items()))
-    gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.whole, way.gives, strict=True)]
+    gives = [g if w is not None and bool(w.any()) else None for w, g in zip(case.expected, way.gives, strict=True)]
     return way.mesh, way.takes, tuple(gives), sizes, bound.instead, way.factor in bound.local
 
 
@@ -273,9 +273,9 @@ def _put(rule: RuleText, at: int, dims: Sequence[Dim]) -> RuleText:
 
 def _without_marks(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
     """Each `!` (True) and `?` dropped, wherever its factor stands."""
-    for factor in sorted(rule.whole):
-        yield f"drop ! of {factor}", _each(rule, factor, whole=False), True
-    for factor in sorted(rule.loose - rule.whole):
+    for factor in sorted(rule.unsharded):
+        yield f"drop ! of {factor}", _each(rule, factor, unsharded=False), True
+    for factor in sorted(rule.loose - rule.unsharded):
         yield f"drop ? of {factor}", _each(rule, factor, loose=False), False
 
 
@@ -288,7 +288,7 @@ def _each(rule: RuleText, factor: str, **change: bool) -> RuleText:
 
 def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
     """Factors swapped, renamed in one term, or in another order in a merged dim; True if a dim marked `!` moves."""
-    whole = rule.whole
+    whole = rule.unsharded
     for at, term in enumerate(_terms(rule)):
         name = f"input {at}" if at < len(rule.inputs) else f"output {at - len(rule.inputs)}"
         for i, dim in enumerate(term.dims):
@@ -298,21 +298,21 @@ def _moved(rule: RuleText) -> Iterator[tuple[str, RuleText, bool]]:
                 if not (dim.rest or other.rest) and (free or any(f not in whole for f in other.factors)):
                     dims = list(term.dims)
                     dims[i], dims[j] = other, dim
-                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims), dim.whole or other.whole
+                    yield f"swap {dim} and {other} in {name}", _put(rule, at, dims), dim.unsharded or other.unsharded
             for factor in free:
                 renamed = replace(dim, factors=tuple("other" if f == factor else f for f in dim.factors))
                 dims = [*term.dims[:i], renamed, *term.dims[i + 1 :]]
                 yield f"rename {factor} in {name}", _put(rule, at, dims), False
             if len(free) > 1:
                 dims = [*term.dims[:i], replace(dim, factors=dim.factors[::-1]), *term.dims[i + 1 :]]
-                yield f"turn {dim} round in {name}", _put(rule, at, dims), dim.whole
+                yield f"turn {dim} round in {name}", _put(rule, at, dims), dim.unsharded
 
 
 def _reduced(rule: RuleText) -> Iterator[tuple[str, RuleText]]:
     """Another reduction, or none, for a factor that an output lacks."""
     for factor in rule.factors:
         missing = any(not t.opaque and not any(factor in d.names for d in t.dims) for t in rule.outputs)
-        if missing and factor not in rule.whole:
+        if missing and factor not in rule.unsharded:
             op = rule.reduces.get(factor, "sum")
             for other in dict.fromkeys(("", _OTHER.get(op, "sum"))):
                 if other != op:

@@ -64,7 +64,7 @@ def test_cases() -> None:
 def test_parsed_value() -> None:
     rule = parse("b (h d) s!, b -> b h", linear="0 | 0+1", reduces=(("s", "max"),))
     assert rule.factors == ("b", "h", "d", "s")
-    assert rule.whole == {"s"}
+    assert rule.unsharded == {"s"}
     assert rule.linear == (frozenset({0}), frozenset({0, 1}))
     assert rule.reduces == {"s": "max"}
 

@@ -212,7 +212,7 @@ class _Work:
                 self._hold(node.all_input_nodes, self.at)
             if is_wait(node):
                 self._hold(operands(node)[0].all_input_nodes, self.at)
-        self.of[node] = self._made(node)
+        self.of[node] = self._outputs(node)
         for storage in self.of[node]:
             if storage is not None:
                 storage.members.append(node)
@@ -227,7 +227,7 @@ class _Work:
                 if storage is not None and storage.first >= 0:
                     storage.last = until if storage.last is None else max(storage.last, until)
 
-    def _made(self, node: Node) -> list[Storage | None]:
+    def _outputs(self, node: Node) -> list[Storage | None]:
         metas = meta.tensors(node)
         if _torch.is_getitem(node.target):
             return self._picked(node, len(metas))
@@ -235,7 +235,7 @@ class _Work:
             return [storage for source in operands(node) for storage in self.of.get(source, [])]
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
             return []  # it writes into its operands
-        return [self._one(node, i, m) for i, m in enumerate(metas)]
+        return [self._output(node, i, m) for i, m in enumerate(metas)]
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
         """Return the storages that a getitem selects: one, or a list of an op that returns lists."""
@@ -243,7 +243,7 @@ class _Work:
         picked = self.of.get(cast(Node, node.args[0]), [])[start : start + count]
         return picked + [None] * (count - len(picked))
 
-    def _one(self, node: Node, index: int, tensor: TensorMeta | None) -> Storage | None:
+    def _output(self, node: Node, index: int, tensor: TensorMeta | None) -> Storage | None:
         if tensor is None or _SHARING.get(node.target) == "nothing":
             return None
         source = shared_operand(node, index)

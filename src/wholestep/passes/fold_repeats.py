@@ -230,7 +230,7 @@ class _Repeats:
         yield from self.early()
         for number in range(self.count):
             yield from (node for node in self.nodes if node in self.rows and self.piece(node) == number)
-        yield from self.left()
+        yield from self.remaining()
 
     def early(self) -> list[Node]:
         """Nodes that come before the first piece."""
@@ -243,7 +243,7 @@ class _Repeats:
         first = min(self.position[row[0]] for row in self.rows.values())
         return [n for n in self.nodes if n.op == "placeholder" or n in needed or self.position[n] < first]
 
-    def left(self) -> list[Node]:
+    def remaining(self) -> list[Node]:
         """Nodes that come after the pieces."""
         early = set(self.early())
         return [n for n in self.nodes if n not in early and n not in self.rows]
@@ -275,7 +275,7 @@ class _Repeats:
             else:
                 numbered = enumerate(end)
                 at |= {n: add_call(new, of_piece, (item, i), meta.one_tensor(n), n, n.name) for i, n in numbered}
-        for node in self.left():
+        for node in self.remaining():
             if node not in skipped:
                 at[node] = copy_node(node, new, at.__getitem__)
         drop_dead(new)

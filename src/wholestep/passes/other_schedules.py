@@ -99,7 +99,7 @@ def schedules_to_try(
         hardware: to simulate on.
         peak_bytes: what a program holds at most.
     """
-    base = _made(local, passes, hardware)
+    base = _tried(local, passes, hardware)
     if base is None:
         return []
     first, sums, program = base
@@ -107,7 +107,7 @@ def schedules_to_try(
     most, orders = peak_bytes(program) * (1 + TUNING.tried_memory_share), {first.order}
     fewer_calls, more_calls = list[TriedSchedule](), list[TriedSchedule]()
     for factor in TUNING.tried_factors:
-        attempt = _made(replace(local, sizes=scaled(first.sizes, factor)), passes, hardware)
+        attempt = _tried(replace(local, sizes=scaled(first.sizes, factor)), passes, hardware)
         assert attempt is not None, "as the first"
         tried, tried_sums, program = attempt
         if tried.order not in orders and tried_sums == sums and peak_bytes(program) <= most:
@@ -119,7 +119,7 @@ def schedules_to_try(
     return [first, *sorted([*each, *rest][: TUNING.tried_schedules - 1], key=lambda schedule: schedule.predicted_us)]
 
 
-def _made(
+def _tried(
     local: LocalGraph, passes: Sequence[Pass], hardware: Hardware
 ) -> tuple[TriedSchedule, frozenset[tuple[str, ...]], LocalGraph] | None:
     """A schedule, its sums and its program; None without buckets."""

@@ -136,7 +136,7 @@ class OtherPieces:
         turn = min((saved.position[node] for node in own_nodes if meta.is_backward(node)), default=0)
         last = begins[-1] if len(levels) > 1 else turn
         waits = [max(at - 1, 0) for at in (*begins[1:], last)]
-        counts = [np.array(sorted(rows), dtype=np.int64) for rows in _others(part, levels)]
+        counts = [np.array(sorted(rows), dtype=np.int64) for rows in _waiting_counts(part, levels)]
         rest = sum(storage.size_bytes for storage in saved.storages if storage.first < 0)
         return OtherPieces(tuple(begins), tuple(waits), tuple(counts), rest)
 
@@ -148,7 +148,7 @@ class OtherPieces:
         return stage_bytes
 
 
-def _others(part: StagePart, levels: Sequence[int]) -> list[set[tuple[int, ...]]]:
+def _waiting_counts(part: StagePart, levels: Sequence[int]) -> list[set[tuple[int, ...]]]:
     """For each level of the blocks of a stage, how many other pieces wait behind each level while it runs."""
     at = {block.name: levels.index(block.level) for block in part.blocks}
     runs = [(action.name, action.piece) for action in part.actions if action.kind == "run"]

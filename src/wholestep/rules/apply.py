@@ -39,12 +39,12 @@ def _holds(case: RuleText, call: Call) -> bool:
 
 
 def _fits(case: RuleText, call: Call) -> bool:
-    found = [
+    pairs = [
         (t, call.operands[p]) for t, s in zip(inputs_of(case, call), call.slots, strict=False) for p in s.positions
     ]
-    found += [made for entry in range(entries_of(case, call)) for made in _outputs(case, call, entry).values()]
+    pairs += [pair for entry in range(entries_of(case, call)) for pair in _outputs(case, call, entry).values()]
     arguments = {name: call.argument(name) for name in case.arguments}
-    return all(t.opaque or t.optional or spread(t, m.shape, arguments) is not None for t, m in found)
+    return all(t.opaque or t.optional or spread(t, m.shape, arguments) is not None for t, m in pairs)
 
 
 def inputs_of(rule: RuleText, call: Call) -> list[Term]:
@@ -77,7 +77,7 @@ def apply(
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}
     starts = any(source.startswith("start") for source in sizes.values())  # one place, from which a piece goes on
-    unlike = frozenset(rule.factors if starts else {*local, *rule.whole})
+    unlike = frozenset(rule.factors if starts else {*local, *rule.unsharded})
     splits = "out0" in sizes.values()  # a rank says which dims its piece has, as a view does
     groups = tuple(_group(rule, call, where, entry, filled, unlike, splits) for entry in range(entries_of(rule, call)))
     shared = frozenset(p for i in by_shape if i in where for p in where[i])
@@ -92,27 +92,27 @@ def _group(
     are not all treated alike, so that no blocks of them are sharded. `splits`: inner factors of merged dims may be.
     """
     terms, has_lists = inputs_of(rule, call), any(t.is_list for t in (*rule.inputs, *rule.outputs))
-    given = {
+    inputs = {
         (p[entry] if t.is_list else p[0]): (t, i)
         for i, p in where.items()
         if (t := terms[i]).is_list or (not has_lists)
         if entry < len(p)
     }
-    made = _outputs(rule, call, entry)
-    tensors = [(t, call.operands[p], f"input {i}") for p, (t, i) in given.items()]
-    tensors += [(t, m, f"output {o}") for o, (t, m) in made.items()]
+    returned = _outputs(rule, call, entry)
+    tensors = [(t, call.operands[p], f"input {i}") for p, (t, i) in inputs.items()]
+    tensors += [(t, m, f"output {o}") for o, (t, m) in returned.items()]
     seen = _Sizes(rule, call)
-    for term, found, name in tensors:
-        seen.read(term, found, name)
+    for term, tensor, name in tensors:
+        seen.read(term, tensor, name)
     seen.solve()
-    shown = {p: t for p, (t, _) in given.items() if not seen.is_opaque(t, call.shape(p))}
+    shown = {p: t for p, (t, _) in inputs.items() if not seen.is_opaque(t, call.shape(p))}
     operands = {p: seen.term(t, call.operands[p]) for p, t in shown.items()}
-    outputs = {o: seen.term(t, m) for o, (t, m) in made.items()}
-    opaque = frozenset(o for o, (t, m) in made.items() if seen.is_opaque(t, m.shape))
+    outputs = {o: seen.term(t, m) for o, (t, m) in returned.items()}
+    opaque = frozenset(o for o, (t, m) in returned.items() if seen.is_opaque(t, m.shape))
     factors = dict.fromkeys(f for term in operands.values() for f in term if f)
     lost = [f for f in factors if any(f not in term for o, term in outputs.items() if o not in opaque)]
     reduces = {f: op for f in lost if (op := rule.reduces.get(base(f), "sum"))}
-    by_input = {i: p for p, (_, i) in given.items()}
+    by_input = {i: p for p, (_, i) in inputs.items()}
     partial = tuple(
         PassThrough(passing, ops)
         for groups, ops in ((rule.linear, LINEAR), (rule.moves, ANY_PARTIAL))
@@ -122,15 +122,15 @@ def _group(
     nonempty = {f: seen.sizes[f] for f, op in reduces.items() if op in ("max", "min")}
     nonempty |= {f: n for f, n in call.sizes(operands).items() if f in filled or base(f) in filled}
     even = {f: seen.sizes[f] for f in seen.even}
-    needed = [seen.factors_of(t, m) for o, (t, m) in made.items() if o not in opaque]
+    needed = [seen.factors_of(t, m) for o, (t, m) in returned.items() if o not in opaque]
     needed.append({f for p, t in shown.items() for f in seen.factors_of(t, call.operands[p])})
     unlike |= {f for f in seen.inner if not splits or any(f not in factors for factors in needed)}
     sizes = {f: whole(n) for f, n in seen.sizes.items() if not {f, base(f)} & unlike and n > 1}
-    sides = ((0, p, t, call.operands[p]) for p, t in shown.items()), ((1, o, t, m) for o, (t, m) in made.items())
+    sides = ((0, p, t, call.operands[p]) for p, t in shown.items()), ((1, o, t, m) for o, (t, m) in returned.items())
     merged = {
         (side, at, dim): factors
-        for side, at, term, found in chain(*sides)
-        for dim, factors in seen.merged(term, found)
+        for side, at, term, tensor in chain(*sides)
+        for dim, factors in seen.merged(term, tensor)
         if side == 0 or at not in opaque
         if all(f in sizes for f in factors)
     }
@@ -144,9 +144,9 @@ def _outputs(rule: RuleText, call: Call, entry: int) -> dict[int, tuple[Term, Te
     for term in repeated(rule.outputs, len(call.outputs)):
         position = at + entry if term.is_list else at
         at += count if term.is_list else 1
-        found = call.outputs[position] if position < len(call.outputs) else None
-        if found is not None:
-            out[position] = (term, found)
+        tensor = call.outputs[position] if position < len(call.outputs) else None
+        if tensor is not None:
+            out[position] = (term, tensor)
     return out
 
 
@@ -160,7 +160,7 @@ class _Sizes:
 
     def __init__(self, rule: RuleText, call: Call) -> None:
         self.rule, self.call = rule, call
-        self.whole, self.loose = rule.whole, rule.loose
+        self.unsharded, self.loose = rule.unsharded, rule.loose
         self.arguments = {name: call.argument(name) for name in rule.arguments}
         self.sizes: dict[str, int] = {}
         self.lead = 0
@@ -169,10 +169,10 @@ class _Sizes:
         self.inner: set[str] = set()
         self._merged: list[tuple[Dim, int, str]] = []
 
-    def read(self, term: Term, found: TensorMeta, name: str) -> None:
+    def read(self, term: Term, tensor: TensorMeta, name: str) -> None:
         if term.opaque or term.optional:
             return
-        pairs = self._pairs(term, found.shape, name)
+        pairs = self._pairs(term, tensor.shape, name)
         self.lead = max(self.lead, _lead(dim for dim, _ in pairs))
         for dim, size in pairs:
             if len(dim.factors) == 1:
@@ -184,10 +184,10 @@ class _Sizes:
         """Find the one unknown size in each merged dim."""
         for dim, size, name in self._merged:
             missing = [f for f in dim.factors if f not in self.sizes]
-            known = prod(self.sizes[f] for f in dim.factors if f in self.sizes)
-            if len(missing) == 1 and known and size % known == 0:
-                self.sizes[missing[0]] = size // known
-            elif missing or known != size:
+            product = prod(self.sizes[f] for f in dim.factors if f in self.sizes)
+            if len(missing) == 1 and product and size % product == 0:
+                self.sizes[missing[0]] = size // product
+            elif missing or product != size:
                 self._refuse(f"{name}: a dim of {size} is not {dim} with {self.sizes}")
         for dim, _, _ in self._merged:
             outer, *inner = [f for f in dim.factors if self.sizes[f] != 1] or [""]
@@ -204,19 +204,19 @@ class _Sizes:
             return True
         return any(self.sizes.get(f, n) != n for d, n in zip(dims, shape, strict=True) for f in d.factors)
 
-    def term(self, term: Term, found: TensorMeta) -> BoundTerm:
+    def term(self, term: Term, tensor: TensorMeta) -> BoundTerm:
         """The factor that may shard each dim."""
-        if self.is_opaque(term, found.shape):
-            return (None,) * len(found.shape)
-        return tuple(self._free(dim, size) for dim, size in self._pairs(term, found.shape, ""))
+        if self.is_opaque(term, tensor.shape):
+            return (None,) * len(tensor.shape)
+        return tuple(self._free(dim, size) for dim, size in self._pairs(term, tensor.shape, ""))
 
-    def factors_of(self, term: Term, found: TensorMeta) -> set[str]:
+    def factors_of(self, term: Term, tensor: TensorMeta) -> set[str]:
         """All factors of a tensor."""
-        return {f for dim, _ in self._pairs(term, found.shape, "") for f in dim.factors}
+        return {f for dim, _ in self._pairs(term, tensor.shape, "") for f in dim.factors}
 
-    def merged(self, term: Term, found: TensorMeta) -> Iterator[tuple[int, tuple[str, ...]]]:
+    def merged(self, term: Term, tensor: TensorMeta) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Dims with their factors, outermost first, where one of these is merged behind another in some tensor."""
-        pairs = [] if self.is_opaque(term, found.shape) else self._pairs(term, found.shape, "")
+        pairs = [] if self.is_opaque(term, tensor.shape) else self._pairs(term, tensor.shape, "")
         for at, (dim, size) in enumerate(pairs):
             live = tuple(f for f in dim.factors if self.sizes.get(f, 1) > 1)
             if self.inner & {*live} and prod(self.sizes[f] for f in live) == size:
@@ -226,7 +226,7 @@ class _Sizes:
         merged = {f for other, _, _ in self._merged for f in other.factors}
         alone = len(dim.factors) == 1 and self.sizes.get(dim.factors[0]) == 1 == size and dim.factors[0] not in merged
         live = [f for f in dim.factors if alone or self.sizes.get(f, 1) > 1]
-        if not live or live[0] in self.stuck or base(live[0]) in self.whole:
+        if not live or live[0] in self.stuck or base(live[0]) in self.unsharded:
             return None
         return None if len(live) == 1 and self.sizes[live[0]] != size else live[0]
 
@@ -241,13 +241,13 @@ class _Sizes:
         if base(factor) in self.loose:
             self.stuck |= {factor} if self.sizes.setdefault(factor, size) != size else set()
             return
-        if have not in (size, 1) and size != 1 and not (base(factor) == "..." and "..." in self.whole):
+        if have not in (size, 1) and size != 1 and not (base(factor) == "..." and "..." in self.unsharded):
             self._refuse(f"{name}: factor {factor} is {size} here and {have} before")
         self.sizes[factor] = max(have, size) if size else 0
 
-    def _refuse(self, found: str) -> NoReturn:
+    def _refuse(self, problem: str) -> NoReturn:
         raise RuleError(
-            f"rule '{self.rule}' does not fit {self.call.target}: {found}",
+            f"rule '{self.rule}' does not fit {self.call.target}: {problem}",
             "a rule whose terms have the dims of the tensors",
             "correct the rule, or make it a function of the shapes",
         )

@@ -43,10 +43,10 @@ class Call:
         return Call(node.target, args, kwargs, meta.tensors(node))
 
     @staticmethod
-    def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Call:
-        """The call `target(*args, **kwargs)` on real or fake tensors, which returned `made`."""
-        given, named, outs = _torch.tree_map_only(torch.Tensor, meta.meta_of, (tuple(args), dict(kwargs), made))
-        return Call(target, given, named, tuple(m if isinstance(m, TensorMeta) else None for m in opened([outs])))
+    def on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> Call:
+        """The call `target(*args, **kwargs)` on real or fake tensors, which gave `returned`."""
+        inputs, named, outs = _torch.tree_map_only(torch.Tensor, meta.meta_of, (tuple(args), dict(kwargs), returned))
+        return Call(target, inputs, named, tuple(m if isinstance(m, TensorMeta) else None for m in opened([outs])))
 
     @cached_property
     def operands(self) -> tuple[TensorMeta, ...]:
@@ -59,8 +59,8 @@ class Call:
 
     def made(self, output: int = 0) -> tuple[int, ...]:
         """Shape of an output; () if it is no tensor."""
-        found = self.outputs[output] if output < len(self.outputs) else None
-        return found.shape if found else ()
+        tensor = self.outputs[output] if output < len(self.outputs) else None
+        return tensor.shape if tensor else ()
 
     def sizes(self, terms: Mapping[int, Sequence[str | None]]) -> dict[str, int]:
         """Size of each factor in the terms of operands."""
@@ -69,15 +69,15 @@ class Call:
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """Tensor arguments in the order of the schema; all tensors of a plain function."""
-        at, found = 0, dict[str, Slot]()
+        at, slots = 0, dict[str, Slot]()
         for name, value in (*zip(self._names(len(self.args)), self.args, strict=False), *self.kwargs.items()):
             count = sum(isinstance(v, TensorMeta) for v in opened([value]))
-            found[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
+            slots[name] = Slot(name, tuple(range(at, at + count)), isinstance(value, (list, tuple)))
             at += count
-        known = _arguments(self.target)
-        if not known:
-            return tuple(slot for slot in found.values() if slot.positions)
-        return tuple(found.get(a.name, Slot(a.name, (), False)) for a in known if "Tensor" in str(a.type))
+        arguments = _arguments(self.target)
+        if not arguments:
+            return tuple(slot for slot in slots.values() if slot.positions)
+        return tuple(slots.get(a.name, Slot(a.name, (), False)) for a in arguments if "Tensor" in str(a.type))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The value of a schema argument, or its default."""
@@ -86,9 +86,9 @@ class Call:
         names = self._names(len(self.args))
         if name in names:
             return self.args[names.index(name)]
-        for given in _arguments(self.target):
-            if given.name == name and given.has_default_value():
-                return given.default_value
+        for parameter in _arguments(self.target):
+            if parameter.name == name and parameter.has_default_value():
+                return parameter.default_value
         return default
 
     def replace(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -103,8 +103,8 @@ class Call:
         return tuple(out), keyed
 
     def _names(self, count: int) -> list[str]:
-        known = [a.name for a in _arguments(self.target)]
-        return known[:count] if known else [f"arg{i}" for i in range(count)]
+        names = [a.name for a in _arguments(self.target)]
+        return names[:count] if names else [f"arg{i}" for i in range(count)]
 
 
 def _arguments(target: Any) -> Sequence[Any]:

@@ -18,62 +18,62 @@ NO_PARTS = 1  # the size of a factor that divides into no equal parts
 
 def in_whole_units(rule: BoundRule, call: Call) -> BoundRule:
     """`rule` for operands of which some dims are cut in units."""
-    if all(unit_of(size) is None for found in call.operands for size in found.shape):
+    if all(unit_of(size) is None for operand in call.operands for size in operand.shape):
         return rule
     return replace(rule, groups=tuple(_group(group, call) for group in rule.groups))
 
 
 def output_units(rule: BoundRule, call: Call) -> dict[int, tuple[int, ...]]:
     """The shapes of outputs that have dims which are cut in units, by position."""
-    found: dict[int, tuple[int, ...]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     for group in rule.groups:
-        known = {f: unit for f in group.factors if (unit := _unit(group, f, call)) is not None}
+        units = {f: unit for f in group.factors if (unit := _unit(group, f, call)) is not None}
         for number, term in group.outputs.items():
             pairs = zip(call.made(number), term, strict=True)
-            made = tuple(in_units(n, _times(known[f], n, group.even.get(f))) if f in known else n for n, f in pairs)
-            if any(f in known for f in term):
-                found[number] = made
-    return found
+            shape = tuple(in_units(n, _times(units[f], n, group.even.get(f))) if f in units else n for n, f in pairs)
+            if any(f in units for f in term):
+                shapes[number] = shape
+    return shapes
 
 
 def _group(group: Group, call: Call) -> Group:
     """`group` whose factors allow the parts into which all of their dims can be cut."""
     even, filled = dict(group.even), dict(group.filled)
-    whole: set[str] = set()
+    unit_factors: set[str] = set()
     for factor in group.factors:
         units = [unit for _, unit in _dims(group, factor, call)]
         if all(unit is None for unit in units):
             continue
         unit, size = _unit(group, factor, call), _size(group, factor, call)
         if unit is not None:
-            whole |= {factor} & group.even.keys()
+            unit_factors |= {factor} & group.even.keys()
             filled |= {factor: filled[factor] // unit} if factor in filled else {}
         elif factor not in group.even:
             even[factor] = _in_equal_parts(size, units)
-        elif any(one is not None and not equal((one,), (1,)) for one in units):
+        elif any(unit is not None and not equal((unit,), (1,)) for unit in units):
             even[factor] = NO_PARTS
-    return replace(group, even=even, filled=filled, in_units=frozenset(whole))
+    return replace(group, even=even, filled=filled, in_units=frozenset(unit_factors))
 
 
 def _in_equal_parts(size: int, units: list[int | None]) -> int:
     """What has to divide into equal parts, so that dims with these units are cut at the same places."""
-    others = [unit for unit in units if unit is not None and not equal((unit,), (1,))]
-    same = all(equal((unit,), (others[0],)) for unit in others)
-    return size // others[0] if same else NO_PARTS
+    cut_units = [unit for unit in units if unit is not None and not equal((unit,), (1,))]
+    same = all(equal((unit,), (cut_units[0],)) for unit in cut_units)
+    return size // cut_units[0] if same else NO_PARTS
 
 
 def _unit(group: Group, factor: str, call: Call) -> int | None:
     """The places of a factor between which all operands are cut; None where they differ, or are cut anywhere."""
     size = group.even.get(factor)
-    found: list[int | None] = []
+    units: list[int | None] = []
     for n, unit in _dims(group, factor, call):
         if unit is None and size is not None:
             return None
-        found.append(unit if size is None or unit is None else _quotient(unit, n // size))
-    if all(unit is None for unit in found) or (size is not None and None in found):
+        units.append(unit if size is None or unit is None else _quotient(unit, n // size))
+    if all(unit is None for unit in units) or (size is not None and None in units):
         return None
-    first, *others = (1 if unit is None else unit for unit in found)
-    return first if all(equal((first,), (other,)) for other in others) else None
+    first, *rest = (1 if unit is None else unit for unit in units)
+    return first if all(equal((first,), (other,)) for other in rest) else None
 
 
 def _quotient(unit: int, inner: int) -> int | None:

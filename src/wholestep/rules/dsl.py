@@ -19,9 +19,9 @@ WHOLE = "*+ -> ...!+"
 """Nothing may be sharded."""
 
 
-def sample(op: Any, given: registry.Samples) -> None:
-    """Register `given`, which makes sample arguments, for ops whose row is that of a family."""
-    registry.SAMPLES.update(dict.fromkeys(registry.targets_of(op), given))
+def sample(op: Any, samples: registry.Samples) -> None:
+    """Register `samples`, which makes sample arguments, for ops whose row is that of a family."""
+    registry.SAMPLES.update(dict.fromkeys(registry.targets_of(op), samples))
 
 
 def dims_of(call: Call) -> list[str]:
@@ -29,9 +29,9 @@ def dims_of(call: Call) -> list[str]:
     return [f"d{i}" for i in range(len(call.shape(0)))]
 
 
-def term(dims: Sequence[str], whole: Collection[str] = ()) -> str:
-    """Text of a term, with the dims in `whole` marked `!`."""
-    return " ".join(f"{d}!" if d in whole else d for d in dims) or "()"
+def term(dims: Sequence[str], unsharded: Collection[str] = ()) -> str:
+    """Text of a term, with the dims in `unsharded` marked `!`."""
+    return " ".join(f"{d}!" if d in unsharded else d for d in dims) or "()"
 
 
 def text(inputs: Iterable[str], outputs: Iterable[str]) -> str:

@@ -24,17 +24,17 @@ def find_rule(node: Node) -> BoundRule | None:
     fallback = None if built_in or _torch.is_getitem(node.target) else discover
     cache, key = registry.place_in(bound, call)
     try:
-        found = cache[key] if key in cache else cache.setdefault(key, registry.bind_rule(call, fallback))
+        rule = cache[key] if key in cache else cache.setdefault(key, registry.bind_rule(call, fallback))
     except TypeError:  # an argument that cannot be hashed
-        found = registry.bind_rule(call, fallback)
-    meta.set_known_rule(node, (now, found))
-    return found
+        rule = registry.bind_rule(call, fallback)
+    meta.set_known_rule(node, (now, rule))
+    return rule
 
 
 def is_known(node: Node) -> bool:
     """True if the rule of `node` was found before: it still has the same arguments, and the table the same rules."""
-    known = meta.known_rule(node)
-    if known is None:
+    cached = meta.known_rule(node)
+    if cached is None:
         return False
-    bound, args, kwargs = known[0]
+    bound, args, kwargs = cached[0]
     return bound is registry.bound and args is node.args and kwargs is node.kwargs

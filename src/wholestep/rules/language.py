@@ -49,7 +49,7 @@ class Dim:
     """
 
     factors: tuple[str, ...]
-    whole: bool = False
+    unsharded: bool = False
     rest: bool = False
     argument: str = ""
     loose: bool = False
@@ -62,7 +62,7 @@ class Dim:
     def __str__(self) -> str:
         name = " ".join(self.factors) + ("..." if self.rest else "") or "1"
         name += f"[{self.argument}]" if self.argument else ""
-        return (f"({name})" if len(self.factors) > 1 else name) + ("!" if self.whole else "?" if self.loose else "")
+        return (f"({name})" if len(self.factors) > 1 else name) + ("!" if self.unsharded else "?" if self.loose else "")
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class RuleText:
     when: When | None = None
 
     @property
-    def whole(self) -> frozenset[str]:
+    def unsharded(self) -> frozenset[str]:
         """Factors that cannot be sharded."""
-        return frozenset(f for d in self._dims if d.whole for f in d.names)
+        return frozenset(f for d in self._dims if d.unsharded for f in d.names)
 
     @property
     def loose(self) -> frozenset[str]:
@@ -133,8 +133,8 @@ class RuleText:
     @property
     def arguments(self) -> frozenset[str]:
         """Arguments of the op on which the dims of a term depend."""
-        found = {d.argument.removeprefix("#") for d in self._dims if d.argument}
-        return frozenset(found | {"keepdim"}) if found else frozenset()
+        names = {d.argument.removeprefix("#") for d in self._dims if d.argument}
+        return frozenset(names | {"keepdim"}) if names else frozenset()
 
     @property
     def _dims(self) -> Iterator[Dim]:
@@ -154,9 +154,9 @@ def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
 
     A RuleError has the position in the text.
     """
-    found = tuple(_Reader(text).cases())
-    known = {f for case in found for f in case.factors}
-    bad = [f for f, op in reduces if f not in known or (op and op not in REDUCTIONS)]
+    parsed = tuple(_Reader(text).cases())
+    factors = {f for case in parsed for f in case.factors}
+    bad = [f for f, op in reduces if f not in factors or (op and op not in REDUCTIONS)]
     if bad:
         needed = f"factors of the rule, by {', '.join(REDUCTIONS)}"
         raise RuleError(f"rule {shown(text)}: reduces={shown(dict(reduces))}", needed, "correct it")
@@ -167,7 +167,7 @@ def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
             moves=tuple(_sets("moves", moves, case, text)),
             reduces={f: op for f, op in reduces if f in case.factors},
         )
-        for case in found
+        for case in parsed
     )
 
 
@@ -175,14 +175,14 @@ def _sets(option: str, value: str, case: RuleText, text: str) -> Iterator[frozen
     """Sets of inputs, as in `0 | 1+2`."""
     for part in filter(None, (p.strip() for p in value.split("|"))):
         try:
-            found = frozenset(_numbers(part))
+            inputs = frozenset(_numbers(part))
         except ValueError as error:
             needed = "input numbers, as in '0 | 1' or '0+1'"
             raise RuleError(f"rule {shown(text)}: {option}={shown(value)}", needed, "correct it") from error
-        if max(found) >= len(case.inputs) and not (case.inputs and case.inputs[-1].repeats):
+        if max(inputs) >= len(case.inputs) and not (case.inputs and case.inputs[-1].repeats):
             needed = f"inputs 0 to {len(case.inputs) - 1}"
-            raise RuleError(f"rule {shown(text)}: {option} in input {max(found)}", needed, f"correct {option}=")
-        yield found
+            raise RuleError(f"rule {shown(text)}: {option} in input {max(inputs)}", needed, f"correct {option}=")
+        yield inputs
 
 
 def _numbers(text: str) -> Iterator[int]:
@@ -203,12 +203,12 @@ class _Reader:
         self.tokens: list[tuple[str, int]] = []
         at, end = 0, len(text.rstrip())
         while at < end:
-            found = _TOKEN.match(text, at)
-            if not found:
+            match = _TOKEN.match(text, at)
+            if not match:
                 at += len(text[at:]) - len(text[at:].lstrip())
                 self._refuse(f"cannot read {text[at]!r}", at)
-            self.tokens.append((found[1], found.start(1)))
-            at = found.end()
+            self.tokens.append((match[1], match.start(1)))
+            at = match.end()
         self.tokens.append((_END, end))
 
     def cases(self) -> Iterator[RuleText]:
@@ -289,7 +289,7 @@ class _Reader:
                 dim = Dim((named[1],) if named[1] else (), argument=named[2] or "")
             else:
                 self._refuse(f"{token!r} stands alone", start)
-            yield replace(dim, whole=self._skip("!"), loose=self._skip("?"))
+            yield replace(dim, unsharded=self._skip("!"), loose=self._skip("?"))
 
     def _merged(self, start: int) -> Iterator[str]:
         count = 0
@@ -305,9 +305,9 @@ class _Reader:
         return self.tokens[self.at][0]
 
     def _skip(self, token: str) -> bool:
-        found = self._next == token
-        self.at += found
-        return found
+        is_next = self._next == token
+        self.at += is_next
+        return is_next
 
     def _take(self, *expected: str) -> str:
         token, start = self.tokens[self.at]
@@ -329,7 +329,7 @@ def spread(term: Term, shape: Sequence[int], arguments: Mapping[str, object]) ->
 
     Dims of `...` are named `.1`, `.2` from the right; dims of `s...`, or of an `s` for several dims, `s.1`.
     """
-    dims = [one for d in term.dims for one in _counted(d, arguments)]
+    dims = [dim for d in term.dims for dim in _counted(d, arguments)]
     if term.broadcasts:
         near = dims[len(dims) - len(shape) :]
         return [Dim(()) if n == 1 else d for d, n in zip(near, shape, strict=True)] if len(shape) <= len(dims) else None
@@ -341,8 +341,8 @@ def spread(term: Term, shape: Sequence[int], arguments: Mapping[str, object]) ->
         return None
     places = dict(_placed([d for d in dims if d.argument], free, arguments))
     names = [f"{''.join(rest.factors)}.{k}" for k in range(free - len(places), 0, -1)]
-    others = iter([replace(rest, factors=(name,), rest=False) for name in names])
-    block = [places[i] if i in places else next(others) for i in range(free)]
+    rest_dims = iter([replace(rest, factors=(name,), rest=False) for name in names])
+    block = [places[i] if i in places else next(rest_dims) for i in range(free)]
     first = dims.index(rest)
     return [*(d for d in dims[:first] if not d.argument), *block, *(d for d in dims[first + 1 :] if not d.argument)]
 

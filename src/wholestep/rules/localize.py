@@ -54,10 +54,10 @@ def localize(
     pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}
     for name, source in rule.sizes.items():
-        if found := re.fullmatch(r"(out|in|start)(\d+)", source):
-            number, of = int(found[2]), _start if found[1] == "start" else extent
+        if match := re.fullmatch(r"(out|in|start)(\d+)", source):
+            number, of = int(match[2]), _start if match[1] == "start" else extent
             layout, shape = (
-                (takes[number], call.shape(number)) if found[1] == "in" else (gives[number], call.made(number))
+                (takes[number], call.shape(number)) if match[1] == "in" else (gives[number], call.made(number))
             )
             shape = map(whole, shape) if layout.blocks else shape
             values[name] = [of(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
@@ -81,12 +81,12 @@ def _pieces(
     group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh
 ) -> dict[str, tuple[int | Extent, int | Extent]]:
     """For each sharded factor the index of the first entry of this rank's piece, and its length."""
-    found: dict[str, tuple[int | Extent, int | Extent]] = {}
+    pieces: dict[str, tuple[int | Extent, int | Extent]] = {}
     for terms, layouts, shape in ((group.operands, takes, call.shape), (group.outputs, gives, call.made)):
         for position, term in terms.items():
             for dim, factor in enumerate(term):
                 axes = layouts[position].dims[dim] if factor else ()
-                if factor and axes and factor not in found:
+                if factor and axes and factor not in pieces:
                     size = shape(position)[dim]
-                    found[factor] = _start(size, axes, mesh), extent(size, axes, mesh)
-    return found
+                    pieces[factor] = _start(size, axes, mesh), extent(size, axes, mesh)
+    return pieces

@@ -121,11 +121,11 @@ def rule(
         >>> ws.check_rule(swish, torch.randn(4, 6), torch.randn(4, 6)).ok
         True
     """
-    found = targets_of(op)
+    targets = targets_of(op)
 
     def add(body: Bind | Function) -> None:
-        RULES.update(dict.fromkeys(found, Rule(body, origin)))
-        SAMPLES.update(dict.fromkeys(found, samples) if samples else {})
+        RULES.update(dict.fromkeys(targets, Rule(body, origin)))
+        SAMPLES.update(dict.fromkeys(targets, samples) if samples else {})
         global bound
         bound = {}
 
@@ -133,7 +133,7 @@ def rule(
         options = reduces or {}, sizes or {}, local or {}, frozenset(by_shape), frozenset(filled)
         bind = Bind(text, linear, moves, *options)
         if origin != BUILT_IN:  # these are parsed at their first call, and checked by a test
-            check_named(bind, found)
+            check_named(bind, targets)
         add(bind)
 
     def decorate(function: Function) -> Function:
@@ -150,23 +150,23 @@ def check_named(bind: Bind, targets: Iterable[Any]) -> None:
     named = {case.when.argument for case in bind.cases() if case.when}
     named |= {name for case in bind.cases() for name in case.arguments if name != "keepdim"}
     ops = [target for target in targets if _torch.is_op(target)]
-    known = dict.fromkeys(given.name for op in ops for given in _torch.schema_of(op).arguments)
-    unknown = sorted(named - known.keys())
+    names = dict.fromkeys(argument.name for op in ops for argument in _torch.schema_of(op).arguments)
+    unknown = sorted(named - names.keys())
     if ops and unknown:
-        found = f"rule {bind.text!r} names an argument {unknown[0]!r}"
-        raise RuleError(found, f"one of {ops[0]}: {', '.join(known)}", "correct the rule")
+        problem = f"rule {bind.text!r} names an argument {unknown[0]!r}"
+        raise RuleError(problem, f"one of {ops[0]}: {', '.join(names)}", "correct the rule")
 
 
 def targets_of(op: Any) -> list[Any]:
     """The overloads of `op`: itself, a list, or names. Names that this torch lacks are skipped."""
     if isinstance(op, str):
         return [target for name in op.split() if (target := _named(name)) is not None]
-    given: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
-    found = [_torch.overload_of(one) for one in given]
-    for one in found:
-        if not callable(one) or getattr(type(one), "__hash__", None) is None:
-            raise RuleError(f"{shown(one)} is no op", "an op of torch, a custom op, a function, or names", "give one")
-    return found
+    ops: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
+    targets = [_torch.overload_of(op) for op in ops]
+    for op in targets:
+        if not callable(op) or getattr(type(op), "__hash__", None) is None:
+            raise RuleError(f"{shown(op)} is no op", "an op of torch, a custom op, a function, or names", "give one")
+    return targets
 
 
 def _named(name: str) -> Any:
@@ -184,9 +184,9 @@ def find(target: Any) -> Rule | None:
     if not _torch.is_op(target):
         return None
     plain = _torch.functional_form(target)
-    known = RULES.get(str(target)) if plain is None else RULES.get(plain)
-    if known is not None:
-        return known
+    row = RULES.get(str(target)) if plain is None else RULES.get(plain)
+    if row is not None:
+        return row
     bodies = (family(target if plain is None else plain) for family in FAMILIES)
     body = next((body for body in bodies if body), None)
     return Rule(body) if body else None
@@ -194,8 +194,8 @@ def find(target: Any) -> Rule | None:
 
 def bind_rule(call: Call, fallback: Callable[[Call], BoundRule | None] | None = None) -> BoundRule | None:
     """The rule of `call` on its shapes, that of `fallback` if the table has none; None if neither has one."""
-    found = find(call.target)
-    bind = fallback if found is None else found.bind
+    row = find(call.target)
+    bind = fallback if row is None else row.bind
     rule = bind(call) if bind else None
     return None if rule is None else in_whole_units(rule, call)
 
@@ -239,5 +239,5 @@ def is_random(node: Node) -> bool:
 def draws(node: Node) -> bool:
     """True for an op that draws random numbers: fused attention does with dropout alone."""
     place = _torch.position_of(node.target, "dropout_p") if is_random(node) and _torch.is_op(node.target) else None
-    given = node.args[place] if place is not None and place < len(node.args) else 0.0
-    return is_random(node) and (place is None or node.kwargs.get("dropout_p", given) not in (0, 0.0))
+    probability = node.args[place] if place is not None and place < len(node.args) else 0.0
+    return is_random(node) and (place is None or node.kwargs.get("dropout_p", probability) not in (0, 0.0))

@@ -132,7 +132,7 @@ class Group:
         have the factor, and adds zero to sums that lack it.
         """
         linear = [passing.operands for passing in self.partial if "sum" in passing.ops]
-        sums = any(all(factor in self.operands[i] for i in given) for given in linear)
+        sums = any(all(factor in self.operands[i] for i in positions) for positions in linear)
         lost = [number for number, term in self.outputs.items() if factor not in term and number not in self.opaque]
         return factor not in self.even and (not lost or (sums and self.reduces.get(factor, "sum") == "sum"))
 
@@ -176,5 +176,5 @@ class BoundRule:
         """Factors that outputs of a group alone have, and whose pieces a function of the rule makes: the rows of an
         embedding's gradient.
         """
-        made = dict.fromkeys(f for term in group.outputs.values() for f in term if f and f in self.local)
-        return tuple(f for f in made if f not in group.factors)
+        factors = dict.fromkeys(f for term in group.outputs.values() for f in term if f and f in self.local)
+        return tuple(f for f in factors if f not in group.factors)

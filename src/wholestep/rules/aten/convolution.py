@@ -56,8 +56,8 @@ _PLANES = {1: ("... c x!", "... c u!"), 2: ("... c y! x!", "... c v! u!"), 3: ("
 def _planes(names: str, text: str, *dims: int, linear: str = "0", moves: str = "", **sizes: str) -> None:
     """A row for planes of each number of dims. Every rank needs some channels."""
     for n in dims:
-        given = names.replace("#", str(n))
-        row(given, text.format(*_PLANES[n]), linear=linear, moves=moves, sizes=sizes, filled=["c"])
+        op_names = names.replace("#", str(n))
+        row(op_names, text.format(*_PLANES[n]), linear=linear, moves=moves, sizes=sizes, filled=["c"])
 
 
 # -- pooling ------------------------------------------------------------------------------

@@ -34,11 +34,11 @@ def family(target: Any) -> Function | None:
 @row("complex rsub.Tensor _to_copy")
 def elementwise(call: Call) -> Bind | BoundRule | None:
     """Every output element depends on the operand elements at its position; operands broadcast from the right."""
-    given = [i for i, slot in enumerate(call.slots) if slot.positions]
-    if not given or None in call.outputs or any(slot.is_list for slot in call.slots):
+    tensors = [i for i, slot in enumerate(call.slots) if slot.positions]
+    if not tensors or None in call.outputs or any(slot.is_list for slot in call.slots):
         return None
     name = _name(call)
-    bind = Bind(", ".join(["..."] * len(call.slots)) + " -> ...+", "" if _rounds(call) else _linear(name, given))
+    bind = Bind(", ".join(["..."] * len(call.slots)) + " -> ...+", "" if _rounds(call) else _linear(name, tensors))
     if name not in _JOINTLY_LINEAR or call.made():
         return bind
     # sums of scalars, such as losses: a whole one may count as one rank's share of a partial value
@@ -48,15 +48,15 @@ def elementwise(call: Call) -> Bind | BoundRule | None:
 
 def by_entry(call: Call) -> Bind | None:
     """Entry i of each list is computed from entry i of the others; single tensors are shared by all."""
-    given = [i for i, slot in enumerate(call.slots) if slot.is_list and slot.positions]
-    lists = [call.slots[i] for i in given]
+    tensors = [i for i, slot in enumerate(call.slots) if slot.is_list and slot.positions]
+    lists = [call.slots[i] for i in tensors]
     name = _name(call)
     if not lists or name == "foreach_mm" or not _one_for_each(call, lists):
         return None
     inputs = ["[...]" if slot.is_list else "*" for slot in call.slots]
     outputs = ["[...]"] * (len(call.outputs) // len(lists[0].positions))
     same = {"...": ""}  # counts are the same on all ranks
-    linear = _linear(name.removeprefix("foreach_"), given)
+    linear = _linear(name.removeprefix("foreach_"), tensors)
     return Bind(f"{', '.join(inputs)} -> {', '.join(outputs)}", linear, reduces=same)
 
 
@@ -65,13 +65,13 @@ def _name(call: Call) -> str:
     return packet_name(call.target).removeprefix("_")
 
 
-def _linear(name: str, given: list[int]) -> str:
-    """Inputs that may stay partial; `given`: the inputs that are tensors (a number is never partial)."""
+def _linear(name: str, tensors: list[int]) -> str:
+    """Inputs that may stay partial; `tensors`: the inputs that are tensors (a number is never partial)."""
     if name in _JOINTLY_LINEAR:
-        return "+".join(map(str, given)) if len(given) > 1 else ""
+        return "+".join(map(str, tensors)) if len(tensors) > 1 else ""
     if name in _EACH_LINEAR:
-        return " | ".join(map(str, given))
-    return "0" if name in _FIRST_LINEAR | _IN_GRADIENT and given[0] == 0 else ""
+        return " | ".join(map(str, tensors))
+    return "0" if name in _FIRST_LINEAR | _IN_GRADIENT and tensors[0] == 0 else ""
 
 
 def _rounds(call: Call) -> bool:
@@ -86,14 +86,14 @@ def _one_for_each(call: Call, lists: Sequence[Slot]) -> bool:
     if any(len(slot.positions) != count for slot in lists):
         return False
     entries = [[call.shape(slot.positions[i]) for slot in lists] for i in range(count)]
-    shapes = [cast(torch.Size, torch.broadcast_shapes(*found)) for found in entries]
-    made = [m.shape for m in call.outputs if m is not None]
+    shapes = [cast(torch.Size, torch.broadcast_shapes(*entry)) for entry in entries]
+    output_shapes = [m.shape for m in call.outputs if m is not None]
     fused = _name(call).startswith("fused_")
     return (
-        bool(made)
-        and len(made) == len(call.outputs)
-        and len(made) % count == 0
-        and all(shape == shapes[i % count] or (fused and not shape) for i, shape in enumerate(made))
+        bool(output_shapes)
+        and len(output_shapes) == len(call.outputs)
+        and len(output_shapes) % count == 0
+        and all(shape == shapes[i % count] or (fused and not shape) for i, shape in enumerate(output_shapes))
     )
 
 

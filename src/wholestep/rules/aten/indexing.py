@@ -35,9 +35,9 @@ def _with_one(piece: Tensor, dim: int) -> Tensor:
 def _in_piece(op: Any, writes: bool = False) -> Callable[..., Tensor]:
     """`op` on this rank's piece of a sharded dim; writes outside the piece go to an entry that is dropped."""
 
-    def run(start: int, length: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **more: Any) -> Tensor:
-        made = op(_with_one(have, dim), dim, _within(index, start, length), *rest, **more)
-        return made.narrow(dim, 0, length) if writes else made
+    def run(start: int, length: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        values = op(_with_one(have, dim), dim, _within(index, start, length), *rest, **kwargs)
+        return values.narrow(dim, 0, length) if writes else values
 
     return called(run, op, "in_piece")
 
@@ -45,8 +45,8 @@ def _in_piece(op: Any, writes: bool = False) -> Callable[..., Tensor]:
 def _from_first(op: Any) -> Callable[..., Tensor]:
     """`op` on this rank's piece of the added values; only the first rank starts from `have`, others from zeros."""
 
-    def run(start: int, length: int, have: Tensor, *rest: Any, **more: Any) -> Tensor:
-        return op(have if start == 0 else torch.zeros_like(have), *rest, **more)
+    def run(start: int, length: int, have: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        return op(have if start == 0 else torch.zeros_like(have), *rest, **kwargs)
 
     return called(run, op, "from_first")
 
@@ -76,7 +76,7 @@ row(
 def _along(rule: str, **options: Any) -> Function:
     """`rule`; nothing is sharded if the index is empty or of a scalar, with another number of dims."""
     words = Bind(rule, **options)
-    return lambda call: words if len({len(found.shape) for found in call.operands}) == 1 else Bind(WHOLE)
+    return lambda call: words if len({len(operand.shape) for operand in call.operands}) == 1 else Bind(WHOLE)
 
 
 # Dims with different sizes in tensor and index stay whole. `a` is the indexed dim.
@@ -127,17 +127,17 @@ class _Places:
     """Terms of x[indices]: of x, of each index, of the result."""
 
     def __init__(self, shape: Sequence[int], indices: Indices) -> None:
-        given = [i for i in indices if i is not None]
+        tensors = [i for i in indices if i is not None]
         self.indexed = [d for d, i in enumerate(indices) if i is not None]
-        self.found = cast(torch.Size, torch.broadcast_shapes(*(i.shape for i in given)))
-        self.names = [None if n == 1 else f"i{j}" for j, n in enumerate(self.found)]
-        self.own = [None if n == 1 or i in self.indexed else f"d{i}" for i, n in enumerate(shape)]
-        self.index = [_right(self.names, i.shape, self.found) for i in given]
+        self.index_shape = cast(torch.Size, torch.broadcast_shapes(*(i.shape for i in tensors)))
+        self.names = [None if n == 1 else f"i{j}" for j, n in enumerate(self.index_shape)]
+        self.dims = [None if n == 1 or i in self.indexed else f"d{i}" for i, n in enumerate(shape)]
+        self.index = [_right(self.names, i.shape, self.index_shape) for i in tensors]
         first, last = self.indexed[0], self.indexed[-1]
         together = last - first + 1 == len(self.indexed)
         rest = [d for d in range(len(shape)) if d not in self.indexed]
-        before = [d for d in rest if d < first] if together else []
-        self.out: Term = (*(self.own[d] for d in before), *self.names, *(self.own[d] for d in rest if d not in before))
+        lead = [d for d in rest if d < first] if together else []
+        self.out: Term = (*(self.dims[d] for d in lead), *self.names, *(self.dims[d] for d in rest if d not in lead))
 
     def first(self, shape: Sequence[int]) -> int | None:
         """The first indexed dim, if it is larger than one."""
@@ -155,7 +155,7 @@ def _only(names: Term, keep: str | None) -> Term:
     return tuple(n if n is None or n.startswith("d") or n == keep else None for n in names)
 
 
-def _given(call: Call) -> Indices | None:
+def _index_tensors(call: Call) -> Indices | None:
     """The index tensors; None if one of them is a mask."""
     indices: Indices = call.argument("indices")
     masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
@@ -169,9 +169,9 @@ def _at_indices(call: Call, dim: int, writes: bool = False) -> dict[str, Callabl
     def run(start: int, length: int, have: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> Tensor:
         index = indices[dim]
         assert index is not None, "the dim is indexed"
-        own = _within(torch.where(index < 0, index + size, index), start, length)
-        made = call.target(_with_one(have, dim), [own if d == dim else i for d, i in enumerate(indices)], *rest)
-        return made.narrow(dim, 0, length) if writes else made
+        local = _within(torch.where(index < 0, index + size, index), start, length)
+        values = call.target(_with_one(have, dim), [local if d == dim else i for d, i in enumerate(indices)], *rest)
+        return values.narrow(dim, 0, length) if writes else values
 
     return {"a": called(run, call.target, "in_piece")}
 
@@ -184,14 +184,14 @@ def _picks() -> Iterator[tuple[Any, ...]]:
 @row("index.Tensor _unsafe_index.Tensor", samples=_picks)
 def pick(call: Call) -> BoundRule | None:
     """x[indices]. Entries of other ranks' pieces of the first indexed dim are zero: results are partial sums."""
-    indices = _given(call)
+    indices = _index_tensors(call)
     if indices is None:
         return None
     places = _Places(call.shape(0), indices)
     dim = places.first(call.shape(0)) if call.operands[0].dtype != torch.bool else None
     if dim is not None:
-        places.own[dim] = "a"
-    operands: dict[int, Term] = {0: tuple(places.own)} | {i + 1: t for i, t in enumerate(places.index)}
+        places.dims[dim] = "a"
+    operands: dict[int, Term] = {0: tuple(places.dims)} | {i + 1: t for i, t in enumerate(places.index)}
     through = (PassThrough(frozenset({0}), ANY_PARTIAL),)
     group = Group(operands, {0: places.out}, {} if dim is None else {"a": "sum"}, through)
     return BoundRule((group,), local={} if dim is None else _at_indices(call, dim))
@@ -207,21 +207,21 @@ def _puts() -> Iterator[tuple[Any, ...]]:
 @row("index_put _unsafe_index_put", samples=_puts)
 def put(call: Call) -> BoundRule | None:
     """The result of x[indices] = values, or += values: then values may be sharded, and one rank starts from x."""
-    indices = _given(call)
+    indices = _index_tensors(call)
     if indices is None:
         return _masked(call)
     places, accumulate = _Places(call.shape(0), indices), bool(call.argument("accumulate"))
     last, keep = len(places.index) + 1, next(filter(None, places.names), None) if accumulate else None
     # sizes of the result of x[indices], 1 for dims without a name
-    sizes = {f"i{j}": n for j, n in enumerate(places.found)} | {f"d{i}": n for i, n in enumerate(call.shape(0))}
+    sizes = {f"i{j}": n for j, n in enumerate(places.index_shape)} | {f"d{i}": n for i, n in enumerate(call.shape(0))}
     values = _right(places.out, call.shape(last), [sizes[name] if name else 1 for name in places.out])
     dim = None if accumulate else places.first(call.shape(0))
     if dim is not None:
-        places.own[dim] = "a"
-    operands: dict[int, Term] = {0: tuple(places.own)}
+        places.dims[dim] = "a"
+    operands: dict[int, Term] = {0: tuple(places.dims)}
     operands |= {i + 1: _only(t, keep) for i, t in enumerate((*places.index, values))}
     through = (PassThrough(frozenset({0, last}), LINEAR if accumulate else ANY_PARTIAL),)
-    group = Group(operands, {0: tuple(places.own)}, {keep: "sum"} if keep else {}, through)
+    group = Group(operands, {0: tuple(places.dims)}, {keep: "sum"} if keep else {}, through)
     if keep:
         return BoundRule((group,), local={keep: _from_first(call.target)})
     return BoundRule((group,), local={} if dim is None else _at_indices(call, dim, writes=True))

@@ -108,8 +108,8 @@ sample("_cholesky_solve_helper", lambda: [(rand(5, 3, 2), rand(5, 3, 3).tril().e
 def solve(call: Call) -> str:
     """(matrices, vectors or matrices) -> solutions, LU, pivots, info."""
     vector = len(call.shape(1)) == 1 or call.shape(0)[:-1] == call.shape(1)
-    given, made = ("c!", "d") if vector else ("c! d!", "e f")
-    return f"... a! b!, ... {given} -> ... {made}*, ... g h*, ... i*, ...*"
+    right, solution = ("c!", "d") if vector else ("c! d!", "e f")
+    return f"... a! b!, ... {right} -> ... {solution}*, ... g h*, ... i*, ...*"
 
 
 # -- distances ------------------------------------------------------------------------------

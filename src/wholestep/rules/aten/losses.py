@@ -42,8 +42,8 @@ def _in_piece(op: Any, grads: int) -> Callable[..., Any]:
     def run(start: int, length: int, *args: Any) -> Any:
         scores, target, weight, reduction, ignored, *total = args[grads:]
         scores, weight = _padded(scores, weight)
-        made = op(*args[:grads], scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, *total)
-        return made.narrow(min(1, made.dim() - 1), 0, length) if grads else made
+        values = op(*args[:grads], scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, *total)
+        return values.narrow(min(1, values.dim() - 1), 0, length) if grads else values
 
     return called(run, op, "in_piece")
 

@@ -53,8 +53,8 @@ def _batch_norm(*switch: bool) -> Iterator[tuple[Any, ...]]:
 def _batch_norm_gradients() -> Iterator[tuple[Any, ...]]:
     for train in (True, False):
         stats = rand(6, seed=1), rand(6, seed=2).exp()
-        wanted = [True, True, True]
-        yield rand(5, 6, 3), rand(5, 6, 3, seed=1), rand(6), *stats, *stats, train, 1e-5, wanted, rand(0).byte()
+        mask = [True, True, True]
+        yield rand(5, 6, 3), rand(5, 6, 3, seed=1), rand(6), *stats, *stats, train, 1e-5, mask, rand(0).byte()
 
 
 sample("_native_batch_norm_legit_functional", lambda: [*_batch_norm(True), *_batch_norm(False)])

@@ -41,11 +41,11 @@ def attention(call: Call) -> Bind:
     """
     name = packet_name(call.target)
     terms = _terms(call, name)
-    made = ["out", "scores" if name in _MATH else "sums"]
+    roles = ["out", "scores" if name in _MATH else "sums"]
     if name.endswith("_backward"):
-        made = ["query", "key", "value", "bias"]
+        roles = ["query", "key", "value", "bias"]
     inputs = [terms.get(_ROLES.get(slot.name, ""), "*") for slot in call.slots]
-    outputs = [terms[role] for role in made] + ["*"] * (len(call.outputs) - len(made))
+    outputs = [terms[role] for role in roles] + ["*"] * (len(call.outputs) - len(roles))
     grad = next((str(i) for i, slot in enumerate(call.slots) if slot.name.startswith("grad_out")), "")
     same = {"v": ""} if name in _MATH else {}  # the weights do not depend on the values
     return Bind(text(inputs, outputs[: len(call.outputs)]), grad, reduces=same, filled=frozenset("bgrq"))

@@ -27,9 +27,9 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
     stays whole otherwise.
     """
     a, b = ([n for n in shape if n != 1] for shape in (have, want))
-    whole = " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
-    left: list[str] = []
-    right: list[str] = []
+    unsharded = " ".join(f"w{k}!" for k in range(len(have))), " ".join(f"v{k}!" for k in range(len(want)))
+    source: list[str] = []
+    target: list[str] = []
     i = j = number = 0
     while i < len(a) and j < len(b):
         start, begin, p, q = i, j, a[i], b[j]
@@ -40,25 +40,25 @@ def regroup(have: Sequence[int], want: Sequence[int]) -> tuple[str, str]:
             elif j < len(b):
                 q, j = q * b[j], j + 1
             else:
-                return whole
-        number = _run(a[start:i], b[begin:j], number, left, right)
+                return unsharded
+        number = _run(a[start:i], b[begin:j], number, source, target)
     if i < len(a) or j < len(b):
-        return whole
-    return _with_ones(have, left), _with_ones(want, right)
+        return unsharded
+    return _with_ones(have, source), _with_ones(want, target)
 
 
 def _with_ones(shape: Sequence[int], names: Sequence[str]) -> str:
-    others = iter(names)
-    return " ".join("1" if n == 1 else next(others) for n in shape) or "()"
+    remaining = iter(names)
+    return " ".join("1" if n == 1 else next(remaining) for n in shape) or "()"
 
 
-def _run(have: list[int], want: list[int], number: int, left: list[str], right: list[str]) -> int:
+def _run(have: list[int], want: list[int], number: int, source: list[str], target: list[str]) -> int:
     """One run of dims with equal products."""
     if len(have) == 1 or len(want) == 1:
         names = [f"f{number + k}" for k in range(max(len(have), len(want)))]
         merged = [f"({' '.join(names)})"] if len(names) > 1 else names
-        left += merged if len(have) == 1 else names
-        right += merged if len(want) == 1 else names
+        source += merged if len(have) == 1 else names
+        target += merged if len(want) == 1 else names
         return number + len(names)
     # several on both sides: the outermost dims are shared as far as one divides the other
     a, b = have[0], want[0]
@@ -66,13 +66,13 @@ def _run(have: list[int], want: list[int], number: int, left: list[str], right: 
         outer = min(a, b)
         rest = max(a, b) // outer
         big = f"(f{number} r{number})" if rest > 1 else f"f{number}"
-        left.append(big if a >= b else f"f{number}")
-        right.append(f"f{number}" if a >= b else big)
+        source.append(big if a >= b else f"f{number}")
+        target.append(f"f{number}" if a >= b else big)
     else:
-        left.append(f"w{number}!")
-        right.append(f"v{number}!")
-    left += [f"x{number}_{k}!" for k in range(1, len(have))]
-    right += [f"y{number}_{k}!" for k in range(1, len(want))]
+        source.append(f"w{number}!")
+        target.append(f"v{number}!")
+    source += [f"x{number}_{k}!" for k in range(1, len(have))]
+    target += [f"y{number}_{k}!" for k in range(1, len(want))]
     return number + 1
 
 
@@ -84,8 +84,8 @@ def _reshapes() -> list[tuple[Any, ...]]:
 @row("view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims")
 def view(call: Call) -> Bind | BoundRule:
     """The outer factor of a merged or split dim may be sharded evenly."""
-    left, right = regroup(call.shape(0), call.made())
-    plain = Bind(f"{left} -> {right}", moves="0")
+    source, target = regroup(call.shape(0), call.made())
+    plain = Bind(f"{source} -> {target}", moves="0")
     if call.target is aten.unsqueeze.default:
         return plain
     bind = replace(plain, sizes={"shape" if call.target is aten.reshape.default else "size": "out0"})
@@ -139,13 +139,13 @@ sample("unsafe_split_with_sizes", lambda: [(rand(5, 7, 6), [3, 4], 1)])
 @row("cat stack")
 def cat(call: Call) -> BoundRule:
     """Joins along one dim, which stays whole; others are sharded together. `cat` ignores empty 1-d tensors."""
-    made = call.made()
-    at = call.argument("dim", 0) % max(len(made), 1)
-    line: Term = tuple(None if i == at or size == 1 else f"d{i}" for i, size in enumerate(made))
-    given = (*line[:at], *line[at + 1 :]) if call.target is aten.stack.default else line
-    positions = [i for i, m in enumerate(call.operands) if len(m.shape) == len(given)]
+    shape = call.made()
+    at = call.argument("dim", 0) % max(len(shape), 1)
+    line: Term = tuple(None if i == at or size == 1 else f"d{i}" for i, size in enumerate(shape))
+    operand_line = (*line[:at], *line[at + 1 :]) if call.target is aten.stack.default else line
+    positions = [i for i, m in enumerate(call.operands) if len(m.shape) == len(operand_line)]
     through = PassThrough(frozenset(positions), ANY_PARTIAL, mixed=True)
-    return BoundRule((Group(dict.fromkeys(positions, given), {0: line}, partial=(through,)),))
+    return BoundRule((Group(dict.fromkeys(positions, operand_line), {0: line}, partial=(through,)),))
 
 
 sample("cat", lambda: [([rand(5, 2, 6), rand(5, 3, 6)], 1), ([rand(0), rand(5, 3)], -1)])
@@ -215,14 +215,14 @@ def _in_order(call: Call) -> tuple[str, str] | None:
     """Terms of a tensor and of a view of all of it in memory order, with sharded rows; None for other strides."""
     have, size, stride = call.operands[0], list(call.argument("size")), list(call.argument("stride"))
     plain = all(n == 1 or step == prod(size[i + 1 :]) for i, (n, step) in enumerate(zip(size, stride, strict=True)))
-    whole_of_it = plain and have.is_contiguous and prod(size) == have.numel
-    if not whole_of_it or len(size) < 2 or not have.numel or size[0] == 1:
+    is_full = plain and have.is_contiguous and prod(size) == have.numel
+    if not is_full or len(size) < 2 or not have.numel or size[0] == 1:
         return None
-    dims, given = dims_of(call), [f"m{i}" for i in range(1, len(size))]
-    view = term(["n", *given], given)
+    dims, inner = dims_of(call), [f"m{i}" for i in range(1, len(size))]
+    view = term(["n", *inner], inner)
     if have.shape[0] == size[0]:
         return term(["n", *dims[1:]], dims[1:]), view
-    return (f"(n {' '.join(given)})", view) if len(dims) == 1 else None
+    return (f"(n {' '.join(inner)})", view) if len(dims) == 1 else None
 
 
 @row("as_strided")
@@ -236,12 +236,12 @@ def as_strided(call: Call) -> Bind | None:
     in_order = _in_order(call)
     if in_order:
         return Bind(text([in_order[0]], [in_order[1]]), moves="0", local={"n": _view_piece})
-    dims, made = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
+    dims, names = dims_of(call), [f"m{i}" for i in range(len(call.made()))]
     if not _rows_apart(call, call.shape(0)):
-        return Bind(text([term(dims, dims)], [term(made)]), moves="0")
-    given = term(["n", *dims[1:]], dims[1:])
-    made = text([given], [term(["n", *made[1:]])])
-    return Bind(made, moves="0", local={"n": _rows_piece}, filled=frozenset("n"))
+        return Bind(text([term(dims, dims)], [term(names)]), moves="0")
+    source = term(["n", *dims[1:]], dims[1:])
+    rule_text = text([source], [term(["n", *names[1:]])])
+    return Bind(rule_text, moves="0", local={"n": _rows_piece}, filled=frozenset("n"))
 
 
 @row(
@@ -258,5 +258,5 @@ def as_strided_scatter(call: Call) -> Bind | None:
     in_order = _in_order(call)
     if not in_order:
         return Bind(WHOLE)
-    left, right = in_order
-    return Bind(text([left, right], [left]), moves="0+1", local={"n": _written_piece})
+    source, target = in_order
+    return Bind(text([source, target], [source]), moves="0+1", local={"n": _written_piece})

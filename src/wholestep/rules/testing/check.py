@@ -45,11 +45,11 @@ class Failure:
     factor: str
     cut: str
     place: str
-    found: str
+    actual: str
     expected: str
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.factor} {self.cut}: {self.place} {self.found}, expected {self.expected}"
+        return f"{self.op}: {self.factor} {self.cut}: {self.place} {self.actual}, expected {self.expected}"
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
     try:
         case = case_of(target, Sample(args, kwargs))
     except Exception as error:  # the op itself raises what it likes
-        found = f"{target} cannot be called with these arguments: {first_line(error)}"
-        raise RuleError(found, "arguments that the op takes", "correct them") from error
+        problem = f"{target} cannot be called with these arguments: {first_line(error)}"
+        raise RuleError(problem, "arguments that the op takes", "correct them") from error
     result = check_case(case)
     if result is None:
         raise RuleError(
@@ -131,7 +131,7 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         first = result.failures[0]
         raise RuleError(
             f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
-            f"{first.expected}; {first.place} {first.found}",
+            f"{first.expected}; {first.place} {first.actual}",
             "correct the rule: " + _fix(first),
         )
     return result
@@ -154,16 +154,16 @@ def check_case(case: OpCase) -> CheckResult | None:
     passes: dict[str, None] = {}
     failures: list[Failure] = []
     for way in ways(case, bound):
-        if found := check_way(case, bound, way):
-            failures.append(check_way(case, bound, way, views=False) or replace(found, cut=found.cut + _AS_VIEWS))
+        if failure := check_way(case, bound, way):
+            failures.append(check_way(case, bound, way, views=False) or replace(failure, cut=failure.cut + _AS_VIEWS))
     failures += _check_memory(case)
     for group in bound.groups:
         for through in group.partial if not case.random else ():
             for op in sorted(through.ops):
-                found = check_pass(case, group, through, op)
-                failures += found or ()
+                pass_failures = check_pass(case, group, through, op)
+                failures += pass_failures or ()
                 name = f"{op}({'+'.join(map(str, sorted(through.operands)))})"
-                passes |= {} if found is None else {name: None}
+                passes |= {} if pass_failures is None else {name: None}
     if bound.by_shape and not case.random:
         failures += _check_unread(case, bound)
     return CheckResult(case.name, 1, tuple(factors), tuple(passes), tuple(failures), case.random)
@@ -177,7 +177,7 @@ class OpCase:
     sample: Sample
     call: Call
     tensors: tuple[Tensor, ...]
-    whole: tuple[Tensor | None, ...]
+    expected: tuple[Tensor | None, ...]
     draws: bool = False
     """True if a second run of the op gave other values."""
 
@@ -202,9 +202,9 @@ def case_of(target: Any, sample: Sample) -> OpCase:
     tensors = tuple(tensors_in([*sample.args, *sample.kwargs.values()]))
     args, kwargs = with_tensors(sample.args, sample.kwargs, _laid_out(target, tensors))
     with torch.no_grad():
-        made = target(*args, **kwargs)
-    call = Call.on(target, args, kwargs, made)
-    case = OpCase(target, sample, call, tensors, _flat(made))
+        outputs = target(*args, **kwargs)
+    call = Call.on(target, args, kwargs, outputs)
+    case = OpCase(target, sample, call, tensors, _flat(outputs))
     if not _torch.is_op(target) or torch.Tag.nondeterministic_seeded not in target.tags:
         return case
     state = torch.get_rng_state()  # two equal results prove nothing: one draw of a coin may repeat
@@ -245,8 +245,8 @@ def _unwritten_is_nan() -> Generator[None]:
             torch.set_deterministic_debug_mode(before)
 
 
-def _flat(made: Any) -> tuple[Tensor | None, ...]:
-    tensors = (torch.tensor(x) if isinstance(x, (bool, int, float)) else x for x in opened([made]))
+def _flat(outputs: Any) -> tuple[Tensor | None, ...]:
+    tensors = (torch.tensor(x) if isinstance(x, (bool, int, float)) else x for x in opened([outputs]))
     return tuple(x if isinstance(x, Tensor) else None for x in tensors)
 
 
@@ -275,8 +275,8 @@ def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[Shar
 
 def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
     """Factors of operands; factors of outputs alone too if there are no operands, or ranks call another function."""
-    made = dict.fromkeys(f for term in group.outputs.values() for f in term if f)
-    return tuple(dict.fromkeys((*group.factors, *(f for f in made if not group.operands or f in bound.local))))
+    of_outputs = dict.fromkeys(f for term in group.outputs.values() for f in term if f)
+    return tuple(dict.fromkeys((*group.factors, *(f for f in of_outputs if not group.operands or f in bound.local))))
 
 
 def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = True) -> Failure | None:
@@ -292,13 +292,13 @@ def _check_memory(case: OpCase) -> list[Failure]:
     """Check that memory layouts of whole operands do not matter: on ranks they are views of gathered tensors."""
     for form in range(1, _forms(case.target)) if case.tensors and not case.random else ():
         try:
-            made = case.run(case.tensors, form)
+            outputs = case.run(case.tensors, form)
         except Exception as error:
             problem: Problem | None = ("a rank", f"raises {first_line(error)}", "a result")
         else:
-            pairs = zip(made, case.whole, strict=True)
-            found = next((d for a, b in pairs if a is not None and b is not None and (d := differs(a, b))), None)
-            problem = ("the output", *found) if found else None
+            pairs = zip(outputs, case.expected, strict=True)
+            difference = next((d for a, b in pairs if a is not None and b is not None and (d := differs(a, b))), None)
+            problem = ("the output", *difference) if difference else None
         if problem:
             return [Failure(case.name, _MEMORY, FORMS[form], *problem)]
     return []
@@ -307,14 +307,14 @@ def _check_memory(case: OpCase) -> list[Failure]:
 def layouts(case: OpCase, group: Group, factor: str, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Layouts of operands and outputs if every axis of `mesh` shards `factor`."""
     takes = [replicated(t.ndim) for t in case.tensors]
-    gives = [replicated(t.ndim if t is not None else 0) for t in case.whole]
+    gives = [replicated(t.ndim if t is not None else 0) for t in case.expected]
     op = group.reduces.get(factor.partition(" in ")[0])
-    left = AxisState("P", op=op) if op else AxisState("R")
+    reduced = AxisState("P", op=op) if op else AxisState("R")
     for axis in mesh.names:
         for i in group.operands:
             takes[i] = takes[i].put(axis, group.state_by(factor, 0, i) or AxisState("R"))
         for o in group.outputs:
-            gives[o] = gives[o].put(axis, group.state_by(factor, 1, o) or left)
+            gives[o] = gives[o].put(axis, group.state_by(factor, 1, o) or reduced)
     return tuple(takes), tuple(gives)
 
 
@@ -324,7 +324,7 @@ Problem = tuple[str, str, str]
 def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Problem | None:
     """Place, found, expected of the first difference."""
     mesh, takes, gives = way.mesh, way.takes, way.gives
-    made: list[tuple[Tensor | None, ...]] = []
+    by_rank: list[tuple[Tensor | None, ...]] = []
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         pieces = [piece(t, layout, mesh, at) for t, layout in zip(case.tensors, takes, strict=True)]
@@ -334,32 +334,32 @@ def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Pro
             local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
             target = VIEWS_OF_PIECES.get(local.target, local.target)
             kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
-            made.append(_outputs(target, resolve(local.args, at), kwargs))
+            by_rank.append(_outputs(target, resolve(local.args, at), kwargs))
         except WholestepError:
             raise
         except Exception as error:
             return f"rank {rank}", f"raises {first_line(error)}", "a result"
-    return _compared(case, bound.groups[way.number], gives, mesh, made)
+    return _compared(case, bound.groups[way.number], gives, mesh, by_rank)
 
 
 def _compared(
-    case: OpCase, group: Group, gives: Sequence[Layout], mesh: Mesh, made: Sequence[Sequence[Tensor | None]]
+    case: OpCase, group: Group, gives: Sequence[Layout], mesh: Mesh, by_rank: Sequence[Sequence[Tensor | None]]
 ) -> Problem | None:
-    for o, (whole, layout) in enumerate(zip(case.whole, gives, strict=True)):
-        if whole is None or o in group.opaque or (len(case.call.outputs) > 1 and o not in group.outputs):
+    for o, (expected, layout) in enumerate(zip(case.expected, gives, strict=True)):
+        if expected is None or o in group.opaque or (len(case.call.outputs) > 1 and o not in group.outputs):
             continue
-        for rank, outputs in enumerate(made):
+        for rank, outputs in enumerate(by_rank):
             local = outputs[o] if o < len(outputs) else None
-            want = layout.local_shape(whole.shape, mesh, mesh.coordinate(rank))
+            want = layout.local_shape(expected.shape, mesh, mesh.coordinate(rank))
             if local is None or tuple(local.shape) != want:
                 have = "no tensor" if local is None else f"has shape {list(local.shape)}"
                 return f"output {o} on rank {rank}", have, f"shape {list(want)}"
         if case.random:
             continue
-        pieces = [outputs[o] for outputs in made]
-        problem = differs(assemble([p for p in pieces if p is not None], layout, whole, mesh), whole)
+        pieces = [outputs[o] for outputs in by_rank]
+        problem = differs(assemble([p for p in pieces if p is not None], layout, expected, mesh), expected)
         if problem is None and not layout.axes:
-            problem = next((d for p in pieces if p is not None and (d := differs(p, whole))), None)
+            problem = next((d for p in pieces if p is not None and (d := differs(p, expected))), None)
         if problem:
             return f"output {o}", *problem
     return None
@@ -370,20 +370,20 @@ def check_pass(case: OpCase, group: Group, through: PassThrough, op: str) -> lis
     splits = {i: parts_of(case.tensors[i], op, seed=i) for i in sorted(through.operands)}
     if any(parts is None for parts in splits.values()) or all(case.tensors[i].numel() < 2 for i in splits):
         return None  # booleans or NaN cannot be partial; single elements prove nothing
-    wholes = list(case.tensors)
+    full_tensors = list(case.tensors)
     both = [list(case.tensors), list(case.tensors)]
     for i, parts in splits.items():
         assert parts is not None, "looked at above"
-        wholes[i] = parts[2]
+        full_tensors[i] = parts[2]
         both[0][i], both[1][i] = parts[0], parts[1]
     name = f"partial {op} in operands {', '.join(map(str, sorted(through.operands)))}"
     try:
-        expected, *made = (case.run(tensors, form) for form, tensors in enumerate((wholes, *both)))
+        expected, *by_rank = (case.run(tensors, form) for form, tensors in enumerate((full_tensors, *both)))
     except Exception as error:
         return [Failure(case.name, name, "in 2 parts", "a part", f"raises {first_line(error)}", "a result")]
     partial = AxisState("P", op=op)
     gives = [replicated(w.ndim if w is not None else 0).put("a", partial) for w in expected]
-    problem = _compared(replace(case, whole=expected), group, gives, Mesh("a=2"), made)
+    problem = _compared(replace(case, expected=expected), group, gives, Mesh("a=2"), by_rank)
     return [Failure(case.name, name, "in 2 parts", *problem)] if problem else []
 
 
@@ -392,8 +392,8 @@ def _check_unread(case: OpCase, bound: BoundRule) -> list[Failure]:
     tensors = list(case.tensors)
     for i in bound.by_shape:
         tensors[i] = ~tensors[i] if tensors[i].dtype == torch.bool else tensors[i] + 1
-    for o, (whole, other) in enumerate(zip(case.whole, case.run(tensors), strict=True)):
-        problem = differs(other, whole) if whole is not None and other is not None else None
+    for o, (expected, other) in enumerate(zip(case.expected, case.run(tensors), strict=True)):
+        problem = differs(other, expected) if expected is not None and other is not None else None
         if problem:
             name = f"operands {', '.join(map(str, sorted(bound.by_shape)))}, never read,"
             return [Failure(case.name, name, "given other values", f"output {o}", *problem)]

@@ -20,7 +20,7 @@ from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way
 _SMALL = (12, 8, 6, 10, 4, 9, 5, 7, 11)  # sizes that replace those of the call, largest tensors first
 _SEEDS = 3
 _TRIES = 512  # sets of dims tried for one size
-_LEFT = ("sum", "", "max", "min")  # what a factor missing in an output may leave there
+_REDUCTIONS = ("sum", "", "max", "min")  # what a factor missing in an output may leave there
 
 
 def discover(call: Call) -> BoundRule | None:
@@ -36,7 +36,7 @@ def discover(call: Call) -> BoundRule | None:
         if is_impure or target.namespace in ("aten", "prims"):
             return None
     try:
-        cache, key = place_in(_known, call)
+        cache, key = place_in(_discovered, call)
         if key not in cache:
             cache[key] = _search(call)
         return cache[key]
@@ -44,7 +44,7 @@ def discover(call: Call) -> BoundRule | None:
         return None
 
 
-_known: dict[Any, BoundRule | None] = {}
+_discovered: dict[Any, BoundRule | None] = {}
 
 
 def _search(call: Call) -> BoundRule | None:
@@ -59,9 +59,9 @@ def _search(call: Call) -> BoundRule | None:
     number = 0
     for dims in _guesses(cases[0]):
         wider = _with(group, f"f{number}", dims)
-        found = _accepted(cases, wider, f"f{number}") if wider else None
-        if found:
-            group, number = found, number + 1
+        accepted = _accepted(cases, wider, f"f{number}") if wider else None
+        if accepted:
+            group, number = accepted, number + 1
     group = replace(group, partial=_linear(cases, group))
     if not number and not group.partial:
         return None
@@ -81,27 +81,27 @@ def _cases(call: Call) -> list[OpCase]:
 
 def _small_sizes(call: Call) -> Iterator[Mapping[int, int]]:
     """Maps from sizes of the call to small ones: all different, then the real ones if they are small enough."""
-    found = dict.fromkeys(n for m in (*call.operands, *filter(None, call.outputs)) for n in m.shape if n > 1)
+    sizes = dict.fromkeys(n for m in (*call.operands, *filter(None, call.outputs)) for n in m.shape if n > 1)
     for turn in range(2):
         names = _SMALL[turn:] + _SMALL[:turn]
-        if len(found) <= len(names):
-            yield dict(zip(found, names, strict=False))
+        if len(sizes) <= len(names):
+            yield dict(zip(sizes, names, strict=False))
     if all(m.numel <= 1 << 16 for m in call.operands):
-        yield {n: n for n in found}
+        yield {n: n for n in sizes}
 
 
 def _case(call: Call, sizes: Mapping[int, int], wide: bool, seed: int) -> OpCase | None:
     source = torch.Generator().manual_seed(seed)
-    given = _torch.tree_map_only(TensorMeta, lambda m: _random(m, sizes, wide, source), (call.args, dict(call.kwargs)))
+    inputs = _torch.tree_map_only(TensorMeta, lambda m: _random(m, sizes, wide, source), (call.args, dict(call.kwargs)))
     try:
-        case = case_of(call.target, Sample(*given))
+        case = case_of(call.target, Sample(*inputs))
     except Exception:  # the op refuses these sizes or types
         return None
-    pairs = list(zip(case.whole, call.outputs, strict=True)) if len(case.whole) == len(call.outputs) else []
+    pairs = list(zip(case.expected, call.outputs, strict=True)) if len(case.expected) == len(call.outputs) else []
     fits = all(w is None or m is None or _shape(m, sizes) == tuple(w.shape) for w, m in pairs)
     live = all(w is None or bool(w.any()) for w, _ in pairs)  # any rule holds for zeros
     again = case.run(case.tensors)
-    same = all(w is None or (a is not None and torch.equal(w, a)) for w, a in zip(case.whole, again, strict=True))
+    same = all(w is None or (a is not None and torch.equal(w, a)) for w, a in zip(case.expected, again, strict=True))
     return case if pairs and fits and live and same else None
 
 
@@ -114,11 +114,11 @@ def _random(meta: TensorMeta, sizes: Mapping[int, int], wide: bool, source: torc
     shape = _shape(meta, sizes)
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         dtype = torch.float64 if wide and meta.dtype.is_floating_point else meta.dtype
-        made = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+        values = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
     else:
         high = 2 if meta.dtype == torch.bool else max(2, min(sizes.values(), default=2))
-        made = torch.randint(0, high, shape, generator=source).to(meta.dtype)
-    return made.to(meta.device)
+        values = torch.randint(0, high, shape, generator=source).to(meta.dtype)
+    return values.to(meta.device)
 
 
 _Guess = tuple[int | None, ...]
@@ -128,7 +128,7 @@ _Guess = tuple[int | None, ...]
 def _guesses(case: OpCase) -> Iterator[_Guess]:
     """Sets of dims of one size, large sets and equal positions first."""
     operands = [tuple(t.shape) for t in case.tensors]
-    outputs = [tuple(w.shape) if w is not None else () for w in case.whole]
+    outputs = [tuple(w.shape) if w is not None else () for w in case.expected]
     for size in dict.fromkeys(n for shape in operands for n in shape if n > 1):
         choices = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in (*operands, *outputs)]
         tried = sorted(islice(product(*choices), _TRIES), key=_order)
@@ -136,8 +136,8 @@ def _guesses(case: OpCase) -> Iterator[_Guess]:
 
 
 def _order(dims: Sequence[int | None]) -> tuple[int, int]:
-    found = [d for d in dims if d is not None]
-    return -len(found), len(set(found))
+    chosen = [d for d in dims if d is not None]
+    return -len(chosen), len(set(chosen))
 
 
 def _with(group: Group, factor: str, dims: _Guess) -> Group | None:
@@ -158,8 +158,8 @@ def _accepted(cases: Sequence[OpCase], group: Group, factor: str) -> Group | Non
         cases[0].tensors[i].shape[list(term).index(factor)] for i, term in group.operands.items() if factor in term
     )
     missing = any(factor not in term for term in group.outputs.values())
-    for left in _LEFT if missing else ("",):
-        reduced = replace(group, reduces={**group.reduces, factor: left}) if left else group
+    for reduction in _REDUCTIONS if missing else ("",):
+        reduced = replace(group, reduces={**group.reduces, factor: reduction}) if reduction else group
         for strict in (reduced, replace(reduced, even={**group.even, factor: size})):
             if all(_holds(case, strict, factor) for case in cases):
                 return strict

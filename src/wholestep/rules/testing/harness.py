@@ -39,42 +39,42 @@ def laid(tensor: Tensor, form: int) -> Tensor:
     if form == 1 or not shape:
         return _at_an_offset(tensor)
     if form == 2 and len(shape) > 1:
-        made = _junk((*shape[:-1], shape[-1] + _BEFORE), tensor).narrow(-1, 1, shape[-1])
+        copy = _junk((*shape[:-1], shape[-1] + _BEFORE), tensor).narrow(-1, 1, shape[-1])
     else:
-        made = _junk((*shape[::-1], 2), tensor)[..., 1].permute(*range(len(shape) - 1, -1, -1))
-    return made.copy_(tensor)
+        copy = _junk((*shape[::-1], 2), tensor)[..., 1].permute(*range(len(shape) - 1, -1, -1))
+    return copy.copy_(tensor)
 
 
 def _at_an_offset(tensor: Tensor) -> Tensor:
     """A copy with the strides of `tensor`, in the middle of more memory."""
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     memory = _junk((_BEFORE + max(extent, 0) + _AFTER,), tensor)
-    made = memory.as_strided(tensor.shape, tensor.stride(), _BEFORE)
+    view = memory.as_strided(tensor.shape, tensor.stride(), _BEFORE)
     if not overlaps(tensor.shape, tensor.stride()):
-        return made.copy_(tensor)
+        return view.copy_(tensor)
     places = torch.arange(_BEFORE, _BEFORE + extent).as_strided(tensor.shape, tensor.stride())
     memory.index_put_((places,), tensor)
-    return made
+    return view
 
 
-def _junk(shape: Sequence[int], like: Tensor) -> Tensor:
+def _junk(shape: Sequence[int], template: Tensor) -> Tensor:
     """Memory that no op may read: NaN, or a number that is no valid index."""
-    value = float("nan") if like.is_floating_point() or like.is_complex() else 77
-    return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+    value = float("nan") if template.is_floating_point() or template.is_complex() else 77
+    return torch.full(tuple(shape), value, dtype=template.dtype, device=template.device)
 
 
-def piece(whole: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
+def piece(tensor: Tensor, layout: Layout, mesh: Mesh, at: Mapping[str, int]) -> Tensor:
     """The piece of a tensor with `layout` on the rank at position `at`."""
-    return cut(whole, layout, mesh, at).contiguous() if layout.is_sharded else whole
+    return cut(tensor, layout, mesh, at).contiguous() if layout.is_sharded else tensor
 
 
-def assemble(pieces: Sequence[Tensor], layout: Layout, whole: Tensor, mesh: Mesh) -> Tensor:
+def assemble(pieces: Sequence[Tensor], layout: Layout, full: Tensor, mesh: Mesh) -> Tensor:
     """One tensor from the pieces of all ranks: concatenated, reduced, or that of rank 0 if it is replicated."""
     if layout.partial:
         return _reduced(torch.stack(list(pieces)), layout.partial[0][1])
     if not layout.is_sharded:
         return pieces[0]
-    out, places = pieces[0].new_zeros(whole.shape), torch.arange(whole.numel()).view(whole.shape)
+    out, places = pieces[0].new_zeros(full.shape), torch.arange(full.numel()).view(full.shape)
     for rank, part in enumerate(pieces):
         out.view(-1)[cut(places, layout, mesh, mesh.coordinate(rank)).reshape(-1)] = part.reshape(-1)
     return out
@@ -92,51 +92,51 @@ def _reduced(stacked: Tensor, op: str) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def parts_of(whole: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def parts_of(full: Tensor, op: str, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Two random parts and their reduction by `op`; None for a tensor that cannot be partial in this way.
 
-    Norms are not negative: for these the reduction is `whole.abs()`.
+    Norms are not negative: for these the reduction is `full.abs()`.
     """
-    exact = not whole.is_floating_point() and not whole.is_complex()
-    tiny = whole.is_floating_point() and whole.dtype.itemsize == 1
-    if whole.dtype == torch.bool or tiny or (op in ("avg", "norm2") and exact) or (op != "sum" and whole.is_complex()):
+    exact = not full.is_floating_point() and not full.is_complex()
+    tiny = full.is_floating_point() and full.dtype.itemsize == 1
+    if full.dtype == torch.bool or tiny or (op in ("avg", "norm2") and exact) or (op != "sum" and full.is_complex()):
         return None
-    if not bool(torch.isfinite(whole).all()):
+    if not bool(torch.isfinite(full).all()):
         return None
     source = torch.Generator().manual_seed(seed)
     if exact:
-        noise = torch.randint(0, 5, whole.shape, generator=source).to(whole.dtype)
+        noise = torch.randint(0, 5, full.shape, generator=source).to(full.dtype)
     else:
-        noise = torch.randn(whole.shape, generator=source, dtype=torch.float64).to(whole.dtype)
-        noise = noise * (1 + whole.abs().max()) if whole.numel() else noise
-    first = torch.randint(0, 2, whole.shape, generator=source).bool()
+        noise = torch.randn(full.shape, generator=source, dtype=torch.float64).to(full.dtype)
+        noise = noise * (1 + full.abs().max()) if full.numel() else noise
+    first = torch.randint(0, 2, full.shape, generator=source).bool()
     if op == "norm2":
-        return whole.abs() * noise.cos(), whole.abs() * noise.sin(), whole.abs()
+        return full.abs() * noise.cos(), full.abs() * noise.sin(), full.abs()
     if op in ("max", "min", "norm1"):
-        whole = whole.abs() if op == "norm1" else whole
-        other = {"max": whole - noise.abs(), "min": whole + noise.abs(), "norm1": 0 * whole}[op]
-        return torch.where(first, whole, other), torch.where(first, other, whole), whole
-    return noise, (2 if op == "avg" else 1) * whole - noise, whole
+        full = full.abs() if op == "norm1" else full
+        other = {"max": full - noise.abs(), "min": full + noise.abs(), "norm1": 0 * full}[op]
+        return torch.where(first, full, other), torch.where(first, other, full), full
+    return noise, (2 if op == "avg" else 1) * full - noise, full
 
 
-def differs(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
-    """(found, expected) if two tensors differ in shape, dtype or value; None if they agree."""
-    if found.shape != expected.shape:
-        return f"has shape {list(found.shape)}", f"shape {list(expected.shape)}"
-    if found.dtype != expected.dtype:
-        return f"is {found.dtype}", str(expected.dtype)
+def differs(actual: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    """(actual, expected) if two tensors differ in shape, dtype or value; None if they agree."""
+    if actual.shape != expected.shape:
+        return f"has shape {list(actual.shape)}", f"shape {list(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f"is {actual.dtype}", str(expected.dtype)
     exact = not expected.is_floating_point() and not expected.is_complex()
     if exact:
-        close = found == expected
+        close = actual == expected
     else:
         tight = expected.dtype in (torch.float64, torch.complex128)
         rtol = 1e-8 if tight else 1e-4 if expected.dtype.itemsize >= 4 else 2e-2
-        close = torch.isclose(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
+        close = torch.isclose(actual, expected, rtol=rtol, atol=rtol, equal_nan=True)
     if bool(close.all()):
         return None
     where = [int(i) for i in (~close).nonzero()[0]]
     share = f"{int((~close).sum())} of {close.numel()} values"
-    values = [_number(t[tuple(where)].item()) for t in (found, expected)]
+    values = [_number(t[tuple(where)].item()) for t in (actual, expected)]
     return f"differs in {share}, the first at {where}: {values[0]}", values[1]
 
 
