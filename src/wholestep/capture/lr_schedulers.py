@@ -13,8 +13,8 @@ from .. import _torch
 from ..errors import CaptureError
 from .effects import RefusedError
 from .host_numbers import Numbers, preserved
-from .locations import Location, NumberLocation, is_number
-from .reachable import Container, Reach
+from .locations import MISSING, Location, NumberLocation, is_number
+from .reachable import Reach
 
 _SCHEDULED = ("lr", "momentum", "betas")
 
@@ -22,15 +22,11 @@ _SCHEDULED = ("lr", "momentum", "betas")
 class Schedulers:
     """The schedulers of one trace. `needed` are paths of options that must become state of the step.
 
-    `original` returns the value of a container's entry before the trace, `line` the user's line.
+    `line` returns the user's line.
     """
 
-    def __init__(
-        self, numbers: Numbers, reach: Reach, promoted: frozenset[str], original: Callable[[Container, Any], Any],
-        line: Callable[[], str],
-    ) -> None:  # fmt: skip
-        self._numbers, self._reach, self._promoted = numbers, reach, promoted
-        self._original, self._line = original, line
+    def __init__(self, numbers: Numbers, reach: Reach, promoted: frozenset[str], line: Callable[[], str]) -> None:
+        self._numbers, self._reach, self._promoted, self._line = numbers, reach, promoted, line
         self._running = False
         self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
         self.needed = set[str]()
@@ -98,7 +94,7 @@ class Schedulers:
         """Write the options that the step has set so far into the groups, where the scheduler reads them."""
         for container in self._reach.groups_of(optimizer):
             for key, _, after in container.changes():
-                index, before = self._numbers.index_of(after), self._original(container, key)
+                index, before = self._numbers.index_of(after), container.original.get(key, MISSING)
                 path = container.path_of(key)
                 if is_number(before) and path not in self._promoted:
                     self.needed |= {path}

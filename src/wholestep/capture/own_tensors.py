@@ -6,8 +6,8 @@ else Python asks of them are what they are in an uncompiled step, and other thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any, cast
 
@@ -15,9 +15,8 @@ import torch
 
 from .. import _torch
 from ..errors import CaptureError
-from .effects import RefusedError
 from .host_numbers import parts_of
-from .locations import MISSING
+from .reachable import Container
 from .state import tensor_attributes
 
 
@@ -76,25 +75,10 @@ class OwnTensors:
         """Exchange the user's tensors in a dict for their fakes."""
         return {key: self.fake_of(value) for key, value in values.items()}
 
-    @contextmanager
-    def attributes_kept(self) -> Generator[None]:
-        """Refuse changes inside this context of attributes that no call repeats: those of batch tensors, and of the
-        fakes that an autograd.Function has. Restore them.
-        """
-        batch = [(own, tensor_attributes(own)) for own in self._batch]
-        fakes = [(fake, set(vars(fake))) for fake in self._fakes.values()]
-        with _torch.undone():
-            for tensor, had in batch:
-                _torch.undo(_restore, tensor, had)
-            yield
-            changed = [(t, k, had.get(k, MISSING)) for t, had in batch for k in _changes(had, tensor_attributes(t))]
-            changed += [(t, k, MISSING) for t, had in fakes for k in vars(t).keys() - had if not k.startswith("_")]
-            for tensor, key, had in changed:
-                raise RefusedError(
-                    f"{self._names[id(tensor)]}.{key}", had, vars(tensor).get(key, MISSING),
-                    "attributes of this tensor are not carried from call to call",
-                    "store it in optimizer.state, in a module or as an attribute of a parameter",
-                )  # fmt: skip
+    def attributes(self) -> list[Container]:
+        """The attributes that no call repeats: those of batch tensors, and those of the fakes that a Function has."""
+        tensors = [("tensor", tensor) for tensor in self._batch] + [("fake", fake) for fake in self._fakes.values()]
+        return [Container(self._names[id(t)], vars(t), style, refused=_NOT_CARRIED) for style, t in tensors]
 
     def entrances(self) -> AbstractContextManager[None]:
         """Exchange tensors inside this context where torch takes them without asking its function modes."""
@@ -119,15 +103,9 @@ class OwnTensors:
         return self.fake_of(args), self.named(kwargs)
 
 
-def _changes(had: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [key for key in {**had, **now} if had.get(key, MISSING) is not now.get(key, MISSING)]
-
-
-def _restore(tensor: torch.Tensor, had: Mapping[str, Any]) -> None:
-    for key in tensor_attributes(tensor).keys() - had:
-        del vars(tensor)[key]
-    vars(tensor).update(had)
-
-
+_NOT_CARRIED = (
+    "attributes of this tensor are not carried from call to call",
+    "store it in optimizer.state, in a module or as an attribute of a parameter",
+)
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor, *_torch.FAKE_TYPES})
 _kind: Callable[[Any], Any] = type

@@ -65,25 +65,27 @@ _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_f
 
 @dataclass(eq=False)
 class Container:
-    """A mutable container and its contents `before` the trace, by key.
+    """A mutable container and its contents by key: `original` ones, and those `before` the step runs in a trace.
 
     Only `keys` of `holder` are compared, if given, and never the `excluded` ones. For a container without assignable
     items, such as a generator or a set, the result of `opaque()` is compared. `owner` is the object whose attributes
-    these are. Later calls find the container by `lookup`, if given.
+    these are. Later calls find the container by `lookup`, if given. `refused`: why no change can be repeated, and what
+    to do instead.
     """
 
     path: str
     holder: Any
-    style: str  # "attribute" | "item" | "variable" | "class" | "modules" | "function" | "tensor"
+    style: str  # "attribute" | "item" | "variable" | "class" | "modules" | "function" | "tensor" | "fake"
     keys: frozenset[str] | None = None
     excluded: tuple[str, ...] = ()
     opaque: Callable[[], Any] | None = None
     owner: Any = None
     lookup: Lookup | None = None
+    refused: tuple[str, str] | None = None
     before: dict[Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.before = self.now()
+        self.original = self.before = self.now()
 
     def now(self) -> dict[Any, Any]:
         """Return the current contents, by key."""
@@ -100,8 +102,8 @@ class Container:
             table = cast(Mapping[str, Any], vars(self.holder.owner))
             return {k: v for k, v in table.items() if not (k[:2] == k[-2:] == "__" or _is_descriptor(v))}
         held = dict(cast(Mapping[Any, Any], self.holder))
-        if self.style == "tensor":
-            return {key: value for key, value in held.items() if is_users(key)}
+        if self.style in ("tensor", "fake"):
+            return {k: v for k, v in held.items() if is_users(k) and not (self.style == "fake" and k[0] == "_")}
         for key in self.excluded:
             held.pop(key, None)
         return held
@@ -110,9 +112,9 @@ class Container:
         """Return the user's expression for an entry."""
         if self.style == "variable" or self.opaque is not None:
             return self.path or str(key)
-        if self.style in ("attribute", "class", "modules", "function", "tensor"):
-            return f"{self.path}.{key}" if self.path else str(key)
-        return f"{self.path}[{key!r}]"
+        if self.style == "item":
+            return f"{self.path}[{key!r}]"
+        return f"{self.path}.{key}" if self.path else str(key)
 
     def place_of(self, key: Any) -> Location:
         """Return the place of an entry."""
@@ -533,40 +535,14 @@ def leads_to(value: Any) -> list[Any] | None:
 
 def opaque(value: Any) -> Callable[[], Any] | None:
     """Return a function whose result changes with an object that has no assignable items; None for other objects."""
-    whole: Any = value
     kind = cast(type[Any], type(value))
-    if isinstance(value, (set, deque, bytearray)):
-        return whole.copy
-    if isinstance(value, array):
-        return whole.tobytes
-    if isinstance(value, memoryview):
-        return lambda: zlib.crc32(value.tobytes())
-    if isinstance(value, np.ndarray):
-        return (lambda: checksum(whole)) if whole.flags.writeable else (lambda: 0)
-    if isinstance(value, types.GeneratorType):
-        return lambda: whole.gi_frame.f_lasti if whole.gi_frame else -1
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return lambda: hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return lambda: repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return lambda: repr(value.get_state())
-    if isinstance(value, SimpleQueue):
-        return whole.qsize
-    if isinstance(value, ContextVar):
-        return lambda: (id(now := whole.get(None)), now)  # which stays, so that no other has its identity
-    if isinstance(value, torch.Generator):
-        return lambda: _generator_state(value)
-    if isinstance(value, (io.StringIO, io.BytesIO)):
-        return lambda: (whole.tell(), whole.getvalue()) if not whole.closed else -1
-    if issubclass(kind, io.IOBase):
-        return lambda: whole.tell() if not whole.closed and whole.seekable() else -1
+    read = next((read for kinds, read in _OPAQUE if issubclass(kind, kinds)), None)
     if issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
-        return lambda: _iterator_position(whole)
-    return None
+        read = read or _iterator_position
+    return None if read is None else functools.partial(read, value)
 
 
-def checksum(array: np.ndarray[Any, Any]) -> int:
+def _checksum(array: np.ndarray[Any, Any]) -> int:
     """Return a checksum of an array's contents, without a copy if it is contiguous."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return zlib.crc32(flat.tobytes() if array.dtype.hasobject else flat.view(np.uint8).data)
@@ -588,3 +564,22 @@ def _iterator_position(iterator: Any) -> Any:
     inner = [_iterator_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
     rest = [p for p in (*parts[1:], *given) if isinstance(p, (int, float))]
     return rest, inner, getattr(iterator, "__length_hint__", int)()
+
+
+_OPAQUE: tuple[tuple[tuple[type, ...], Callable[[Any], Any] | None], ...] = (
+    ((set, deque, bytearray), lambda holder: holder.copy()),
+    ((array,), lambda array: array.tobytes()),
+    ((memoryview,), lambda view: zlib.crc32(view.tobytes())),
+    ((np.ndarray,), lambda array: _checksum(array) if array.flags.writeable else 0),
+    ((types.GeneratorType,), lambda generator: generator.gi_frame.f_lasti if generator.gi_frame else -1),
+    ((random.SystemRandom,), None),
+    ((random.Random,), lambda generator: hash(generator.getstate())),
+    ((np.random.Generator,), lambda generator: repr(generator.bit_generator.state)),
+    ((np.random.RandomState,), lambda generator: repr(generator.get_state())),
+    ((torch.Generator,), _generator_state),
+    ((SimpleQueue,), lambda queue: queue.qsize()),
+    ((ContextVar,), lambda variable: (id(now := variable.get(None)), now)),  # it stays: no other gets its identity
+    ((io.StringIO, io.BytesIO), lambda stream: -1 if stream.closed else (stream.tell(), stream.getvalue())),
+    ((io.IOBase,), lambda stream: stream.tell() if not stream.closed and stream.seekable() else -1),
+)
+"""What is compared of objects without assignable items: the first row of whose classes one is."""

@@ -209,7 +209,7 @@ class Traced:
             self._mark_gradients(given)
             kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
-            names, groups = argument_names(request.fn, len(args)), _groups(state)
+            names = argument_names(request.fn, len(args))
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
             with modules, self.watch.watching(given, called, names, request.call.objects), calls, self.rounded:
@@ -217,7 +217,6 @@ class Traced:
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
-            _refuse_regrouped(groups, state)
             refuse_open_scalers(state.scalers.values())
             leaves = [self.own.fake_of(self.watch.argument(v)) for v in call.leaves]
             self.watch.refuse_made(leaves)
@@ -503,20 +502,6 @@ def _set_options(state: StepState, hypers: Sequence[Hyper], given: dict[str, tor
         group[hyper.key] = (
             tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
         )
-
-
-def _groups(state: StepState) -> list[list[int]]:
-    return [[len(g["params"]) for g in o.param_groups] for o in state.optimizers.values()]
-
-
-def _refuse_regrouped(before: list[list[int]], state: StepState) -> None:
-    for optimizer, had, has in zip(state.optimizers.values(), before, _groups(state), strict=True):
-        if had != has:
-            raise CaptureError(
-                f"the step changes the parameter groups of {type(optimizer).__name__}: {had} -> {has} parameters",
-                "groups that change only between calls: the step is then captured again",
-                "call add_param_group() outside the step",
-            )
 
 
 def _calling_line() -> tuple[str, int] | None:

@@ -12,7 +12,6 @@ import functools
 import gc
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ from .locations import (
     tensors_of,
 )
 from .lr_schedulers import Schedulers
-from .optimizer_entries import Entry
+from .optimizer_entries import Entry, Items
 from .outside import Outside
 from .own_tensors import OwnTensors
 from .reachable import (
@@ -74,6 +73,38 @@ _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
 _ALWAYS_READ = ("variable", "class", "modules", "function", "tensor")
+
+
+@dataclass(frozen=True)
+class Change:
+    """An entry of a container that is another object after a step."""
+
+    container: Container
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def resizes_list(self) -> bool:
+        """True if a list has more items, or fewer."""
+        return isinstance(self.container.holder, list) and MISSING in (self.before, self.after)
+
+    @property
+    def replaces_module(self) -> bool:
+        """True if a module or a parameter is replaced."""
+        before_is = isinstance(self.before, torch.nn.Module)
+        return before_is or isinstance(self.after, (torch.nn.Module, torch.nn.Parameter))
+
+
+_NUMPY = "a graph has no inputs of numpy's number types"
+_REFUSED: tuple[tuple[Callable[[Change], bool], str, str], ...] = (
+    (lambda c: isinstance(c.after, np.generic), _NUMPY, "convert it with float()"),
+    (lambda c: c.container.opaque is not None, "it has no items that each call could assign", WAYS_OUT),
+    (lambda c: c.resizes_list, "lists must keep their length", WAYS_OUT),
+    (lambda c: isinstance(c.key, torch.Tensor), "a key that is a number of the step or a tensor", WAYS_OUT),
+    (lambda c: c.replaces_module, "a step cannot replace modules and parameters", "replace it between calls"),
+)
+"""Changes that later calls cannot repeat: which, why, and what to do instead."""
 
 
 @dataclass
@@ -106,12 +137,12 @@ class Watch:
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
         self._rebound: list[str] = []
-        self._originals: list[dict[Any, Any]] = []
+        self._watched: list[Container] = []
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
         self._held = {(id(container), key) for held in tensors for container, key in held.places}
-        self._carried_tuples, self._tuple_sizes = self._tuples_of_carried()
-        self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self._original, self.line)
+        self._carried_tuples = self._tuples_of_carried()
+        self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self.line)
         self._refused: CaptureError | None = None
         below = functools.partial(changeable, state=self.state)
         self.cached = CachedCalls(self.reach.caches, below, self._holds_fake, self._staying)
@@ -119,18 +150,15 @@ class Watch:
             self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.cached
         )
 
-    def _tuples_of_carried(self) -> tuple[set[str], list[Assumption]]:
-        """Return the paths of tuples whose tensors are carried, and guards on their sizes."""
-        paths, sizes = set[str](), dict[int, Assumption]()
-        for container in self.reach.containers if self.promoted.tensors else ():
-            for key, value in container.before.items():
-                found = tensors_of(value, container.place_of(key)) if isinstance(value, tuple) else {}
-                if found and found.keys() <= self.promoted.tensors:
-                    paths.add(container.path_of(key))
-                    for path, (_, place) in found.items():
-                        size = Location(path.rpartition("[")[0], place.holder, None)
-                        sizes[id(place.holder)] = Assumption(size, "size", len(place.holder))
-        return paths, [*sizes.values()]
+    def _tuples_of_carried(self) -> set[str]:
+        """Return the paths of tuples whose tensors are carried."""
+        return {
+            container.path_of(key)
+            for container in (self.reach.containers if self.promoted.tensors else ())
+            for key, value in container.before.items()
+            if isinstance(value, tuple) and (tensors := tensors_of(value, container.place_of(key)))
+            if tensors.keys() <= self.promoted.tensors
+        }
 
     @contextmanager
     def watching(
@@ -144,8 +172,8 @@ class Watch:
         changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
         of_call = argument_containers(called, names, self._arguments, opened)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
-        containers = [*self.reach.containers, *self._state_entries(), *of_call]
-        self._watched, self._originals = containers, [c.before for c in containers]
+        self._restored = [*self.own.attributes(), *self._settings(), *self.reach.containers]
+        self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
         trainable = {name: given[name].requires_grad for name in self.state.params}
         patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
@@ -155,10 +183,9 @@ class Watch:
             _torch.undo(self._end)
             self._begin(containers, _torch.replaced_by(changes))
             _torch.undo(sys.settrace, before)
-            with (
-                self.own.attributes_kept(), _settings_kept(), recorded(self.call), patched, types,
-                reads as self._unobserved, self._outside.heard(),
-            ):  # fmt: skip
+            _torch.undo(torch.set_grad_enabled, torch.is_grad_enabled())
+            _torch.undo(torch.set_default_dtype, torch.get_default_dtype())
+            with recorded(self.call), patched, types, reads as self._unobserved, self._outside.heard():
                 if self.find:
                     sys.settrace(self._tracer(containers))
                 yield
@@ -190,28 +217,27 @@ class Watch:
 
     def _end(self) -> None:
         self.cached.end()
-        held = defaultdict[int, set[Any]](set)
-        for holder, key in self._held:
-            held[holder].add(key)
-        for container, original in zip(self.reach.containers, self._originals, strict=False):
-            kept = set(held[id(container.holder)])
-            before, container.before = container.before, original
-            for key in original if self._carried_tuples else ():
-                same = alike(before.get(key), container.now().get(key))
-                kept |= {key} if same and container.path_of(key) in self._carried_tuples else set()
-            container.restore(kept)
+        for container in self._restored:
+            before, container.before = container.before, container.original
+            container.restore({key for key in before if self._is_carried(container, key, before[key])})
         self._schedulers.end()
+
+    def _is_carried(self, container: Container, key: Any, before: Any) -> bool:
+        """Return whether an entry is a tensor of the state, or a tuple of such that the step may replace."""
+        if (id(container.holder), key) in self._held or not self._carried_tuples:
+            return (id(container.holder), key) in self._held
+        return container.path_of(key) in self._carried_tuples and alike(before, container.now().get(key))
 
     @contextmanager
     def _staying(self) -> Generator[None]:
         """Changes inside this context stay: they are no effect of the step."""
         before = [container.now() for container in self._watched]
         yield
-        for container, had, original in zip(self._watched, before, self._originals, strict=True):
+        for container, had in zip(self._watched, before, strict=True):
             now = container.now()
             for key in {**had, **now}:
                 value = now.get(key, MISSING)
-                for table in (container.before, original) if had.get(key, MISSING) is not value else ():
+                for table in (container.before, container.original) if had.get(key, MISSING) is not value else ():
                     table.pop(key, None)
                     table.update({} if value is MISSING else {key: value})
 
@@ -261,33 +287,37 @@ class Watch:
         """In place of `float` of torch's own code."""
         return value if value in self.numbers else float(value)
 
-    def _original(self, container: Container, key: Any) -> Any:
-        for other, original in zip(self.reach.containers, self._originals, strict=False):
-            if other is container:
-                return original.get(key, MISSING)
-        return container.before.get(key, MISSING)
+    def _settings(self) -> list[Container]:
+        """Settings of torch and of optimizers that no call changes."""
+        once = "later calls would not change it", "set it in a `with` block of the step"
+        regrouped = "groups may change between calls alone", "call add_param_group() outside the step"
+        rows: list[tuple[str, Callable[[], Any], tuple[str, str]]] = [
+            ("torch's grad mode", torch.is_grad_enabled, once),
+            ("torch's default dtype", torch.get_default_dtype, once),
+            ("torch's autocast", functools.partial(torch.is_autocast_enabled, "cpu"), once),
+        ]
+        for optimizer in self.state.optimizers.values():
+            path = f"the parameter groups of {type(optimizer).__name__}"
+            rows.append((path, lambda o=optimizer: [len(group["params"]) for group in o.param_groups], regrouped))
+        return [Container(path, None, "item", opaque=read, refused=refused) for path, read, refused in rows]
 
     def _compare(self, containers: Sequence[Container]) -> None:
         known = {id(c.holder.held) for c in containers if isinstance(c.holder, Entry)}
-        for container, original in zip(containers, self._originals, strict=True):
+        created = [c for c in self._state_entries() if id(c.holder.held) not in known]
+        for container in created:
+            container.original = container.before = {}
+        for container in [*containers, *created]:
             changes = container.changes()
             rebuilt = {key for key, before, after in changes if Structure in (type(before), type(after))}
-            for key, _, after in changes:
-                replaced = container.path_of(key) in self._carried_tuples and alike(container.before.get(key), after)
-                if (id(container.holder), key) in self._held or replaced:
-                    self._note_rebound(container.before[key], after, container.place_of(key))
+            for key, before, after in changes:
+                if self._is_carried(container, key, before):
+                    self._note_rebound(before, after, container.place_of(key))
                 elif key in rebuilt:
-                    self._rebuild(container, key, original.get(key, MISSING))
+                    self._rebuild(container, key, container.original.get(key, MISSING))
                 elif rebuilt and str(key).partition(".")[0] in rebuilt:
                     continue
                 elif not self._is_state(container, after):
-                    self._record_change(container, key, original.get(key, MISSING), after)
-        for container in self._state_entries():
-            for key, value in container.before.items() if id(container.holder.held) not in known else ():
-                if isinstance(value, Structure):
-                    self._rebuild(container, key, MISSING)
-                elif key in container.holder.held and not self._is_state(container, value):
-                    self._record_change(container, key, MISSING, value)
+                    self._record_change(container, key, container.original.get(key, MISSING), after)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
 
     def _rebuild(self, container: Container, key: Any, before: Any) -> None:
@@ -363,22 +393,17 @@ class Watch:
             self._expected.append(expect(place, before))
 
     def _refuse_unrepeatable(self, container: Container, key: Any, before: Any, after: Any) -> None:
-        path = container.path_of(key)
-        kind = type(container.holder).__name__
-        if isinstance(after, np.generic):
-            why = "a graph has no inputs of numpy's number types"
-            raise RefusedError(path, before, cast(Any, after), why, "convert it with float()")
-        if container.opaque is not None:
-            why = "it has no items that each call could assign"
-            raise RefusedError(path, Words(f"a {kind}"), Words("changed"), why, WAYS_OUT)
-        if isinstance(container.holder, list) and (before is MISSING or after is MISSING):
-            had, has = Words(f"{len(container.before)} items"), Words(f"{len(cast(list[Any], container.holder))} items")
-            raise RefusedError(container.path, had, has, "lists must keep their length", WAYS_OUT)
-        if isinstance(key, torch.Tensor):
-            raise RefusedError(path, before, after, "a key that is a number of the step or a tensor", WAYS_OUT)
-        if isinstance(before, torch.nn.Module) or isinstance(after, (torch.nn.Module, torch.nn.Parameter)):
-            why = "a step cannot replace modules and parameters"
-            raise RefusedError(path, before, after, why, "replace it between calls")
+        change, path = Change(container, key, before, after), container.path_of(key)
+        refused = container.refused or next((row[1:] for row in _REFUSED if row[0](change)), None)
+        if change.resizes_list:
+            path, before, after = (
+                container.path,
+                *(Words(f"{len(v)} items") for v in (container.before, container.holder)),
+            )
+        elif container.opaque is not None and not container.refused:
+            before, after = Words(f"a {type(container.holder).__name__}"), Words("changed")
+        if refused:
+            raise RefusedError(path, before, after, *refused)
 
     def _made(self, value: Any, path: str) -> Made:
         call = take_apart(value, objects=False)
@@ -456,21 +481,21 @@ class Watch:
         wanted += [c for c in containers if c.style != "variable" and self.find.startswith(c.path) and c not in wanted]
         last: dict[FrameType, int] = {}
 
-        def changed() -> bool:
-            return any(self.find in (c.path, c.path_of(key)) for c in wanted for key, _, _ in c.changes())
+        def look(frame: FrameType | None) -> None:
+            if frame is not None and frame in last:
+                changed = any(self.find in (c.path, c.path_of(key)) for c in wanted for key, _, _ in c.changes())
+                self.found_at = (self.found_at or show_line(frame.f_code.co_filename, last[frame])) if changed else ""
 
         def local(frame: FrameType, event: str, argument: Any) -> Any:
-            if not self.found_at and frame in last and changed():
-                self.found_at = show_line(frame.f_code.co_filename, last[frame])
+            look(frame)
             last[frame] = frame.f_lineno
-            return None if self.found_at else local
+            return local
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
-            if not self.found_at and frame.f_back in last and changed():
-                self.found_at = show_line(frame.f_back.f_code.co_filename, last[frame.f_back])
+            look(frame.f_back)
             code = frame.f_code
             traced = is_user_file(code.co_filename) and not is_of_python(code.co_filename)
-            return local if traced and not self.found_at and not code.co_flags & inspect.CO_GENERATOR else None
+            return local if traced and not code.co_flags & inspect.CO_GENERATOR else None
 
         return enter
 
@@ -512,16 +537,18 @@ class Watch:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
         tensors = self.reach.tensors
         carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
-        return (
-            [Assumption(p, "tensor", about(cast(torch.Tensor, p.get()))) for p in carried]
-            + self._tuple_sizes
-            + [
+        in_tuples = {id(place.holder): place for place in carried if isinstance(place.holder, Items)}.values()
+        tuples = [Location(place.path.rpartition("[")[0], place.holder, None) for place in in_tuples]
+        return [
+            *(Assumption(p, "tensor", about(cast(torch.Tensor, p.get()))) for p in carried),
+            *(Assumption(place, "size", len(place.holder)) for place in tuples),
+            *(
                 Assumption(container.place_of(key), "type", type(value))
                 for container in (self.reach.containers if self.promoted.numbers else ())
                 for key, value in container.before.items()
                 if is_number(value) and container.path_of(key) in self.promoted.numbers
-            ]
-        )
+            ),
+        ]
 
     def _read_places(self) -> list[Assumption]:
         """Guard every value that the trace read on the host and that may change between calls."""
@@ -575,22 +602,3 @@ def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
 def _is_library_hook(hook: object) -> bool:
     """Return whether a hook is a function of an installed package, which its library installs at the first call."""
     return isinstance(hook, FunctionType) and not is_own_code(hook.__code__.co_filename)
-
-
-@contextmanager
-def _settings_kept() -> Generator[None]:
-    """Refuse changes of torch's settings inside this context; restore them."""
-    settings: dict[str, Callable[[], Any]] = {
-        "torch's grad mode": torch.is_grad_enabled,
-        "torch's default dtype": torch.get_default_dtype,
-        "torch's autocast": functools.partial(torch.is_autocast_enabled, "cpu"),
-    }
-    before = {name: read() for name, read in settings.items()}
-    with _torch.undone():
-        _torch.undo(torch.set_grad_enabled, torch.is_grad_enabled())
-        _torch.undo(torch.set_default_dtype, torch.get_default_dtype())
-        yield
-        for name, read in settings.items():
-            if (now := read()) != before[name]:
-                way_out = "set it in a `with` block of the step"
-                raise RefusedError(name, before[name], now, "later calls would not change it", way_out)
