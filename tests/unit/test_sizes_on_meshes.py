@@ -22,7 +22,7 @@ from tests.unit.test_sizes import OPS, D, sizes_in
 from wholestep import partition, plan
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture.capture import Capture, at_other_sizes, capture_step
-from wholestep.capture.sizes_fixed import SizesFixedError
+from wholestep.capture.effects import SizesFixedError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies

@@ -30,12 +30,11 @@ from .locations import is_number
 from .normalize import changed_constants, normalize
 from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
-from .sizes_fixed import refuse_symbolic
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
+from .stand_ins import as_given
 from .state import Hyper, StepState, carry, collect, find_hypers, newest, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
-from .unread import as_given
 from .wrappers import effects_refused, unwrapped
 
 
@@ -222,7 +221,7 @@ def _captured(
     _refuse_shared_memory(graph, dict(zip(names, call.leaves, strict=True)))
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
     if dynamic:
-        refuse_symbolic(traced.result_leaves, effects)
+        effects.refuse_symbolic(traced.result_leaves)
     checked: tuple[str, ...] = ()
     if branches := traced.branches.taken:
         first = sum(out.kind == "result" for out in graph.outputs) - len(branches)

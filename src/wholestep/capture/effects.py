@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -115,16 +115,26 @@ class Effects:
         options = [(place.holder, place.key) for place in places]
         return {(id(held.optimizer), held.group, key) for held, key in options if isinstance(held, GroupEntry)}
 
+    def refuse_symbolic(self, results: Iterable[Any]) -> None:
+        """Raise SizesFixedError if Python would get a symbolic number: among the results, or by an effect."""
+        values = [w.made for w in self.writes if w.made is not None] + [call.made for call in self.calls]
+        host = [argument for line in self.program.instructions for argument in line.args]
+        leaves = (*results, *host, *(leaf for value in values for leaf in value.leaves))
+        if any(isinstance(leaf, _torch.SYMBOLIC) for leaf in leaves):
+            raise SizesFixedError("the step gives a size of the batch to Python: as a result, or as what it assigns")
+
     @property
-    def acts(self) -> str:
-        """The first host effect, for a message; empty if there is none."""
-        if self.writes:
-            return f"the step changes {self.writes[0].place.path}"
-        if self.calls:
-            return "the step makes calls on the host"
-        if self.rebound or self.flags:
-            return f"the step changes {(*self.rebound, *(name for name, _ in self.flags))[0]}"
-        return "the step does work on the host" if self.program.needed or self.program.decisions else ""
+    def acts(self) -> bool:
+        """True if a call does more than compute tensors."""
+        host = self.program.needed or self.program.decisions
+        return bool(self.writes or self.calls or self.rebound or self.flags or host)
+
+
+class SizesFixedError(CaptureError):
+    """A step cannot be captured with symbols for the sizes of its batch; it is captured for each size."""
+
+    def __init__(self, found: str, where: str = "") -> None:
+        super().__init__(found, "a step that computes alike for all sizes", "none: it is captured for each", where)
 
 
 class RefusedError(CaptureError):

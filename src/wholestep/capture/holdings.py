@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -137,7 +137,7 @@ def form_of(kind: type) -> Form | None:
     items = next((base for base in _CONTAINERS if base in line), None)
     closed = is_closed(kind) or kind.__module__.startswith(_LOADERS)
     has_dict = bool(getattr(kind, "__dictoffset__", 0)) and not closed
-    slots = {} if closed else {name: slot for base in reversed(line) for name, slot in _slots_of(base)}
+    slots = {} if closed else slots_of(kind)
     if defaultdict in line:
         slots["default_factory"] = vars(defaultdict)["default_factory"]
     if items is None and not has_dict and not slots:
@@ -157,7 +157,7 @@ def is_closed(kind: type) -> bool:
     return of_python or module.startswith(_CLOSED)
 
 
-def _slots_of(kind: type) -> Iterable[tuple[str, Any]]:
-    table = vars(kind)
-    given = table.items() if "__slots__" in table else ()
-    return [(name, slot) for name, slot in given if isinstance(slot, types.MemberDescriptorType)]
+def slots_of(kind: type) -> dict[str, Any]:
+    """The slots that a class and its bases define, by name."""
+    tables = [vars(base) for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    return {k: slot for table in tables for k, slot in table.items() if isinstance(slot, types.MemberDescriptorType)}

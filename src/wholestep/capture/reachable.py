@@ -38,7 +38,7 @@ from .. import _torch
 from ..graph.origin import is_own_code, is_own_function, is_own_module
 from .call_structure import Structure, codes_in
 from .function_caches import CACHE, results_of
-from .holdings import dict_of, form_of, is_closed
+from .holdings import dict_of, form_of, is_closed, slots_of
 from .locations import (
     MISSING,
     SIMPLE,
@@ -432,7 +432,7 @@ class _Search:
                 style, known = "modules" if name == "_modules" else "attribute", id(value) in self.found.of_state
                 owner = None if known or name == "_modules" else value
                 self._note(Container(path, held[name], style, owner=owner))
-        slots = frozenset(name for base in kind.__mro__ for name in _slots_of(base))
+        slots = frozenset(slots_of(kind))
         if slots:
             self._note(Container(path, Slots(value), "attribute", slots, owner=value))
 
@@ -507,13 +507,6 @@ def _file_of(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
     file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
     return file or ("__main__" if kind.__module__ == "__main__" else "")
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots: Any = vars(kind).get("__slots__", ())
-    names: tuple[str, ...] = (slots,) if isinstance(slots, str) else tuple(slots)
-    private = (f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names)
-    return tuple(n for n in private if n not in ("__dict__", "__weakref__"))
 
 
 def _is_descriptor(value: Any) -> bool:

@@ -25,7 +25,7 @@ from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .branches import Branches
 from .call_structure import LENGTHS, Structure, argument_names, in_place, take_apart
-from .effects import RefusedError
+from .effects import RefusedError, SizesFixedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
 from .host_numbers import Numbers
@@ -38,9 +38,8 @@ from .random_numbers import RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
 from .sized_forms import SIZED_OPS, sized_forms
-from .sizes_fixed import SizesFixedError
+from .stand_ins import error_of_text, text_of_tensor
 from .state import Hyper, StepState
-from .text_of_tensors import error_of_text, text_of_tensor
 from .traced_modules import modules_seen
 from .watch import Watch
 

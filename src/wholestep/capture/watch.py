@@ -33,7 +33,6 @@ from .call_structure import Structure, take_apart
 from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
 from .function_caches import CachedCalls
 from .host_numbers import At, Numbers
-from .iterators import RefusedIterator, is_foreign_iterator
 from .locations import (
     MISSING,
     SIMPLE,
@@ -59,9 +58,16 @@ from .reachable import (
     changeable,
     state_containers,
 )
+from .stand_ins import (
+    OF_ARRAYS,
+    RefusedIterator,
+    Unread,
+    as_given,
+    is_foreign_iterator,
+    place_of,
+    refuse_text_of_tensors,
+)
 from .state import StepState, state_name
-from .text_of_tensors import refuse_text_of_tensors
-from .unread import OF_ARRAYS, Unread, as_given, place_of
 from .wrappers import attributes_of
 
 _TORCH_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {

@@ -19,9 +19,8 @@ from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
 from ..capture.capture import Capture, at_other_sizes, capture_step, with_arrays
-from ..capture.effects import Promoted
+from ..capture.effects import Promoted, SizesFixedError
 from ..capture.scheduled_numbers import note_changed
-from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading

@@ -22,8 +22,8 @@ from ..capture.call_structure import Structure
 from ..capture.capture import Capture, shared_memory, with_arrays, written_leaves
 from ..capture.locations import MISSING, Slots, TensorAttributes
 from ..capture.reachable import opaque
+from ..capture.stand_ins import as_given
 from ..capture.state import baked_numbers, is_zero, tensor_attributes
-from ..capture.unread import as_given
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
 from .step_inputs import BatchSizes, StepInputs, batch_shapes

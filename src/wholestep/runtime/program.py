@@ -80,7 +80,7 @@ class Program:
         effects = self.capture.effects
         self.key = int(self.compared[:15] or "0", 16)
         self.meets = any(communicates(node) for node, _ in with_bodies(self.local.graph))  # ranks, in each call
-        self.acts = bool(effects.acts)  # a call does more than compute tensors
+        self.acts = effects.acts  # a call does more than compute tensors
         self._gradients = [write.place for write in effects.writes if write.adds]
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]

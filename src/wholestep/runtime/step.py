@@ -18,8 +18,8 @@ from ..cache.step_cache import StepCache
 from ..capture.branches import OtherBranchError, too_many_branches
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
+from ..capture.effects import SizesFixedError
 from ..capture.scheduled_numbers import scheduled
-from ..capture.sizes_fixed import SizesFixedError
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY

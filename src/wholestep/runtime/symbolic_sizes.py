@@ -17,8 +17,8 @@ from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
 from ..capture.capture import Capture, at_other_sizes
+from ..capture.effects import SizesFixedError
 from ..capture.fake_inputs import dynamic_dims
-from ..capture.sizes_fixed import SizesFixedError
 from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World
 from ..errors import PlanError

@@ -19,7 +19,7 @@ from typing import Any
 from ..backend.protocol import Run
 from ..backend.rank_binding import bound_calls
 from ..cache.step_cache import CachedChoices
-from ..capture.sizes_fixed import SizesFixedError
+from ..capture.effects import SizesFixedError
 from ..cost.compute import stage_us
 from ..cost.memory import peak_memory
 from ..cost.simulation import simulate
