@@ -41,16 +41,8 @@ class Assumption:
         """True if the guard passes now."""
         if self.kind == "content":
             return _same_content(self.value, self.place.holder)
-        if self.kind == "size":
-            return len(self.place.holder) == self.value
-        if self.kind == "attributes":
-            return {key for key in self.place.holder.now() if is_users(key)} == self.value
-        now = self.place.get()
-        if self.kind == "type":
-            return type(now) is self.value
-        if self.kind == "tensor":
-            return isinstance(now, torch.Tensor) and about(now) == self.value
-        return now is self.value or (self.kind == "equal" and type(now) is type(self.value) and now == self.value)
+        now = _NOW.get(self.kind, Location.get)(self.place)
+        return now is self.value or (self.kind != "is" and type(now) is type(self.value) and now == self.value)
 
     @property
     def number(self) -> str:
@@ -81,6 +73,15 @@ class Assumption:
 def about(tensor: torch.Tensor) -> tuple[TensorMeta, bool, bool]:
     """Return what a guard compares of a tensor: its meta, and whether it requires and has a gradient."""
     return meta_of(tensor), tensor.requires_grad, tensor.grad is None
+
+
+_NOW: dict[str, Callable[[Location], Any]] = {
+    "size": lambda place: len(place.holder),
+    "attributes": lambda place: frozenset[str](filter(is_users, place.holder.now())),
+    "type": lambda place: cast("type[Any]", type(place.get())),
+    "tensor": lambda place: about(tensor) if isinstance(tensor := place.get(), torch.Tensor) else None,
+}
+"""What the kinds of guards compare with their value, if it is not the value of the place."""
 
 
 def expect(place: Location, value: Any) -> Assumption:

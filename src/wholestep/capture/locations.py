@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -25,6 +27,8 @@ class Missing:
 
 MISSING = Missing()
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (*SIMPLE, np.generic, PurePath, frozenset)
+"""The types of values that are compared by `==`: in objects, and in arguments too."""
 
 
 @dataclass
@@ -221,4 +225,4 @@ def shown(value: object) -> str:
         sized: Any = cast(Any, value)
         text = repr(sized) if all(isinstance(v, SIMPLE) for v in sized) else ""
         return text if text and len(text) <= 60 else f"a {type(sized).__name__} of {len(sized)}"
-    return repr(value) if isinstance(value, (*SIMPLE, Missing)) else f"a {type(value).__name__}"
+    return repr(cast(object, value)) if isinstance(value, (*PLAIN, Missing)) else f"a {type(value).__name__}"

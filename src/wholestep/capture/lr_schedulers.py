@@ -15,6 +15,7 @@ from .effects import RefusedError
 from .host_numbers import Numbers, preserved
 from .locations import MISSING, Location, NumberLocation, is_number
 from .reachable import Reach
+from .state import put_back
 
 _SCHEDULED = ("lr", "momentum", "betas")
 
@@ -27,15 +28,7 @@ class Schedulers:
 
     def __init__(self, numbers: Numbers, reach: Reach, promoted: frozenset[str], line: Callable[[], str]) -> None:
         self._numbers, self._reach, self._promoted, self._line = numbers, reach, promoted, line
-        self._running = False
-        self._shown: list[tuple[LRScheduler, dict[str, Any]]] = []
-        self.needed = set[str]()
-
-    def end(self) -> None:
-        """Restore the schedulers."""
-        for scheduler, attributes in self._shown:
-            vars(scheduler).clear()
-            vars(scheduler).update(attributes)
+        self._running, self._shown, self.needed = False, set[int](), set[str]()
 
     def step(self, original: Callable[..., None], scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         """Record a scheduler's step as a host effect; the options that it sets are new numbers afterwards."""
@@ -122,8 +115,9 @@ class Schedulers:
     def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
         """Replace numeric attributes of a scheduler by numbers read at this point of the step."""
         held, name = vars(scheduler), type(scheduler).__name__
-        if all(other is not scheduler for other, _ in self._shown):
-            self._shown.append((scheduler, dict(held)))
+        if id(scheduler) not in self._shown:
+            self._shown.add(id(scheduler))
+            _torch.undo(put_back, held, dict(held))
         for key, value in list(values.items()):
             place = Location(f"{name}.{key}", held, key)
             if is_number(value):

@@ -226,7 +226,6 @@ class Watch:
         for container in self._restored:
             before, container.before = container.before, container.original
             container.restore({key for key in before if self._is_carried(container, key, before[key])})
-        self._schedulers.end()
 
     def _is_carried(self, container: Container, key: Any, before: Any) -> bool:
         """Return whether an entry is a tensor of the state, or a tuple of such that the step may replace."""

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from .. import _torch
 from ..capture.assumptions import Assumption
 from ..capture.call_structure import Structure
 from ..capture.capture import Capture, shared_memory, with_arrays, written_leaves
-from ..capture.locations import MISSING, Slots, TensorAttributes
+from ..capture.locations import MISSING, PLAIN, Slots, TensorAttributes, shown
 from ..capture.reachable import opaque
 from ..capture.stand_ins import as_given
 from ..capture.state import baked_numbers, is_zero, tensor_attributes
@@ -250,7 +249,7 @@ class Guards:
             now = partial("a {} is in {} mode".format, type(module).__name__, "eval" if module.training else "training")
             add("{}.training is {}", module, module.training, says=now)
         for option in self.numbers:
-            same = "==" if isinstance(option[3], (*_PLAIN, tuple)) else "is"
+            same = "==" if isinstance(option[3], (*PLAIN, tuple)) else "is"
             term = f"{{}}.param_groups[{{}}][{{}}] {same} {{}}"
             if isinstance(option[3], tuple):  # loading a state dict may turn it into a list
                 term = "tuple({}.param_groups[{}][{}]) == {}"
@@ -278,7 +277,7 @@ class Guards:
         for leaf, guard, name in zip(leaves, self._leaves, self._names, strict=True):
             if isinstance(guard, TensorGuard):
                 if not guard.fits(leaf):
-                    actual, was = _about(leaf), f"{tuple(guard.shape)} {guard.dtype}"
+                    actual, was = shown(leaf), f"{tuple(guard.shape)} {guard.dtype}"
                     detail = " in other strides, on another device, with another requires_grad or other attributes"
                     return Miss(f"argument {name} is {actual}, it was {was}{detail * actual.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
@@ -303,7 +302,7 @@ class Guards:
         rows = zip(self._names, leaves, self._leaves, strict=True)
         changed = tuple(n for n, v, g in rows if not isinstance(g, TensorGuard) and not _same_value(v, g))
         kind = guard.kind if isinstance(guard, LeafGuard) else None
-        text = f"is {_about(leaf)}, it was {kind.__name__ if kind is not None else _about(guard)}"
+        text = f"is {shown(leaf)}, it was {kind.__name__ if kind is not None else shown(guard)}"
         text = "has other contents" if kind is not None and guard.contents else text
         return Miss(f"argument {name} {text}", where=name, arguments=changed)
 
@@ -382,17 +381,10 @@ def _guard_of(leaf: Any, unread: bool, free: bool) -> Any:
 def _same_value(leaf: Any, guard: Any) -> bool:
     if isinstance(guard, LeafGuard):
         return guard.fits(leaf)
-    return leaf is guard or (type(leaf) is type(guard) and isinstance(leaf, _PLAIN) and leaf == guard)
+    return leaf is guard or (type(leaf) is type(guard) and isinstance(leaf, PLAIN) and leaf == guard)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, PurePath, frozenset)
 _CHANGING = (
     set, bytearray, array, memoryview, np.ndarray, random.Random, np.random.Generator, np.random.RandomState,
     torch.Generator,
 )  # fmt: skip
-
-
-def _about(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {tuple(value.shape)} {value.dtype}"
-    return repr(cast(object, value)) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
