@@ -112,22 +112,22 @@ _WITHOUT_ITEMS = (set, deque, array, bytearray, memoryview, np.ndarray, io.Strin
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    held = cast("dict[Any, Any] | Sequence[Any]", value)
-    return list(held.items() if isinstance(held, dict) else enumerate(held))
+    container = cast("dict[Any, Any] | Sequence[Any]", value)
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
 def _same_content(expected: Any, now: Any) -> bool:
     if isinstance(cast(object, now), (dict, list)):
-        held, changed = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
-        same = not changed and len(now) == len(held) and (isinstance(now, list) or list(now) == list(held))
+        items, changed = cast(tuple[dict[Any, Any], frozenset[Any]], expected)
+        same = not changed and len(now) == len(items) and (isinstance(now, list) or list(now) == list(items))
         values = cast("dict[Any, Any]", now).values() if isinstance(now, dict) else cast("list[Any]", now)
-        if same and all(map(is_, held.values(), values)):
+        if same and all(map(is_, items.values(), values)):
             return True  # fast path: containers may be large
-        found = {k: v for k, v in _items(now) if k not in changed}
-        return [*found] == [*held] and all(_same_item(v, found[k]) for k, v in held.items())
+        current = {k: v for k, v in _items(now) if k not in changed}
+        return [*current] == [*items] and all(_same_item(v, current[k]) for k, v in items.items())
     if isinstance(now, deque):
-        found = list(cast("deque[Any]", now))
-        return len(expected) == len(found) and all(map(_same_item, expected, found))
+        current = list(cast("deque[Any]", now))
+        return len(expected) == len(current) and all(map(_same_item, expected, current))
     return bool(expected == cast(Any, opaque(now))())
 
 

@@ -38,8 +38,8 @@ class ReadValues:
 
     def changed(self, batch: Mapping[str, Any]) -> str:
         """Return the source line of the first value that differs for this batch, or ""."""
-        found = _run(self.module, [batch[name] for name in self.names])
-        return next((r.where for r, now in zip(self.reads, found, strict=True) if not _same(r.expected, now)), "")
+        values = _run(self.module, [batch[name] for name in self.names])
+        return next((r.where for r, now in zip(self.reads, values, strict=True) if not _same(r.expected, now)), "")
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Reader:
 
     def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
-        found = _torch.traced_node(tensor.clone())  # a copy: later in-place ops do not change it
-        if found is None:
+        traced = _torch.traced_node(tensor.clone())  # a copy: later in-place ops do not change it
+        if traced is None:
             return None
-        node, self._root = found
+        node, self._root = traced
         part = self._part([node])
         if part is None:
             return None
@@ -77,13 +77,13 @@ class Reader:
         tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
         return {n: t for n, t in tensors.items() if not t.is_floating_point() and not t.is_complex()}
 
-    def _part(self, wanted: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
+    def _part(self, targets: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
         """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
-        given, new, copied = self._given(), Graph(), dict[Node, Node]()
+        integers, new, copied = self._given(), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
-        inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
+        inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(integers)}
         placeholders = iter(self.inputs)
-        for node in wanted[0].graph.nodes:
+        for node in targets[0].graph.nodes:
             if node.op == "placeholder":
                 name = next(placeholders).name
                 if name in inputs:
@@ -96,29 +96,29 @@ class Reader:
                     copied[node] = copy_node(node, new, copied.__getitem__)
                 elif is_mutating(node):
                     spoiled |= reads
-        if any(node not in copied for node in wanted):
+        if any(node not in copied for node in targets):
             return None
-        new.output(tuple(copied[node] for node in wanted))
+        new.output(tuple(copied[node] for node in targets))
         new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_mutating(n))
-        return GraphModule(self._root, new), list(given.values())
+        return GraphModule(self._root, new), list(integers.values())
 
 
 class _Copying(Interpreter):
     """Interpreter that copies constants, so that in-place ops do not change real tensors."""
 
     def fetch_attr(self, target: str) -> Any:
-        found = super().fetch_attr(target)
-        return found.clone() if isinstance(found, torch.Tensor) else found
+        constant = super().fetch_attr(target)
+        return constant.clone() if isinstance(constant, torch.Tensor) else constant
 
 
-def _run(module: GraphModule, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _run(module: GraphModule, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     with _torch.outside_of_trace(), torch.no_grad():
-        return _Copying(module).run(*[t.detach().clone() for t in given])
+        return _Copying(module).run(*[t.detach().clone() for t in tensors])
 
 
 def _storages(node: Node) -> set[int]:
-    made = meta.value(node)
-    items = cast(Sequence[Any], made) if isinstance(made, (tuple, list)) else (made,)
+    values = meta.value(node)
+    items = cast(Sequence[Any], values) if isinstance(values, (tuple, list)) else (values,)
     return {_torch.storage_key(t) for t in items if isinstance(t, torch.Tensor)}
 
 

@@ -35,9 +35,9 @@ class TakenBranch:
 class OtherBranchError(CaptureError):
     """A call has to take another branch than its program: its first ones are `taken`."""
 
-    def __init__(self, taken: tuple[bool, ...], where: str) -> None:
+    def __init__(self, choices: tuple[bool, ...], where: str) -> None:
         super().__init__(f"the branch at {where} is another one", where=where)
-        self.taken = taken
+        self.taken = choices
 
 
 def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
@@ -116,11 +116,11 @@ def along_branches(assumed: tuple[bool, ...] | None, capture: Callable[[tuple[bo
         try:
             return capture(now)
         except CaptureError as error:
-            first, taken = first or error, error.branches
+            first, choices = first or error, error.branches
             now = None
-            for i in reversed(range(len(assumed or ()), len(taken))):
-                tried.add(taken[: i + 1])
-                other = (*taken[:i], not taken[i])
+            for i in reversed(range(len(assumed or ()), len(choices))):
+                tried.add(choices[: i + 1])
+                other = (*choices[:i], not choices[i])
                 if other not in tried:
                     now = other
                     break
@@ -140,18 +140,18 @@ def check_branches(graph: TrainGraph, branches: Sequence[TakenBranch], first: in
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
     place = After(max(values, key=order.__getitem__))
     pairs = [*pairs[:first], *pairs[end:]]
-    others = [
+    differing = [
         place.call(aten.logical_not.default, node) if branch.expected else node
         for node, branch in zip(values, branches, strict=True)
     ]
-    sizes = [place.call(aten._to_copy.default, node, dtype=torch.float32) for node in others]
+    sizes = [place.call(aten._to_copy.default, node, dtype=torch.float32) for node in differing]
     differ = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
     same = [place.call(OVER_RANKS, place.call(aten.rsub.Scalar, size, 1)) for size in sizes]
     counts = place.call(aten.stack.default, [differ, place.call(aten.stack.default, same)])
     stop = place.call(aten.any.default, place.call(aten.gt.Scalar, differ, 0))
     updates = Updates(stop) if fused else None
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
-    placeholders = {read.name: node for read, node in graph.placeholders()}
+    placeholders = {given_input.name: node for given_input, node in graph.placeholders()}
     checked: list[tuple[Output, Node]] = []
     for out, new in pairs:
         old = placeholders.get(out.target) if out.kind == "update" else None

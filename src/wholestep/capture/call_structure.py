@@ -178,8 +178,8 @@ def parts(form: Form, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tup
     keys, items = form.contents(value)
     attributes = form.attributes(value)
     if items and attributes:
-        held = {id(item) for item in items}
-        attributes = {k: v for k, v in attributes.items() if not (isinstance(v, torch.Tensor) and id(v) in held)}
+        item_ids = {id(item) for item in items}
+        attributes = {k: v for k, v in attributes.items() if not (isinstance(v, torch.Tensor) and id(v) in item_ids)}
     return keys, items, tuple(attributes), tuple(attributes.values())
 
 
@@ -188,29 +188,29 @@ def put_together(structure: Structure, leaves: Iterable[Any]) -> Any:
     return _put_together(structure.outline, iter(leaves), [])
 
 
-def _put_together(outline: Any, rest: Iterator[Any], made: list[Any]) -> Any:
+def _put_together(outline: Any, rest: Iterator[Any], objects: list[Any]) -> Any:
     if isinstance(outline, str):
         return next(rest) if outline == _LEAF else next(rest).numpy()
-    kind, keys, *more = outline
+    kind, keys, *below = outline
     if kind is _AGAIN:
-        return made[keys]
+        return objects[keys]
     if kind is _WEAK:
-        return weakref.ref(made[keys])
-    names, inner = more
+        return weakref.ref(objects[keys])
+    names, inner = below
     if kind is tuple:
-        return tuple([_put_together(one, rest, made) for one in inner])
+        return tuple([_put_together(part, rest, objects) for part in inner])
     form = cast(Form, form_of(kind))
-    number = len(made)
+    number = len(objects)
     if form.items is not tuple:
-        made.append(form.made(kind, (), (), {}))
-    values = [_put_together(one, rest, made) for one in inner]
+        objects.append(form.made(kind, (), (), {}))
+    values = [_put_together(part, rest, objects) for part in inner]
     count = len(values) - len(names)
     attributes = dict(zip(names, values[count:], strict=True))
     if form.items is tuple:
         return form.made(kind, (), tuple(values[:count]), attributes)
-    form.set_contents(made[number], keys, tuple(values[:count]))
-    form.set_attributes(made[number], attributes)
-    return made[number]
+    form.set_contents(objects[number], keys, tuple(values[:count]))
+    form.set_attributes(objects[number], attributes)
+    return objects[number]
 
 
 @contextlib.contextmanager
@@ -231,10 +231,10 @@ def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
     form = cast(Form, form_of(kind))
     contents, attributes = form.contents(value), form.attributes(value)
     values = [*contents[1], *(attributes[name] for name in names)]
-    new = [_put_in_place(one, below, rest) for one, below in zip(values, inner, strict=True)]
+    new = [_put_in_place(part, below, rest) for part, below in zip(values, inner, strict=True)]
     count = len(values) - len(names)
     follow = {id(was): now for was, now in zip(contents[1], new, strict=False) if isinstance(was, torch.Tensor)}
-    changed = {name: follow.get(id(one), one) for name, one in attributes.items()}
+    changed = {name: follow.get(id(part), part) for name, part in attributes.items()}
     changed |= zip(names, new[count:], strict=True)
     if form.items is tuple:
         same = all(a is b for a, b in zip(values, new, strict=True))
@@ -251,20 +251,20 @@ def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
     if isinstance(outline, str):
         yield path
         return
-    kind, keys, *more = outline
+    kind, keys, *below = outline
     if kind in (_AGAIN, _WEAK):
         return
-    names, inner = more
+    names, inner = below
     count = len(inner) - len(names)
     fields: tuple[str, ...] = getattr(cast(Any, kind), "_fields", ()) if issubclass(kind, tuple) else ()
-    for i, one in enumerate(inner):
+    for i, part in enumerate(inner):
         if i >= count:
             of_mapping = issubclass(kind, UserDict) and names[i - count] == "data"
-            yield from _names(one, path if of_mapping else f"{path}.{names[i - count]}", not of_mapping)
+            yield from _names(part, path if of_mapping else f"{path}.{names[i - count]}", not of_mapping)
         elif keys:
-            yield from _names(one, f"{path}[{keys[i]!r}]" if plain else f"{path}.{keys[i]}")
+            yield from _names(part, f"{path}[{keys[i]!r}]" if plain else f"{path}.{keys[i]}")
         else:
-            yield from _names(one, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
+            yield from _names(part, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
 
 
 def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
@@ -275,15 +275,15 @@ def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
         return
     kind, keys, names, inner = outline
     yield f"{path} {keys} {names} is a ", kind
-    for i, one in enumerate(inner):
-        yield from _kinds(one, f"{path}.{i}")
+    for i, part in enumerate(inner):
+        yield from _kinds(part, f"{path}.{i}")
 
 
 def leaf_names(fn: Callable[..., Any], structure: Structure) -> list[str]:
     """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
     _, _, _, (args, kwargs) = structure.outline
     names = argument_names(fn, len(args[3])) + list(kwargs[1])
-    return [path for name, one in zip(names, (*args[3], *kwargs[3]), strict=True) for path in _names(one, name)]
+    return [path for name, part in zip(names, (*args[3], *kwargs[3]), strict=True) for path in _names(part, name)]
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -314,22 +314,22 @@ Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = AnyOptimizer | Sequence[AnyOptimizer] | Mapping[str, AnyOptimizer]
 
 
-def by_name(name: str, given: Any, kind: type[T]) -> dict[str, T]:
+def by_name(name: str, trainable: Any, kind: type[T]) -> dict[str, T]:
     """Return modules or optimizers by name: the keys of a mapping, else `name`, or `name0`, `name1`, ..."""
-    if given is None:
+    if trainable is None:
         return {}
-    if isinstance(given, Mapping):
-        found = dict(cast(Mapping[str, T], given))
+    if isinstance(trainable, Mapping):
+        by_label = dict(cast(Mapping[str, T], trainable))
     else:
-        several = isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor))
-        alone = isinstance(unwrapped(given), kind) or not several
-        items = [cast(T, given)] if alone else list(cast(Iterable[T], given))
-        found = {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
-    for label, one in found.items():
-        if not isinstance(unwrapped(one), kind):
-            needed = f"a {kind.__name__}, several in a list, or by name"
-            raise StateError(f"{name}={shown(one)}" if label == name else f"{name}: {label} is {shown(one)}", needed)
-    return found
+        several = isinstance(trainable, Iterable) and not isinstance(trainable, (str, torch.Tensor))
+        alone = isinstance(unwrapped(trainable), kind) or not several
+        items = [cast(T, trainable)] if alone else list(cast(Iterable[T], trainable))
+        by_label = {name if len(items) == 1 else f"{name}{i}": item for i, item in enumerate(items)}
+    for label, member in by_label.items():
+        if not isinstance(unwrapped(member), kind):
+            text = f"{name}={shown(member)}" if label == name else f"{name}: {label} is {shown(member)}"
+            raise StateError(text, f"a {kind.__name__}, several in a list, or by name")
+    return by_label
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

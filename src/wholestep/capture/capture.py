@@ -76,15 +76,15 @@ def find_state(
     """
     call = take_apart((args, dict(kwargs)))
     names = leaf_names(fn, call.structure)
-    given = [*zip(names, call.leaves, strict=True), *extra.items()]
-    found: dict[int, tuple[str, Trainable]] = {}
-    for name, leaf in [*given, *trainables(fn, dict(given), call.objects).items()]:
-        one = unwrapped(leaf)
-        if isinstance(one, (nn.Module, Optimizer, GradScaler)):
-            found.setdefault(id(one), (name, leaf))
-    modules = {n: m for n, m in found.values() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
-    optimizers = {n: o for n, o in found.values() if not isinstance(o, (nn.Module, GradScaler))}
-    scalers = {n: s for n, s in found.values() if isinstance(s, GradScaler) and s.is_enabled()}
+    roots = [*zip(names, call.leaves, strict=True), *extra.items()]
+    holders: dict[int, tuple[str, Trainable]] = {}
+    for name, leaf in [*roots, *trainables(fn, dict(roots), call.objects).items()]:
+        inner = unwrapped(leaf)
+        if isinstance(inner, (nn.Module, Optimizer, GradScaler)):
+            holders.setdefault(id(inner), (name, leaf))
+    modules = {n: m for n, m in holders.values() if isinstance(m, nn.Module) and any(True for _ in m.parameters())}
+    optimizers = {n: o for n, o in holders.values() if not isinstance(o, (nn.Module, GradScaler))}
+    scalers = {n: s for n, s in holders.values() if isinstance(s, GradScaler) and s.is_enabled()}
     if not modules and not optimizers:
         raise CaptureError(
             f"{getattr(fn, '__name__', fn)!r} was given no model and no optimizer, and closes over none",
@@ -97,16 +97,16 @@ def find_state(
     return state, call, names
 
 
-def with_arrays(read: Set[str], names: Sequence[str], leaves: Sequence[Any]) -> tuple[Any, ...]:
+def with_arrays(array_names: Set[str], names: Sequence[str], leaves: Sequence[Any]) -> tuple[Any, ...]:
     """The leaves of a call, with the arrays that are `read`, by name, in place of their tensors."""
-    return tuple(as_given(leaf) if name in read else leaf for name, leaf in zip(names, leaves, strict=True))
+    return tuple(as_given(leaf) if name in array_names else leaf for name, leaf in zip(names, leaves, strict=True))
 
 
 def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise CaptureError if an argument is no dense tensor, or a parameter or a buffer, which the graph would have as
     state and as batch.
     """
-    held = {id(one.tensor): name for name, one in {**state.params, **state.buffers}.items()}
+    names_by_id = {id(entry.tensor): name for name, entry in {**state.params, **state.buffers}.items()}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and (other := _torch.other_kind(leaf)):
             raise CaptureError(
@@ -114,9 +114,9 @@ def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[An
                 "dense tensors, whole or this rank's part",
                 "pass its parts (indices and values, offsets, a mask) and make it in the step; or make it dense",
             )
-        if isinstance(leaf, torch.Tensor) and id(newest(leaf)) in held:
+        if isinstance(leaf, torch.Tensor) and id(newest(leaf)) in names_by_id:
             raise CaptureError(
-                f"the argument {name} is {held[id(newest(leaf))]!r} of the model or the optimizer",
+                f"the argument {name} is {names_by_id[id(newest(leaf))]!r} of the model or the optimizer",
                 "parameters and buffers that the step reads from the model, the optimizer or a variable",
                 "leave the argument out: `model.parameters()`, or a list that the function closes over, is the same",
             )
@@ -153,10 +153,10 @@ def capture_step(
     for attempt, (numbers, promoted) in enumerate(tries):
         try:
             with overridden(state, options.module_overrides):
-                made = along_branches(
+                captured = along_branches(
                     options.branches,
-                    lambda taken, given=(numbers, whole, promoted, dynamic): _captured(
-                        fn, args, kwargs, replace(options, branches=taken), *given
+                    lambda branches, inputs=(numbers, whole, promoted, dynamic): _captured(
+                        fn, args, kwargs, replace(options, branches=branches), *inputs
                     ),
                 )
         except CaptureError as failed:
@@ -167,9 +167,9 @@ def capture_step(
             if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
                 break
             continue
-        if first is None or made.effects.carried <= promoted:
-            return made
-        carried |= made.effects.carried  # with these from the start, a try that failed may hold
+        if first is None or captured.effects.carried <= promoted:
+            return captured
+        carried |= captured.effects.carried  # with these from the start, a try that failed may hold
         return again(carried=carried, changing=changing)
     assert first is not None, "a capture returned or raised"
     if arrays and (first.place in arrays or not dynamic):  # the step reads their contents
@@ -184,15 +184,15 @@ def capture_step(
 @source_lines_dropped()
 @_torch.one_thread()
 def capture_again(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, like: Capture,
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, earlier: Capture,
     whole: Mapping[str, tuple[int, ...]],
 ) -> Capture:  # fmt: skip
     """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
-    dims = {} if like.symbols is None else like.symbols.record.by_name()
-    options = replace(options, branches=tuple(branch.expected for branch in like.branches))
+    dims = {} if earlier.symbols is None else earlier.symbols.record.by_name()
+    options = replace(options, branches=tuple(branch.expected for branch in earlier.branches))
     state, *_ = find_state(fn, args, kwargs, options.extra)
     with overridden(state, options.module_overrides):
-        return _captured(fn, args, kwargs, options, like.hypers, whole, like.effects.carried, dims)
+        return _captured(fn, args, kwargs, options, earlier.hypers, whole, earlier.effects.carried, dims)
 
 
 def _captured(
@@ -205,10 +205,10 @@ def _captured(
     call = replace(call, leaves=with_arrays(promoted.arrays, names, call.leaves))
     device = options.device or device_of(state)
     _check_devices(state, names, call.leaves, device, options.offload is not None)
-    found = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)
+    reachable = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
-    taken = (args, dict(kwargs)), call, names
-    request = fn, *taken, state, tuple(numbers), device, options, fused, whole, found, promoted
+    arguments = (args, dict(kwargs)), call, names
+    request = fn, *arguments, state, tuple(numbers), device, options, fused, whole, reachable, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced = _trace_until_carried(Request(*request, dynamic=dynamic))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
@@ -248,16 +248,16 @@ def shared_memory(batch: Mapping[str, Any], written: Sequence[str]) -> str:
     """Say which tensor of a batch shares memory with one of those `written`; "" if none does."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     pairs = ((name, other) for name in written for other in tensors if other != name)
-    found = (f"{a} shares memory with {b}" for a, b in pairs if _torch.memory_overlaps(tensors[a], tensors[b]))
-    return next(found, "")
+    texts = (f"{a} shares memory with {b}" for a, b in pairs if _torch.memory_overlaps(tensors[a], tensors[b]))
+    return next(texts, "")
 
 
 def _refuse_shared_memory(graph: TrainGraph, batch: Mapping[str, Any]) -> None:
-    found = shared_memory(batch, written_leaves(graph))
-    if found:
-        name = found.partition(" ")[0]
+    text = shared_memory(batch, written_leaves(graph))
+    if text:
+        name = text.partition(" ")[0]
         raise CaptureError(
-            f"the step changes {name} in place, and {found}",
+            f"the step changes {name} in place, and {text}",
             "changes in place of tensors that share memory with no other argument",
             f"pass `{name}.clone()`, or leave the tensor as it is: `x = x * 2` instead of `x *= 2`",
         )
@@ -270,7 +270,7 @@ def at_other_sizes(captured: Capture, sizes: dict[str, int]) -> Capture | None:
     if symbols is None:
         return None
     graph, *unfilled = (
-        planned_at(one, sizes, symbols.record) for one in (captured.graph, captured.unfilled) if one is not None
+        planned_at(graph, sizes, symbols.record) for graph in (captured.graph, captured.unfilled) if graph is not None
     )
     return replace(captured, graph=graph, unfilled=unfilled[0] if unfilled else None, symbols=symbols)
 
@@ -326,7 +326,7 @@ def _trace_until_carried(request: Request) -> Traced:
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     promoted = request.promoted | _mixed_options(request)
-    carry(request.state, {path: held for path, held in request.reach.tensors.items() if path in promoted.tensors})
+    carry(request.state, {path: entry for path, entry in request.reach.tensors.items() if path in promoted.tensors})
     tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
     hypers = [h for h in request.hypers if tables[h.optimizer][h.group].path_of(h.key) not in promoted.numbers]
     return replace(request, promoted=promoted, hypers=hypers)
@@ -334,19 +334,19 @@ def _with_carried(request: Request) -> Request:
 
 def _mixed_options(request: Request) -> Promoted:
     """Return the hypers of optimizers that also have carried numbers: these hypers are then Python numbers too."""
-    numbers, found = request.promoted.numbers, set[str]()
+    numbers, options = request.promoted.numbers, set[str]()
     for label, optimizer in request.state.optimizers.items():
         tables = request.reach.groups_of(optimizer)
         paths = [c.path for c in tables] + [f"{label}.state["]
         if any(number.startswith(path) for number in numbers for path in paths):
-            found |= {c.path_of(h.key) for c in tables for h in request.hypers if is_number(c.before.get(h.key))}
-    return Promoted(frozenset(found))
+            options |= {c.path_of(h.key) for c in tables for h in request.hypers if is_number(c.before.get(h.key))}
+    return Promoted(frozenset(options))
 
 
-def _changed_in_place(traced: Traced, found: Reach) -> Promoted:
+def _changed_in_place(traced: Traced, reachable: Reach) -> Promoted:
     """Return the reachable tensors that the trace changes in place."""
     changed = {id(tensor) for tensor in changed_constants(traced.module)}
-    first = {id(tensor): path for path, (tensor, _) in reversed(found.tensors.items())}
+    first = {id(tensor): path for path, (tensor, _) in reversed(reachable.tensors.items())}
     return Promoted(frozenset(), frozenset(first[key] for key in changed if key in first))
 
 
@@ -365,22 +365,22 @@ def _check_devices(
     state: StepState, names: Sequence[str], leaves: Sequence[Any], device: str, host_state: bool
 ) -> None:
     kind = torch.device(device).type
-    held = {**state.params, **state.buffers}
-    tensors = {n: h.tensor for n, h in held.items() if not (host_state and h.tensor.device.type == "cpu")}
+    entries = {**state.params, **state.buffers}
+    tensors = {n: h.tensor for n, h in entries.items() if not (host_state and h.tensor.device.type == "cpu")}
     tensors |= {n: v for n, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor) and v.dim() > 0}
     wrong = [(n, t.device) for n, t in tensors.items() if t.device.type not in (kind, "meta")]
     if wrong:
-        name, found = wrong[0]
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        if name not in held and held and all(h.tensor.is_meta for h in state.params.values()):
-            text = f"{name!r} is on device {found}{more}, the model is on 'meta'"
+        name, device_text = wrong[0]
+        others_text = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        if name not in entries and entries and all(h.tensor.is_meta for h in state.params.values()):
+            text = f"{name!r} is on device {device_text}{others_text}, the model is on 'meta'"
             needed = f"the device to make the model on; without one, the step runs on {kind!r}"
-            raise CaptureError(text, needed, f"give device={found.type!r}")
+            raise CaptureError(text, needed, f"give device={device_text.type!r}")
         raise CaptureError(
-            f"{name!r} is on device {found}{more}",
+            f"{name!r} is on device {device_text}{others_text}",
             f"everything on {kind!r}, where this step runs",
             f"move it: .to({kind!r})",
         )
     if kind == "cuda" and not torch.backends.cuda.is_built():  # autograd would end the process
-        found = f"device={device!r}, with torch {torch.__version__}, which was built without CUDA"
-        raise CaptureError(found, "a build of torch with CUDA; a GPU is not needed", "install it, or leave device= out")
+        text = f"device={device!r}, with torch {torch.__version__}, which was built without CUDA"
+        raise CaptureError(text, "a build of torch with CUDA; a GPU is not needed", "install it, or leave device= out")

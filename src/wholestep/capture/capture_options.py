@@ -62,8 +62,8 @@ class CaptureOptions:
         try:
             torch.device(self.device or "cpu")
         except RuntimeError as error:
-            found = f"device={shown(self.device)}"
-            raise PlanError(found, "a device of torch, as 'cpu' or 'cuda:0'", "correct the name") from error
+            text = f"device={shown(self.device)}"
+            raise PlanError(text, "a device of torch, as 'cpu' or 'cuda:0'", "correct the name") from error
 
     @property
     def extra(self) -> dict[str, Any]:

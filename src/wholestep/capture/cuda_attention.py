@@ -23,9 +23,9 @@ _FLASH_UNIT = 8  # heads are padded to a multiple of this width
 _MASK_UNIT = 16  # rows of a mask are padded to a multiple of this
 
 
-def recorded_kernels(given: str | None, device: str) -> str | None:
+def recorded_kernels(kernels: str | None, device: str) -> str | None:
     """Return "cuda" where attention is traced by this module: as asked, or on a CUDA device that is not there."""
-    return given or ("cuda" if device.startswith("cuda") and not torch.cuda.is_available() else None)
+    return kernels or ("cuda" if device.startswith("cuda") and not torch.cuda.is_available() else None)
 
 
 def attention(
@@ -38,16 +38,16 @@ def attention(
         width = query.shape[-1]
         padded = [F.pad(x, (0, -width % _FLASH_UNIT)) if width % _FLASH_UNIT else x for x in (query, key, value)]
         scale = 1 / math.sqrt(width) if scale is None else scale
-        made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return made[..., :width] if width % _FLASH_UNIT else made
+        attended = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return attended[..., :width] if width % _FLASH_UNIT else attended
     mask = _additive(attn_mask, query)
     if chosen == "efficient":
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         mask = None if mask is None else _aligned(mask.expand(*query.shape[:-1], key.shape[-2]))
-        given = query, key, value, mask, trained, dropout_p, is_causal
-        return aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
-    given = query, key, value, mask, dropout_p, is_causal, None
-    return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]
+        operands = query, key, value, mask, trained, dropout_p, is_causal
+        return aten._scaled_dot_product_efficient_attention(*operands, scale=scale)[0]
+    operands = query, key, value, mask, dropout_p, is_causal, None
+    return aten._scaled_dot_product_attention_math(*operands, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def choice(
@@ -67,8 +67,8 @@ def choice(
         return "flash"
     unit = 8 if query.dtype in _HALF else 4
     aligned = query.shape[-1] == key.shape[-1] and not any(width % unit for width in widths)
-    known = query.dtype in {*_HALF, torch.float32}
-    if _torch_allows("mem_efficient") and known and aligned and _all_equal(heads):
+    is_supported = query.dtype in {*_HALF, torch.float32}
+    if _torch_allows("mem_efficient") and is_supported and aligned and _all_equal(heads):
         return "efficient"
     return "math"
 

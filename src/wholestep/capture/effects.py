@@ -59,8 +59,8 @@ class Made:
 
     def value(self, numbers: Sequence[Any], extra: Mapping[int | str, Any]) -> Any:
         """Build the value for one call."""
-        found = [numbers[v.index] if type(v) is At else extra[v.index] if type(v) is Extra else v for v in self.leaves]
-        return put_together(self.structure, found)
+        values = [numbers[v.index] if type(v) is At else extra[v.index] if type(v) is Extra else v for v in self.leaves]
+        return put_together(self.structure, values)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Effects:
         """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""
         places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind == "type")]
         options = [(place.holder, place.key) for place in places]
-        return {(id(held.optimizer), held.group, key) for held, key in options if isinstance(held, GroupEntry)}
+        return {(id(holder.optimizer), holder.group, key) for holder, key in options if isinstance(holder, GroupEntry)}
 
     def refuse_symbolic(self, results: Iterable[Any]) -> None:
         """Raise SizesFixedError if Python would get a symbolic number: among the results, or by an effect."""
@@ -133,8 +133,8 @@ class Effects:
 class SizesFixedError(CaptureError):
     """A step cannot be captured with symbols for the sizes of its batch; it is captured for each size."""
 
-    def __init__(self, found: str, where: str = "") -> None:
-        super().__init__(found, "a step that computes alike for all sizes", "none: it is captured for each", where)
+    def __init__(self, text: str, where: str = "") -> None:
+        super().__init__(text, "a step that computes alike for all sizes", "none: it is captured for each", where)
 
 
 class RefusedError(CaptureError):

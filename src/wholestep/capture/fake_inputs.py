@@ -58,37 +58,37 @@ class FakeInputs:
     def __post_init__(self) -> None:
         self.mode: Any = _torch.fake_mode() if self.symbols is None else self.symbols.mode
 
-    def add(self, given: Input, requires_grad: bool = False) -> None:
+    def add(self, source: Input, requires_grad: bool = False) -> None:
         """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
         optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
         """
-        in_host = self.host_state and given.role in (Role.PARAM, Role.BUFFER, Role.GRAD)
-        if given.meta.device.startswith("meta") or in_host or given.role is Role.STATE:
-            given = replace(given, meta=replace(given.meta, device=self.device))
-        meta = given.meta
+        in_host = self.host_state and source.role in (Role.PARAM, Role.BUFFER, Role.GRAD)
+        if source.meta.device.startswith("meta") or in_host or source.role is Role.STATE:
+            source = replace(source, meta=replace(source.meta, device=self.device))
+        meta = source.meta
         with self.mode:
             fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-        if given.role is Role.PARAM:
+        if source.role is Role.PARAM:
             fake = nn.Parameter(fake, requires_grad=requires_grad)
         elif requires_grad:
             fake.requires_grad_()
-        self.put(given, fake)
+        self.put(source, fake)
 
-    def add_dynamic(self, given: Input, dims: tuple[int, ...], requires_grad: bool) -> None:
+    def add_dynamic(self, source: Input, dims: tuple[int, ...], requires_grad: bool) -> None:
         """Create a row-major fake tensor of the batch with symbols for the sizes of `dims`."""
-        symbols, shape = self.symbols, list[Any](given.meta.shape)
-        device = self.device if given.meta.device.startswith("meta") else given.meta.device
+        symbols, shape = self.symbols, list[Any](source.meta.shape)
+        device = self.device if source.meta.device.startswith("meta") else source.meta.device
         assert symbols is not None, "a capture with dims that are symbols has symbols"
         for dim in dims:
-            shape[dim] = symbols.new(given.name, dim, shape[dim])
+            shape[dim] = symbols.new(source.name, dim, shape[dim])
         with self.mode:
-            fake = torch.empty_strided(shape, row_major(shape), dtype=given.meta.dtype, device=device)
-        self.put(replace(given, meta=meta_of(fake)), fake.requires_grad_(requires_grad))
+            fake = torch.empty_strided(shape, row_major(shape), dtype=source.meta.dtype, device=device)
+        self.put(replace(source, meta=meta_of(fake)), fake.requires_grad_(requires_grad))
 
-    def put(self, given: Input, fake: torch.Tensor, position: int | None = None) -> None:
+    def put(self, source: Input, fake: torch.Tensor, position: int | None = None) -> None:
         """Insert an existing fake tensor as the last input or at `position`."""
         position = len(self.inputs) if position is None else position
-        self.inputs.insert(position, given)
+        self.inputs.insert(position, source)
         self.fakes.insert(position, fake)
 
 
@@ -99,22 +99,22 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
     """
     symbols = _torch.Symbols(line) if request.dynamic else None
     state, out = request.state, FakeInputs(request.device, request.options.offload is not None, symbols)
-    for held in [*state.params.values(), *state.buffers.values()]:
-        out.add(held.input, held.tensor.requires_grad)
+    for entry in [*state.params.values(), *state.buffers.values()]:
+        out.add(entry.input, entry.tensor.requires_grad)
     _add_optimizer_state(out, state)
-    for name, held in state.params.items():
-        if held.tensor.grad is not None:
-            out.add(Input(f"{name}/grad", Role.GRAD, held.input.meta, name))
+    for name, entry in state.params.items():
+        if entry.tensor.grad is not None:
+            out.add(Input(f"{name}/grad", Role.GRAD, entry.input.meta, name))
     for hyper in request.hypers:
         out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
     for name, leaf in zip(request.names, request.call.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             meta = with_shape(meta_of(leaf), request.whole.get(name, tuple(leaf.shape)))
-            given, dims = Input(name, Role.BATCH, meta), dynamic_dims(meta, request.dynamic.get(name, ()))
+            source, dims = Input(name, Role.BATCH, meta), dynamic_dims(meta, request.dynamic.get(name, ()))
             if dims:
-                out.add_dynamic(given, dims, leaf.requires_grad)
+                out.add_dynamic(source, dims, leaf.requires_grad)
             else:
-                out.add(given, leaf.requires_grad)
+                out.add(source, leaf.requires_grad)
     return out
 
 
@@ -125,9 +125,9 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
     fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        for name, held in state.params.items():
-            entry, group = optimizer.state.get(held.tensor), groups.get(id(held.tensor))
-            if not entry and group is not None and held.tensor.requires_grad:
+        for name, parameter in state.params.items():
+            entry, group = optimizer.state.get(parameter.tensor), groups.get(id(parameter.tensor))
+            if not entry and group is not None and parameter.tensor.requires_grad:
                 _torch.undo(optimizer.state.pop, fakes[name], None)
                 with out.mode, _torch.tensor_only_optimizers():
                     held_state.prime(optimizer, fakes[name], group, out.device)
@@ -139,6 +139,6 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
                     out.add(held_state.state_input(name, key, value, o, label))
 
 
-def dynamic_dims(given: TensorMeta, asked: Sequence[int]) -> tuple[int, ...]:
+def dynamic_dims(meta: TensorMeta, dims: Sequence[int]) -> tuple[int, ...]:
     """Those of the asked dims of a batch tensor that can be symbols: of 2 or more, as torch treats 0 and 1 apart."""
-    return tuple(dim for dim in asked if given.shape[dim] > 1)
+    return tuple(dim for dim in dims if meta.shape[dim] > 1)

@@ -49,11 +49,11 @@ class _Recipe:
         factor = scale if scale.dim() else scale.reshape(1)  # a number would be multiplied in the dtype of `values`
         return _Numbers((values * factor).to(dtype).contiguous(), scale.reciprocal())
 
-    def product(self, one: _Numbers, other: _Numbers, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def product(self, rows: _Numbers, columns: _Numbers, dtype: torch.dtype, fast: bool = False) -> Tensor:
         """Multiply a row-major by a column-major matrix. On a GPU the kernel for rows returns bfloat16 only."""
-        made = torch.bfloat16 if self.rowwise and self.device == "cuda" else dtype
-        steps = one.step, other.step
-        out = _aten._scaled_mm.default(one.values, other.values, *steps, None, None, made, fast or self.rowwise)
+        out_dtype = torch.bfloat16 if self.rowwise and self.device == "cuda" else dtype
+        steps = rows.step, columns.step
+        out = _aten._scaled_mm.default(rows.values, columns.values, *steps, None, None, out_dtype, fast or self.rowwise)
         return cast(Tensor, out).to(dtype)
 
 
@@ -87,29 +87,29 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, given: Tensor, step: Tensor, recipe: _Recipe) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, values: Tensor, step: Tensor, recipe: _Recipe) -> Tensor:
         factor = recipe.cast(weight, _E4M3)
         ctx.recipe, ctx.dtype = recipe, weight.dtype
-        rows = _Numbers(given, step).rows()
-        kept = (input, weight) if recipe.rowwise else (rows.values, rows.step, factor.values, factor.step)
-        ctx.save_for_backward(*kept)
+        rows = _Numbers(values, step).rows()
+        saved = (input, weight) if recipe.rowwise else (rows.values, rows.step, factor.values, factor.step)
+        ctx.save_for_backward(*saved)
         out = recipe.product(rows, factor.transposed(), input.dtype, fast=True)
         return out.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         recipe: _Recipe = ctx.recipe
-        grad, kept = grads[0], cast(tuple[Tensor, ...], ctx.saved_tensors)
+        grad, saved = grads[0], cast(tuple[Tensor, ...], ctx.saved_tensors)
         for_input = for_weight = None
 
         by_rows = recipe.cast(grad, recipe.gradient).rows()
         if ctx.needs_input_grad[0]:
-            weight = recipe.cast(kept[1], _E4M3, by_rows=False) if recipe.rowwise else _Numbers(*kept[2:])
-            made = recipe.product(by_rows, weight.by_columns(), grad.dtype)
-            for_input = made.reshape(*grad.shape[:-1], weight.values.shape[1])
+            weight = recipe.cast(saved[1], _E4M3, by_rows=False) if recipe.rowwise else _Numbers(*saved[2:])
+            product = recipe.product(by_rows, weight.by_columns(), grad.dtype)
+            for_input = product.reshape(*grad.shape[:-1], weight.values.shape[1])
         if ctx.needs_input_grad[1]:
             by_tokens = recipe.cast(grad, recipe.gradient, by_rows=False).rows() if recipe.rowwise else by_rows
-            rows = recipe.cast(kept[0], _E4M3, by_rows=False).rows() if recipe.rowwise else _Numbers(*kept[:2])
+            rows = recipe.cast(saved[0], _E4M3, by_rows=False).rows() if recipe.rowwise else _Numbers(*saved[:2])
             for_weight = recipe.product(by_tokens.by_columns().transposed(), rows.by_columns(), ctx.dtype)
         return for_input, for_weight, None, None, None
 
@@ -137,14 +137,14 @@ class Float8Linears:
         if torch.is_autocast_enabled(kind):
             input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
             bias = None if bias is None else bias.to(input.dtype)
-        given = self._cast(input)
-        out = cast(Tensor, cast(Any, _Linear).apply(input, weight, given.values, given.step, self.recipe))
+        numbers = self._cast(input)
+        out = cast(Tensor, cast(Any, _Linear).apply(input, weight, numbers.values, numbers.step, self.recipe))
         return out if bias is None else out + bias
 
     def check_used(self) -> None:
         """Raise CaptureError if a pattern, or `"auto"`, chose no linear of the step."""
-        asked = [self.options.modules] if isinstance(self.options.modules, str) else self.options.modules
-        for pattern in asked:
+        patterns = [self.options.modules] if isinstance(self.options.modules, str) else self.options.modules
+        for pattern in patterns:
             if pattern not in self.used:
                 what = "'auto' finds no linear that gains" if pattern == "auto" else f"{pattern!r} matches no linear"
                 raise CaptureError(
@@ -159,8 +159,8 @@ class Float8Linears:
         last = self._last
         if last is None or last[0] is not input or last[1] != input._version:
             with torch.no_grad():
-                given = self.recipe.cast(input, _E4M3)
-            last = self._last = input, input._version, given
+                numbers = self.recipe.cast(input, _E4M3)
+            last = self._last = input, input._version, numbers
         return last[2]
 
     def _chosen(self, path: str, input: Tensor, weight: Tensor) -> bool:
@@ -169,13 +169,13 @@ class Float8Linears:
                 return False
             self.used.add("auto")
             return True
-        found = [p for p in self.options.modules if fnmatchcase(path, p)]
-        if found and (wrong := _misfit(input, weight)):
+        patterns = [p for p in self.options.modules if fnmatchcase(path, p)]
+        if patterns and (wrong := _misfit(input, weight)):
             needed = f"bfloat16, float16 or float32, and rows, inputs and outputs that {_ALIGNED} divides"
             fix = "leave the module out of modules=, or change its sizes (pad the batch or the layer)"
             raise CaptureError(f"Float8: the linear of {path!r} has {wrong}", needed, fix)
-        self.used.update(found)
-        return bool(found)
+        self.used.update(patterns)
+        return bool(patterns)
 
     def _gains(self, weight: Tensor) -> bool:
         """Return whether float8 makes a layer faster, by torchao's thresholds, which were measured on H100."""
@@ -197,13 +197,11 @@ def _misfit(input: Tensor, weight: Tensor) -> str:
 
 
 def _check_device(kind: str, device: str) -> None:
-    found = ""
+    text = ""
     if kind not in ("cpu", "cuda"):
-        found = f"device {device!r}"
+        text = f"device {device!r}"
     elif kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
-        found = (
-            f"{torch.cuda.get_device_name(device)}, of compute capability {torch.cuda.get_device_capability(device)}"
-        )
-    if found:
+        text = f"{torch.cuda.get_device_name(device)}, of compute capability {torch.cuda.get_device_capability(device)}"
+    if text:
         needed = f"a GPU of compute capability {_OLDEST_GPU} or more, or a CPU, which computes the same numbers slowly"
-        raise CaptureError(f"float8= on {found}", needed, "leave out float8=")
+        raise CaptureError(f"float8= on {text}", needed, "leave out float8=")

@@ -67,8 +67,8 @@ class CachedCalls:
 
     def forms(self) -> list[tuple[Any, str, Any]]:
         """Attributes to set while the step is traced."""
-        functions = {_function_of(cache.__wrapped__): None for cache in self._caches}
-        return [_torch.code_form(one, partial(self._on_call, one)) for one in functions if one is not None]
+        functions = dict.fromkeys(_function_of(cache.__wrapped__) for cache in self._caches)
+        return [_torch.code_form(code, partial(self._on_call, code)) for code in functions if code is not None]
 
     def end(self) -> None:
         """Restore what calls have made, as it was then, and forget results that are of the trace."""
@@ -81,25 +81,26 @@ class CachedCalls:
         cache = self._missed(function)
         if cache is None or self.is_running:
             return original(*args, **kwargs)
-        own = args[:1] if isinstance(cache.__wrapped__, type) else ()  # the new object, of a class
+        created = args[:1] if isinstance(cache.__wrapped__, type) else ()  # the new object, of a class
         code = cast(Any, original).__code__
-        call = CachedCall(cache, (*args[len(own) :], *kwargs.items()), show_line(code.co_filename, code.co_firstlineno))
+        arguments = *args[len(created) :], *kwargs.items()
+        call = CachedCall(cache, arguments, show_line(code.co_filename, code.co_firstlineno))
         if any(isinstance(leaf, torch.Tensor) for leaf in take_apart((args, kwargs), objects=False).leaves):
-            made = original(*args, **kwargs)
-            if any(map(self._changeable, (*own, made, *results_of(cache).values()))):
+            returned = original(*args, **kwargs)
+            if any(map(self._changeable, (*created, returned, *results_of(cache).values()))):
                 raise call.error("makes an object from a tensor")
             self._of_trace.append(cache)
-            return made
+            return returned
         self.is_running = True
         try:
             with self._staying(), _torch.unobserved():
                 before = torch.default_generator.get_state()
-                made = original(*args, **kwargs)
+                returned = original(*args, **kwargs)
                 drawn = not torch.equal(before, torch.default_generator.get_state())
                 torch.default_generator.set_state(before)
         finally:
             self.is_running = False
-        result = own[0] if own else made
+        result = created[0] if created else returned
         if drawn:
             raise call.error("draws random numbers for what it keeps")
         if self.reached and not is_data(result):
@@ -111,7 +112,7 @@ class CachedCalls:
             containers = self._changeable(result)
             self._made += containers
             self.new.append(replace(call, changes=bool(containers)))
-        return made
+        return returned
 
     def _missed(self, function: Any) -> Any:
         """The cache that calls a function of its own; None where the step calls it."""
@@ -142,12 +143,12 @@ def _function_of(wrapped: Any) -> FunctionType | None:
 
 def results_of(cache: Any) -> dict[Any, Any]:
     """Return the results in a cache by key. One with a size limit refers to key, result and type of link for each."""
-    own = cast(object, vars(cache))
+    attributes = cast(object, vars(cache))
     parts: list[Any] = [part for part in gc.get_referents(cache) if part is not type(cache)]
     triples = zip(parts[::3], parts[1::3], parts[2::3], strict=False)
-    links = takewhile(lambda one: getattr(one[2], "__name__", "") == "_lru_list_elem", triples)
-    found = {key: result for key, result, _ in links}
-    return found or {**[part for part in parts if type(part) is dict and part is not own][-1]}
+    links = takewhile(lambda triple: getattr(triple[2], "__name__", "") == "_lru_list_elem", triples)
+    results = {key: result for key, result, _ in links}
+    return results or {**[part for part in parts if type(part) is dict and part is not attributes][-1]}
 
 
 def is_data(value: Any) -> bool:

@@ -53,16 +53,16 @@ def _scattered(target: Any) -> Put:
 
 
 def _section(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-    whole, index = cast(tuple[Node, int], view.args)
-    dim = int(cast(Any, whole.kwargs.get("dim", whole.args[2] if len(whole.args) > 2 else 0)))
-    lengths = [part.shape[dim] for part in meta.value(whole)]
+    split, index = cast(tuple[Node, int], view.args)
+    dim = int(cast(Any, split.kwargs.get("dim", split.args[2] if len(split.args) > 2 else 0)))
+    lengths = [part.shape[dim] for part in meta.value(split)]
     start = sum(lengths[:index])
     return call(aten.slice_scatter.default, source, new, dim, start, start + lengths[index])
 
 
 def _row(call: Callable[..., Node], view: Node, source: Node, new: Node) -> Node:
-    whole = cast(Node, view.args[0])
-    dim = whole.kwargs.get("dim", whole.args[1] if len(whole.args) > 1 else 0)
+    unbind = cast(Node, view.args[0])
+    dim = unbind.kwargs.get("dim", unbind.args[1] if len(unbind.args) > 1 else 0)
     return call(aten.select_scatter.default, source, new, dim, view.args[1])
 
 
@@ -113,30 +113,30 @@ def functionalize(
 def _fill_in_memory_order(graph: Graph) -> None:
     """Permute operands of `bernoulli_`: eager fills memory in order, the functional form fills row by row."""
     for node in [n for n in graph.nodes if n.target is aten.bernoulli_.float]:
-        given = node_at(node, 0)
-        found = meta.tensor(given)
-        if found is not None and not found.is_contiguous:
-            stride = found.stride
+        filled = node_at(node, 0)
+        layout = meta.tensor(filled)
+        if layout is not None and not layout.is_contiguous:
+            stride = layout.stride
             order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-            permuted = insert_call(node, aten.permute.default, given, order)
-            node.replace_all_uses_with(given)
+            permuted = insert_call(node, aten.permute.default, filled, order)
+            node.replace_all_uses_with(filled)
             node.args = (permuted, *node.args[1:])
             meta.set_value(node, meta.value(permuted))
 
 
 def _required_defaults(node: Node, form: Any) -> tuple[Any, ...]:
     """Return default arguments of the in-place op that are required by its functional form."""
-    arguments, others = _torch.schema_of(node.target).arguments, {a.name: a for a in _torch.schema_of(form).arguments}
+    functional = {a.name: a for a in _torch.schema_of(form).arguments}
     return tuple(
         a.default_value
-        for a in arguments[len(node.args) :]
-        if not a.kwarg_only and a.name not in node.kwargs and not others[a.name].has_default_value()
+        for a in _torch.schema_of(node.target).arguments[len(node.args) :]
+        if not a.kwarg_only and a.name not in node.kwargs and not functional[a.name].has_default_value()
     )
 
 
-def _is_dense(found: meta.TensorMeta) -> bool:
+def _is_dense(layout: meta.TensorMeta) -> bool:
     """True if a tensor is row-major with its dims in some order."""
-    rows = sorted(zip(found.stride, found.shape, strict=True), reverse=True)
+    rows = sorted(zip(layout.stride, layout.shape, strict=True), reverse=True)
     return all(stride == row for (stride, _), row in zip(rows, meta.row_major([size for _, size in rows]), strict=True))
 
 
@@ -165,11 +165,11 @@ class _Walk:
                 self._view(node, node.all_input_nodes[0])
 
     def _visit_item(self, node: Node) -> None:
-        whole, index = cast(tuple[Node, int], node.args)
-        if whole in self.returned:
-            self.same[node] = self.returned[whole][index]
-        elif whole in self.source:
-            self._view(node, whole)
+        listed, index = cast(tuple[Node, int], node.args)
+        if listed in self.returned:
+            self.same[node] = self.returned[listed][index]
+        elif listed in self.source:
+            self._view(node, listed)
 
     def _visit_write(self, node: Node) -> None:
         """Replace the op by its functional form, and record new values of the written tensors."""
@@ -178,7 +178,7 @@ class _Walk:
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [a.name for a in schema.arguments]
-        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        operands: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         fresh = sum(r.alias_info is None for r in schema.returns)
         outputs = fresh + len(writes)
         if form is None or len(_torch.schema_of(form).returns) != outputs or _torch.changes_shape(op):
@@ -192,10 +192,10 @@ class _Walk:
             first = self._item(node, 0)
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
         if fresh == 0:
-            self._return_written(node, [given[a.name] for a in writes])
+            self._return_written(node, [operands[a.name] for a in writes])
         for position, argument in enumerate(writes, start=fresh):
-            tensors = given.get(argument.name)
-            read_only = _torch.is_fused_optimizer(form) and argument.name == "grads" and not given.get("grad_scale")
+            tensors = operands.get(argument.name)
+            read_only = _torch.is_fused_optimizer(form) and argument.name == "grads" and not operands.get("grad_scale")
             if tensors is not None and not read_only:
                 self._write_all(tensors, self._item(node, position) if outputs > 1 else node)
 
@@ -214,15 +214,15 @@ class _Walk:
         return None
 
     def current(self, node: Node) -> Node:
-        seen, made = self.value.get(node, (0, node))
+        seen, newest = self.value.get(node, (0, node))
         version = self.version.get(self._base(node), 0)
         if seen == version:
-            return made
+            return newest
         if node in self.same:
             return self.current(self.same[node])
-        made = self.call(node.target, self.current(self.source[node]), *node.args[1:], **node.kwargs)
-        self._keep(node, made, version)
-        return made
+        newest = self.call(node.target, self.current(self.source[node]), *node.args[1:], **node.kwargs)
+        self._keep(node, newest, version)
+        return newest
 
     def _base(self, node: Node) -> Node:
         while (older := self.same.get(node) or self.source.get(node)) is not None:
@@ -233,10 +233,10 @@ class _Walk:
         self.source[node] = source
         self.value[node] = self.version.get(self._base(node), 0), node
 
-    def _keep(self, node: Node, made: Node, version: int) -> bool:
+    def _keep(self, node: Node, new: Node, version: int) -> bool:
         """Use `made` as the value of `node` in this version, if its memory layout is the same."""
-        if made is not node and meta.tensor(node) == meta.tensor(made):
-            self.value[node], self.same[made] = (version, made), node
+        if new is not node and meta.tensor(node) == meta.tensor(new):
+            self.value[node], self.same[new] = (version, new), node
         return self.value.get(node, (0, node))[0] == version
 
     def _write(self, node: Node, new: Node) -> None:
@@ -258,18 +258,18 @@ class _Walk:
             changed.append((node, new))
         changed[-1] = node, self._as_written(node, changed[-1][1])
         self.version[node] = self.version.get(node, 0) + 1
-        kept = [self._keep(member, made, self.version[node]) for member, made in changed]
-        if not kept[-1]:
+        is_kept = [self._keep(member, value, self.version[node]) for member, value in changed]
+        if not is_kept[-1]:
             raise _UnsupportedError(f"{node} with other strides")
 
     def _as_written(self, node: Node, new: Node) -> Node:
         """`new` with the memory layout of the tensor that is written: autograd has left out copies for it, which some
         kernels need. A few functional forms return rows where the in-place op keeps an order.
         """
-        wanted, made = meta.tensor(node), meta.tensor(new)
-        if wanted is None or made is None or wanted == made or not _is_dense(wanted):
+        layout, new_layout = meta.tensor(node), meta.tensor(new)
+        if layout is None or new_layout is None or layout == new_layout or not _is_dense(layout):
             return new
-        order = sorted(range(len(wanted.shape)), key=lambda dim: (-wanted.stride[dim], dim))
+        order = sorted(range(len(layout.shape)), key=lambda dim: (-layout.stride[dim], dim))
         rows = self.call(aten.permute.default, new, order)
         rows = self.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
         return self.call(aten.permute.default, rows, [order.index(dim) for dim in range(len(order))])
@@ -281,10 +281,10 @@ class _Walk:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.module.graph.inserting_before(self.before):
-            made = add_node(self.module.graph, "call_function", target, args, kwargs, None)
-        meta.copy_origin(self.origin, made)
-        meta.set_value(made, self._result(made))
-        return made
+            node = add_node(self.module.graph, "call_function", target, args, kwargs, None)
+        meta.copy_origin(self.origin, node)
+        meta.set_value(node, self._result(node))
+        return node
 
     def _item(self, node: Node, index: int) -> Node:
         return self.call(_torch.GETITEM, node, index)

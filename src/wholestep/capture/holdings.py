@@ -62,11 +62,11 @@ class Form:
 
     def set_attributes(self, value: Any, attributes: Mapping[str, Any]) -> None:
         """Store attributes, and these alone."""
-        table = {name: one for name, one in attributes.items() if name not in self.slots}
-        if self.has_dict and not _same(held := dict_of(value), table):
-            if list(held) != list(table):
-                held.clear()
-            held.update(table)
+        table = {name: attribute for name, attribute in attributes.items() if name not in self.slots}
+        if self.has_dict and not _same(stored := dict_of(value), table):
+            if list(stored) != list(table):
+                stored.clear()
+            stored.update(table)
         for name, slot in self.slots.items():
             if name in attributes:
                 slot.__set__(value, attributes[name])
@@ -87,8 +87,8 @@ class Form:
         base: Any = self.items
         if base in (None, tuple):
             return
-        had, held = self.contents(value)
-        if had == keys and len(held) == len(items) and all(a is b for a, b in zip(held, items, strict=True)):
+        had, stored = self.contents(value)
+        if had == keys and len(stored) == len(items) and all(a is b for a, b in zip(stored, items, strict=True)):
             return
         if issubclass(base, dict):
             if had != keys:
@@ -104,12 +104,12 @@ class Form:
     def made(self, kind: type, keys: tuple[Any, ...], items: tuple[Any, ...], attributes: Mapping[str, Any]) -> Any:
         """A new object of the class `kind`, without a call of its `__init__`."""
         if self.items is tuple:
-            made = _tuple(kind, items)
+            instance = _tuple(kind, items)
         else:
-            made = cast(Any, self.items or object).__new__(kind)
-            self.set_contents(made, keys, items)
-        self.set_attributes(made, attributes)
-        return made
+            instance = cast(Any, self.items or object).__new__(kind)
+            self.set_contents(instance, keys, items)
+        self.set_attributes(instance, attributes)
+        return instance
 
 
 def _tuple(kind: type, items: tuple[Any, ...]) -> Any:

@@ -76,29 +76,29 @@ class HostProgram:
 
     def run(self) -> list[Any]:
         """Return the result of each instruction, in order; None for instructions that are not needed."""
-        made = dict[int, Any]()
+        results = dict[int, Any]()
         for index in self.needed:
-            self._value(index, made)
-        return [made.get(index) for index in range(len(self.instructions))]
+            self._value(index, results)
+        return [results.get(index) for index in range(len(self.instructions))]
 
     def decided_otherwise(self) -> str:
         """Return the source line of the first branch that would differ now, or "". Has no side effect."""
-        made = dict[int, Any]()
+        results = dict[int, Any]()
         if any(d.late for d in self.decisions):
             with preserved(self.changed):
-                made = dict(enumerate(self.run()))
-        return next((d.where for d in self.decisions if bool(self._value(d.index, made)) is not d.expected), "")
+                results = dict(enumerate(self.run()))
+        return next((d.where for d in self.decisions if bool(self._value(d.index, results)) is not d.expected), "")
 
     def saved(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """What effects modify, and its items now."""
         return [(items, {k: _copied(v) for k, v in items.items()}) for items in self.changed]
 
-    def _value(self, index: int, made: dict[int, Any]) -> Any:
+    def _value(self, index: int, results: dict[int, Any]) -> Any:
         """Return the result of an instruction; `made` holds the results so far."""
-        if index not in made:
+        if index not in results:
             line = self.instructions[index]
-            made[index] = line.func(*[self._value(a.index, made) if type(a) is At else a for a in line.args])
-        return made[index]
+            results[index] = line.func(*[self._value(a.index, results) if type(a) is At else a for a in line.args])
+        return results[index]
 
 
 @contextmanager
@@ -182,9 +182,9 @@ class Numbers:
         index = self.index_of(value)
         return value if index is None else At(index)
 
-    def taken(self, read: Callable[[], Any]) -> At:
+    def taken(self, getter: Callable[[], Any]) -> At:
         """Record what `read` returns in each call, which is no number."""
-        self._lines.append(partial(read))
+        self._lines.append(partial(getter))
         return At(len(self._lines) - 1)
 
     def index_of(self, value: Any) -> int | None:
@@ -197,17 +197,17 @@ class Numbers:
 
         `of_torch`: torch.optim makes the call; it stays in the graph if only hypers are involved.
         """
-        given = [self._of(a) for a in args]
+        numbers = [self._of(a) for a in args]
         carried = any(id(a) in self._by_id for a in args)
-        if not (carried or (any(given) and not of_torch)) or not all(
-            n or isinstance(a, (int, float)) for n, a in zip(given, args, strict=True)
+        if not (carried or (any(numbers) and not of_torch)) or not all(
+            n or isinstance(a, (int, float)) for n, a in zip(numbers, args, strict=True)
         ):
             return NotImplemented
-        late = any(n is not None and n.late for n in given)
-        now = fn(*[n.now if n else a for n, a in zip(given, args, strict=True)])
+        late = any(n is not None and n.late for n in numbers)
+        now = fn(*[n.now if n else a for n, a in zip(numbers, args, strict=True)])
         if type(now) not in _DTYPES:
             return NotImplemented
-        path = next(n.path for n in given if n)
+        path = next(n.path for n in numbers if n)
         line = partial(fn, *map(self.argument, args))
         return self._made(line, now, late, f"number.{len(self._lines)}", path)
 
@@ -215,8 +215,8 @@ class Numbers:
         dtype = _DTYPES[type(now)]
         position = self._first + len(self._by_id)
         fake, self._last = _torch.new_input(self._mode, dtype, position, self._last)
-        taken = {n.name for n in self._by_id.values()} if name == path else set[str]()
-        name = name if name not in taken else f"{name}@{len(self._lines)}"
+        names = {n.name for n in self._by_id.values()} if name == path else set[str]()
+        name = name if name not in names else f"{name}@{len(self._lines)}"
         self._by_id[id(fake)] = _Number(len(self._lines), now, late, fake, name, path)
         self._lines.append(line)
         self._add_input(position, Input(name, Role.HYPER, TensorMeta((), (), dtype, "cpu")), fake)
@@ -258,17 +258,17 @@ class Numbers:
 
     def operands(self, func: Any, args: Any) -> Any:
         """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""
-        found = [v for v in parts_of(args) if isinstance(v, torch.Tensor)]
-        others = [t for t in found if id(t) not in self._by_id]
-        if len(others) == len(found):
+        tensors = [v for v in parts_of(args) if isinstance(v, torch.Tensor)]
+        plain_tensors = [t for t in tensors if id(t) not in self._by_id]
+        if len(plain_tensors) == len(tensors):
             return args
         name = getattr(func, "__name__", "").strip("_")
-        floats = {t.dtype for t in others if t.is_floating_point()}
-        sized = any(t.dim() and t.is_floating_point() for t in others)
+        floats = {t.dtype for t in plain_tensors if t.is_floating_point()}
+        sized = any(t.dim() and t.is_floating_point() for t in plain_tensors)
         if len(floats) == 1 and (not sized or name == "lerp"):
             return self._converted(args, {True: next(iter(floats))})
-        if others and not floats and all(not t.is_complex() for t in others):
-            kinds = {t.dtype for t in others if t.dtype is not torch.bool}
+        if plain_tensors and not floats and all(not t.is_complex() for t in plain_tensors):
+            kinds = {t.dtype for t in plain_tensors if t.dtype is not torch.bool}
             return self._converted(
                 args, {True: torch.get_default_dtype(), **({False: kinds.pop()} if len(kinds) == 1 else {})}
             )
@@ -282,10 +282,10 @@ class Numbers:
         parts = parts_of(args[0])
         traced = [v for v in parts if isinstance(v, torch.Tensor) and _torch.is_fake(v)]
         kinds = {**_DTYPES, float: torch.get_default_dtype()}
-        found = [v.dtype if torch.is_tensor(v) else kinds.get(v.__class__) for v in map(self.plain, parts)]
-        if not traced or any(t.dim() for t in traced) or None in found or named.keys() - {"dtype", "device"}:
+        dtypes = [v.dtype if torch.is_tensor(v) else kinds.get(v.__class__) for v in map(self.plain, parts)]
+        if not traced or any(t.dim() for t in traced) or None in dtypes or named.keys() - {"dtype", "device"}:
             return NotImplemented
-        dtype = named.get("dtype") or reduce(torch.promote_types, cast("list[torch.dtype]", found))
+        dtype = named.get("dtype") or reduce(torch.promote_types, cast("list[torch.dtype]", dtypes))
         device = named.get("device") or torch.get_default_device()
 
         def made(value: Any) -> torch.Tensor:
@@ -307,10 +307,10 @@ class Numbers:
 
         return tuple(convert(a) for a in args)
 
-    def program(self, used: set[str], wanted: set[int]) -> HostProgram:
+    def program(self, used: set[str], results: set[int]) -> HostProgram:
         """Return the host program for the inputs `used` and the instructions `wanted`, with all effects."""
         inputs = {n.name: n.index for n in self._by_id.values() if n.name in used}
-        needed = {*inputs.values(), *wanted, *self._effects, *(d.index for d in self._decisions if d.late)}
+        needed = {*inputs.values(), *results, *self._effects, *(d.index for d in self._decisions if d.late)}
         for index in range(len(self._lines) - 1, -1, -1):
             if index in needed:
                 needed |= {a.index for a in self._lines[index].args if isinstance(a, At)}
@@ -321,6 +321,6 @@ class Numbers:
 def parts_of(value: Any, opened: tuple[type, ...] = (list, tuple)) -> list[Any]:
     """Return the values inside nested slices and sequences of the `opened` types."""
     if isinstance(value, slice):
-        whole = cast(Any, value)
-        return [whole.start, whole.stop, whole.step]
+        bounds = cast(Any, value)
+        return [bounds.start, bounds.stop, bounds.step]
     return [v for part in value for v in parts_of(part, opened)] if isinstance(value, opened) else [value]

@@ -80,29 +80,29 @@ class StateEntry(Lookup):
 
 def tensors_of(value: Any, place: Location) -> dict[str, tuple[torch.Tensor, Location]]:
     """Return the tensors of a tuple, and of tuples inside it, by path, each with its place."""
-    found: dict[str, tuple[torch.Tensor, Location]] = {}
+    tensors: dict[str, tuple[torch.Tensor, Location]] = {}
     if isinstance(value, tuple):
         holder = Items(place.holder, place.key, cast(Any, type(cast(Any, value))))
         for i, item in enumerate(cast(tuple[Any, ...], value)):
-            found |= tensors_of(item, Location(f"{place.path}[{i}]", holder, i))
+            tensors |= tensors_of(item, Location(f"{place.path}[{i}]", holder, i))
     elif isinstance(value, torch.Tensor):
-        found[place.path] = value, place
-    return found
+        tensors[place.path] = value, place
+    return tensors
 
 
 def alike(a: Any, b: Any) -> bool:
     """Return whether both are tensors, or tuples of one class with tensors, and such tuples, at the same places."""
     if isinstance(a, tuple):
-        one, other = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
-        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
+        first, second = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
+        return type(first) is type(second) and len(first) == len(second) and all(map(alike, first, second))
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
 
 
-def places_of(state: StepState, given: Input) -> list[Location]:
+def places_of(state: StepState, source: Input) -> list[Location]:
     """Return the places of a buffer, or of a tensor of optimizer state."""
-    if given.role is Role.STATE:
-        return [Location(given.name, StateEntry(state, given.optimizer, given.owner), given.key)]
-    return [Location(given.name, container, key) for container, key in state.buffers[given.name].places]
+    if source.role is Role.STATE:
+        return [Location(source.name, StateEntry(state, source.optimizer, source.owner), source.key)]
+    return [Location(source.name, container, key) for container, key in state.buffers[source.name].places]
 
 
 def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -143,10 +143,10 @@ class ArgumentItems(Lookup):
 
     def value(self) -> Any:
         """The container or object in the current call."""
-        found: Any = self.arguments
+        current: Any = self.arguments
         for key in self.route:
-            found = Slots(found)[key.name] if isinstance(key, Attribute) else found[key]
-        return found
+            current = Slots(current)[key.name] if isinstance(key, Attribute) else current[key]
+        return current
 
     def _now(self) -> Any:
         return Slots(self.value()) if self.attributes else self.value()
@@ -158,8 +158,8 @@ class NumberLocation(Location):
 
     def get(self) -> Any:
         """Return the current number."""
-        found = self.holder.get()
-        return float(found) if self.key is None else found[self.key]
+        current = self.holder.get()
+        return float(current) if self.key is None else current[self.key]
 
 
 @dataclass

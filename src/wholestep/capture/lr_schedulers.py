@@ -40,17 +40,17 @@ class Schedulers:
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         for optimizer in optimizers.values():
             self._flush_groups(optimizer)
-        held = [*groups, *(vars(s) for s in every)]
+        tables = [*groups, *(vars(s) for s in every)]
         called = scheduler, tuple(optimizers.values()), tuple(kwargs), *args, *kwargs.values()
-        self._numbers.effect(held, _run_scheduler, *called)
-        after = self._dry_run(scheduler, held, args, kwargs)
+        self._numbers.effect(tables, _run_scheduler, *called)
+        after = self._dry_run(scheduler, tables, args, kwargs)
         for optimizer in optimizers.values():
             self._replace_options(optimizer, after)
-        for one in every:
-            self.show(one, after[id(vars(one))], late=True)
+        for inner in every:
+            self.show(inner, after[id(vars(inner))], late=True)
         return None
 
-    def _refuse_metrics(self, scheduler: LRScheduler, every: Sequence[LRScheduler], given: Sequence[Any]) -> None:
+    def _refuse_metrics(self, scheduler: LRScheduler, every: Sequence[LRScheduler], arguments: Sequence[Any]) -> None:
         if any(isinstance(s, ReduceLROnPlateau) for s in every):
             raise CaptureError(
                 "the step calls ReduceLROnPlateau.step, which reads a metric on the host",
@@ -58,7 +58,7 @@ class Schedulers:
                 "return the metric and call scheduler.step(metric) after the compiled step",
                 self._line(),
             )
-        if any(isinstance(v, torch.Tensor) and v not in self._numbers for v in given):
+        if any(isinstance(v, torch.Tensor) and v not in self._numbers for v in arguments):
             raise CaptureError(
                 f"the step passes a tensor to {type(scheduler).__name__}.step",
                 "a scheduler's step without arguments, or with numbers",
@@ -67,21 +67,21 @@ class Schedulers:
             )
 
     def _dry_run(
-        self, scheduler: LRScheduler, held: Sequence[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, scheduler: LRScheduler, tables: Sequence[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[int, dict[str, Any]]:
         """Run a scheduler's step, undo it, and return the contents of schedulers and groups after it, by identity."""
         plain = self._numbers.plain
-        with preserved(held), warnings.catch_warnings():
+        with preserved(tables), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for one in held:
-                for key, value in list(one.items()):
-                    one[key] = type(value)(map(plain, value)) if type(value) in (list, tuple) else plain(value)
+            for table in tables:
+                for key, value in list(table.items()):
+                    table[key] = type(value)(map(plain, value)) if type(value) in (list, tuple) else plain(value)
             self._running = True
             try:
                 scheduler.step(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
             finally:
                 self._running = False
-            return {id(one): dict(one) for one in held}
+            return {id(table): dict(table) for table in tables}
 
     def _flush_groups(self, optimizer: Any) -> None:
         """Write the options that the step has set so far into the groups, where the scheduler reads them."""
@@ -97,10 +97,10 @@ class Schedulers:
                 self._numbers.effect([container.holder], container.place_of(key).set, after)
                 container.before = {**container.before, key: after}
 
-    def _replace_options(self, optimizer: Any, found: Mapping[int, dict[str, Any]]) -> None:
+    def _replace_options(self, optimizer: Any, tables: Mapping[int, dict[str, Any]]) -> None:
         """Replace the options that a scheduler's step changes by new numbers."""
         for container in self._reach.groups_of(optimizer):
-            after = found[id(container.holder)]
+            after = tables[id(container.holder)]
             for key, value in after.items():
                 before = self._numbers.plain(container.holder.get(key))
                 if key != "lr" and (key not in _SCHEDULED or (type(before) is type(value) and before == value)):
@@ -114,21 +114,21 @@ class Schedulers:
 
     def show(self, scheduler: LRScheduler, values: Mapping[str, Any], late: bool) -> None:
         """Replace numeric attributes of a scheduler by numbers read at this point of the step."""
-        held, name = vars(scheduler), type(scheduler).__name__
+        attributes, name = vars(scheduler), type(scheduler).__name__
         if id(scheduler) not in self._shown:
             self._shown.add(id(scheduler))
-            _torch.undo(put_back, held, dict(held))
+            _torch.undo(put_back, attributes, dict(attributes))
         for key, value in list(values.items()):
-            place = Location(f"{name}.{key}", held, key)
+            place = Location(f"{name}.{key}", attributes, key)
             if is_number(value):
-                held[key] = self._numbers.read(place, value, late)
+                attributes[key] = self._numbers.read(place, value, late)
             elif key == "_last_lr" and isinstance(value, list):
-                held[key] = self._items(place, f"{name}.get_last_lr()", map(float, cast(list[Any], value)), late)
+                attributes[key] = self._items(place, f"{name}.get_last_lr()", map(float, cast(list[Any], value)), late)
 
     def _items(self, place: Location, path: str, values: Iterable[Any], late: bool) -> list[torch.Tensor]:
         """Read the numbers of the list or tuple at `place`."""
-        found = enumerate(values)
-        return [self._numbers.read(NumberLocation(f"{path}[{i}]", place, i), value, late) for i, value in found]
+        numbered = enumerate(values)
+        return [self._numbers.read(NumberLocation(f"{path}[{i}]", place, i), value, late) for i, value in numbered]
 
 
 def _run_scheduler(scheduler: LRScheduler, optimizers: Sequence[Any], names: Sequence[str], *values: Any) -> None:

@@ -44,9 +44,9 @@ def _adafactor(
             param.mul_(1 - lr * weight_decay)
         if grad.dim() > 1:
             rows, cols = row_vars[i], col_vars[i]
-            for kept, dim in ((rows, -1), (cols, -2)):
+            for average, dim in ((rows, -1), (cols, -2)):
                 mean: Any = cast(Any, torch.norm)(grad, dim=dim, keepdim=True).square_().div_(grad.size(dim))
-                kept.lerp_(mean, forget.to(kept.dtype))
+                average.lerp_(mean, forget.to(average.dtype))
             estimate = (rows @ cols).div_(rows.mean(dim=-2, keepdim=True).clamp_(min=eps1))
         else:
             estimate = variances[i].lerp_(grad * grad, forget.to(grad.dtype)).clone()
@@ -71,26 +71,26 @@ _SAME_LAST = frozenset({
 _COUNTS = frozenset({torch.ops.aten.arange.default, torch.ops.aten.arange.start})
 
 
-def _packed_sequences(original: Any, position_ids: Any, *more: Any, **named: Any) -> Any:
+def _packed_sequences(original: Any, position_ids: Any, *rest: Any, **named: Any) -> Any:
     """`find_packed_sequence_indices` of transformers, which asks whether positions begin anew inside of a row. While it
     is traced it does not look, and masks in case they do, so that attention gets a mask where it could be causal.
     """
-    found = _torch.traced_node(position_ids) if isinstance(position_ids, Tensor) else None
-    return None if found is not None and _counts_up(found[0]) else original(position_ids, *more, **named)
+    traced = _torch.traced_node(position_ids) if isinstance(position_ids, Tensor) else None
+    return None if traced is not None and _counts_up(traced[0]) else original(position_ids, *rest, **named)
 
 
 def _counts_up(node: Any) -> bool:
     """True for what counts up by 1 along its last dim, for any size: an `arange` plus a number, in rows alike."""
     while node.op == "call_function" and node.target in _SAME_LAST:
-        given, *rest = node.args
-        rank = len(meta.value(given).shape)
+        source, *rest = node.args
+        rank = len(meta.value(source).shape)
         if node.target is torch.ops.aten.unsqueeze.default and rest[0] % (rank + 1) == rank:
             return False
         if node.target is torch.ops.aten.expand.default and rest[0][-1] != -1:
             return False
         if node.target is torch.ops.aten.add.Tensor and not isinstance(rest[0], int):
             return False
-        node = given
+        node = source
     return node.op == "call_function" and node.target in _COUNTS
 
 
@@ -139,8 +139,8 @@ def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
     out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
     weight = self.num_batches_tracked.double().reciprocal()
     with torch.no_grad():
-        for kept, new in ((self.running_mean, mean), (self.running_var, var)):
-            kept.copy_(new * weight + kept * (1 - weight))
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            running.copy_(new * weight + running * (1 - weight))
     return out
 
 
@@ -149,14 +149,14 @@ def _cond(
 ) -> Any:
     """`torch.cond`: traces the branch that is taken, as an `if`."""
     try:
-        taken = bool(pred)
+        is_true = bool(pred)
     except CaptureError as error:
         raise CaptureError(
             "the step passes torch.cond a predicate that is known only when the step runs",
             error.needed,
             "compute both branches and write torch.where(pred, true, false)",
         ) from None
-    return true_fn(*operands) if taken else false_fn(*operands)
+    return true_fn(*operands) if is_true else false_fn(*operands)
 
 
 def _refuse_anomaly(original: Any, enabled: bool, check_nan: bool = True) -> None:
@@ -192,10 +192,10 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
     """`GradScaler._maybe_opt_step`: run the update, and restore all changed tensors if a gradient is not finite."""
     if not self.is_enabled() or "closure" in kwargs:
         return original(self, optimizer, *args, **kwargs)
-    found = _torch.inf_checks(self, optimizer)
-    if not found:
+    checks = _torch.inf_checks(self, optimizer)
+    if not checks:
         raise AssertionError("No inf checks were recorded for this optimizer.")
-    skipped = torch.stack(found).sum() > 0
+    skipped = torch.stack(checks).sum() > 0
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     before, old = _entries(optimizer, params), {id(t): t.detach().clone() for t in _updated(optimizer, params)}
     result = optimizer.step(*args, **kwargs)
@@ -220,8 +220,8 @@ def _updated(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _entries(optimizer: Any, params: Sequence[Tensor]) -> dict[tuple[str, str], Any]:
-    found = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
-    return found | {
+    entries = {(f"group {i}", k): v for i, g in enumerate(optimizer.param_groups) for k, v in g.items()}
+    return entries | {
         (f"state {i}", k): v
         for i, p in enumerate(params)
         for k, v in Entry(optimizer.state.get(p, {})).leaves().items()
@@ -317,7 +317,7 @@ def methods() -> list[tuple[Any, str, Callable[..., Any]]]:
         (_torch.ADAFACTOR, "_single_tensor_adafactor", _adafactor),
         (_torch.ADAFACTOR, "_multi_tensor_adafactor", _adafactor),
         *([(transformers.Adafactor, "_get_lr", _rate_of_transformers)] if transformers else []),
-        *(one for one in packed if hasattr(masks, one[1])),
+        *(form for form in packed if hasattr(masks, form[1])),
         (_torch.BATCH_NORM, "forward", _batch_norm),
         (torch, "cond", _cond),
         (torch.amp.GradScaler, "_unscale_grads_", _unscale),

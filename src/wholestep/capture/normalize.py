@@ -51,7 +51,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     outputs = _name_outputs(graph, traced, keep_grads)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
-    name_in_order(graph, [given.name for given in inputs])
+    name_in_order(graph, [source.name for source in inputs])
     if traced.stand_ins.symbols is not None:
         with_plain_sizes(graph, traced.stand_ins.symbols)
     names = tuple(node.name for node in losses if node in set(graph.nodes))
@@ -62,7 +62,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
 
 def changed_constants(module: GraphModule) -> list[torch.Tensor]:
     """Return the constants (tensors that are no inputs) that a trace changes in place."""
-    return [getattr(module, str(given.target)) for _, given in _changed(module)]
+    return [getattr(module, str(constant.target)) for _, constant in _changed(module)]
 
 
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
@@ -70,10 +70,10 @@ def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
     the memory of an array (`from_numpy`) is no new one: its storage cannot be resized.
     """
     for node in filter(is_mutating, module.graph.nodes):
-        for given in map(_viewed, written(node)):
-            source = node_at(given, 0) if given.target is aten.lift_fresh_copy.default else given
+        for viewed in map(_viewed, written(node)):
+            source = node_at(viewed, 0) if viewed.target is aten.lift_fresh_copy.default else viewed
             if source.op == "get_attr" and (
-                source is given or not getattr(module, str(source.target)).untyped_storage().resizable()
+                source is viewed or not getattr(module, str(source.target)).untyped_storage().resizable()
             ):
                 yield node, source
 
@@ -86,9 +86,9 @@ def _viewed(node: Node) -> Node:
 
 
 def _refuse_mutated_constants(module: GraphModule) -> None:
-    for node, given in _changed(module):
+    for node, constant in _changed(module):
         raise CaptureError(
-            f"the step changes in place a tensor of shape {tuple(getattr(module, str(given.target)).shape)} "
+            f"the step changes in place a tensor of shape {tuple(getattr(module, str(constant.target)).shape)} "
             "that it closes over",
             "every changed tensor as part of the model or the optimizer, or as an argument",
             "register it as a buffer of the model or pass it to the step",
@@ -117,15 +117,15 @@ def _drop_input_copies(graph: Graph) -> None:
 
 
 def _take_losses(graph: Graph) -> list[Node]:
-    found: list[Node] = []
+    losses: list[Node] = []
     for node in list(graph.nodes):
         if node.target is LOSS:
             source = node.args[0]
             while source.target in _SAME:
                 source = source.args[0]
-            found.append(source)
+            losses.append(source)
             graph.erase_node(node)
-    return found
+    return losses
 
 
 def _drop_no_ops(graph: Graph) -> None:
@@ -148,22 +148,22 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
     """Merge equal views and casts of a parameter (autocast adds one per use), equal views of a result, so that it is
     resharded once for all that read one, and equal arithmetic of hypers.
     """
-    made: dict[tuple[object, ...], Node] = {}
-    given = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-    roles = {n: i.role for n, i in given if i.role in (Role.PARAM, Role.HYPER)}
+    first: dict[tuple[object, ...], Node] = {}
+    placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    roles = {n: i.role for n, i in placeholders if i.role in (Role.PARAM, Role.HYPER)}
     for node in list(graph.nodes):
-        read = {roles.get(n) for n in node.all_input_nodes}
-        views = read == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
-        known = Role.PARAM if views else Role.HYPER if read == {Role.HYPER} else None
-        if node.op == "call_function" and (known or node.target in _WHOLE_VIEWS):
-            key = (node.target, repr(node.args), repr(node.kwargs), known or _moment(node))
-            if key in made:
-                node.replace_all_uses_with(made[key])
+        operand_roles = {roles.get(n) for n in node.all_input_nodes}
+        views = operand_roles == {Role.PARAM} and node.target in CHEAP and len(node.all_input_nodes) == 1
+        role = Role.PARAM if views else Role.HYPER if operand_roles == {Role.HYPER} else None
+        if node.op == "call_function" and (role or node.target in _WHOLE_VIEWS):
+            key = (node.target, repr(node.args), repr(node.kwargs), role or _moment(node))
+            if key in first:
+                node.replace_all_uses_with(first[key])
                 graph.erase_node(node)
             else:
-                made[key] = node
-                if known:
-                    roles[node] = known
+                first[key] = node
+                if role:
+                    roles[node] = role
 
 
 def _moment(node: Node) -> tuple[object, ...]:
@@ -199,9 +199,9 @@ def _same_as(node: Node) -> Node | None:
         into, source = meta.tensor(node_at(node, 0)), meta.tensor(node_at(node, 1))
         return node_at(node, 1) if into == source else None
     if target is aten._to_copy.default and node_at(node, 0).target is aten._to_copy.default:
-        source, wide, made = node_at(node_at(node, 0), 0), meta.tensor(node_at(node, 0)), meta.tensor(node)
-        exact = made is not None and made.dtype.is_floating_point and wide is not None and wide.dtype is torch.float64
-        return source if exact and meta.tensor(source) == made else None
+        source, wide, cast_to = node_at(node_at(node, 0), 0), meta.tensor(node_at(node, 0)), meta.tensor(node)
+        exact = cast_to and cast_to.dtype.is_floating_point and wide and wide.dtype is torch.float64
+        return source if exact and meta.tensor(source) == cast_to else None
     if target in (aten.view.default, aten.expand.default, aten._to_copy.default):
         return node_at(node, 0) if meta.tensor(node_at(node, 0)) == meta.tensor(node) else None
     if _torch.is_getitem(target) and node_at(node, 0).target is aten._native_batch_norm_legit_functional.default:
@@ -212,8 +212,8 @@ def _same_as(node: Node) -> Node | None:
 
 def _fuse_alpha(graph: Graph, inputs: list[Input]) -> None:
     """Restore `add(..., alpha=-lr)` of foreach SGD: its capturable form multiplies first and rounds twice."""
-    given = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-    numbers = {node for node, i in given if i.role is Role.HYPER}
+    placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    numbers = {node for node, i in placeholders if i.role is Role.HYPER}
     for node in list(graph.nodes):
         scaled = _scaled_list(node, numbers)
         if scaled is not None:
@@ -233,16 +233,16 @@ def _scaled_list(node: Node, numbers: set[Node]) -> Node | None:
     scaled = node_at(added[0], 0) if _torch.is_getitem(added[0].target) else None
     if scaled is None or scaled.target is not aten._foreach_mul.Tensor:
         return None
-    factor, whole = node_at(scaled, 1), [(n.target, n.args) for n in added]
+    factor, items = node_at(scaled, 1), [(n.target, n.args) for n in added]
     by_number = factor.target is aten.neg.default and node_at(factor, 0) in numbers
-    in_order = whole == [(added[0].target, (scaled, i)) for i in range(len(cast(list[Node], scaled.args[0])))]
+    in_order = items == [(added[0].target, (scaled, i)) for i in range(len(cast(list[Node], scaled.args[0])))]
     return scaled if by_number and in_order else None
 
 
 def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list[Input], dict[str, torch.Tensor]]:
     """Turn tensors that the step closes over into inputs that are bound once, by reference."""
     graph, constants = module.graph, dict[str, torch.Tensor]()
-    known: dict[int, Node] = {}
+    by_id: dict[int, Node] = {}
     inputs = list(inputs)
     last = graph.find_nodes(op="placeholder")[-1:]
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
@@ -257,15 +257,15 @@ def _constants_to_inputs(module: GraphModule, inputs: list[Input]) -> tuple[list
                 "pass its module to the step, or to wholestep.compile as model=",
                 next((line for line in (meta.source_line(n) for n in (node, *node.users)) if line), ""),
             )
-        if id(tensor) not in known:
+        if id(tensor) not in by_id:
             name = f"const.{len(constants)}"
             with graph.inserting_after(last[0]) if last else graph.inserting_before(None):
-                made = graph.placeholder(name.replace(".", "_"))
-            meta.set_value(made, meta.value(node) if meta.value(node) is not None else tensor)
-            known[id(tensor)], last = made, [made]
+                placeholder = graph.placeholder(name.replace(".", "_"))
+            meta.set_value(placeholder, meta.value(node) if meta.value(node) is not None else tensor)
+            by_id[id(tensor)], last = placeholder, [placeholder]
             constants[name] = tensor
             inputs.append(Input(name, Role.CONST, meta.meta_of(tensor)))
-        node.replace_all_uses_with(known[id(tensor)])
+        node.replace_all_uses_with(by_id[id(tensor)])
         graph.erase_node(node)
     return inputs, constants
 
@@ -276,24 +276,24 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
     values: list[Any] = list(node.args[0])
     updated = [*traced.stand_ins.inputs, *traced.created]
     count = len(values) - len(updated)
-    given = dict(zip((i.name for i in updated), graph.find_nodes(op="placeholder"), strict=False))
+    placeholders = dict(zip((i.name for i in updated), graph.find_nodes(op="placeholder"), strict=False))
     drop_grads = traced.fresh_grads and not keep_grads
-    kept = [(Output("result", str(i)), made) for i, made in enumerate(values[:count])]
-    for i, made in zip(updated, values[count:], strict=True):
-        if made is not given.get(i.name) and not (drop_grads and i.role is Role.GRAD):
-            kept.append((Output("update", i.name), made))
-    node.args = (tuple(made for _, made in kept),)
-    return [output for output, _ in kept]
+    outputs = [(Output("result", str(i)), value) for i, value in enumerate(values[:count])]
+    for i, value in zip(updated, values[count:], strict=True):
+        if value is not placeholders.get(i.name) and not (drop_grads and i.role is Role.GRAD):
+            outputs.append((Output("update", i.name), value))
+    node.args = (tuple(value for _, value in outputs),)
+    return [output for output, _ in outputs]
 
 
 def _drop_unused(graph: Graph, inputs: list[Input], outputs: list[Output]) -> list[Input]:
     """Drop unused inputs: gradients (also those only overwritten), numbers, constants, and state without an update."""
     updated = {o.target for o in outputs}
-    kept: list[Input] = []
-    for given, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True):
-        overwritten = given.role is Role.GRAD or given.name not in updated
-        if given.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and overwritten:
+    used: list[Input] = []
+    for source, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True):
+        overwritten = source.role is Role.GRAD or source.name not in updated
+        if source.role in (Role.GRAD, Role.HYPER, Role.STATE, Role.CONST) and not node.users and overwritten:
             graph.erase_node(node)
         else:
-            kept.append(given)
-    return kept
+            used.append(source)
+    return used

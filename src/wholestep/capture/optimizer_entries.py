@@ -42,10 +42,10 @@ class Items(Lookup):
     kind: type
 
     def _now(self) -> Any:
-        found = self.holder[self.key]
-        if type(found) is not self.kind:
+        container = self.holder[self.key]
+        if type(container) is not self.kind:
             raise KeyError(self.key)
-        return found
+        return container
 
     def __len__(self) -> int:
         """Number of items; 0 without the container."""
@@ -59,13 +59,13 @@ class Items(Lookup):
         if not isinstance(items, tuple):
             items[key] = value
         elif items[key] is not value:
-            held = cast(tuple[Any, ...], items)
-            self.holder[self.key] = remade(held, [value if i == key else item for i, item in enumerate(held)])
+            current = cast(tuple[Any, ...], items)
+            self.holder[self.key] = remade(current, [value if i == key else item for i, item in enumerate(current)])
 
 
-def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+def remade(original: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
     """Return a tuple of the class of another one."""
-    make: Any = getattr(type(like), "_make", type(like))
+    make: Any = getattr(type(original), "_make", type(original))
     return make(items)
 
 
@@ -98,7 +98,7 @@ class Entry:
 
     def structures(self) -> dict[Any, Structure]:
         """How the containers among the entries are built, by name."""
-        return {key: take_apart(one, objects=False).structure for key, one in self.held.items() if type(one) in _OPENED}
+        return {key: _structure(value) for key, value in self.held.items() if type(value) in _OPENED}
 
     def containers(self) -> Iterator[tuple[Any, Any, Any]]:
         """The containers, each with its place."""
@@ -123,7 +123,7 @@ class Entry:
         """The container that holds an entry or item, and its key there."""
         if name in self.held or not isinstance(name, str) or "." not in name:
             return self.held, name
-        return next(((holder, key) for found, holder, key, _ in self._walk() if found == name), (self.held, name))
+        return next(((holder, key) for path, holder, key, _ in self._walk() if path == name), (self.held, name))
 
     def _walk(self) -> Iterator[tuple[Any, Any, Any, Any]]:
         for key, value in self.held.items():

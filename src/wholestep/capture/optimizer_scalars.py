@@ -44,38 +44,38 @@ class Counts:
     kept: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
     names: set[str] = field(default_factory=set[str])
 
-    def put(self, optimizer: Optimizer, given: Input, param: Tensor, tensor: Tensor) -> None:
+    def put(self, optimizer: Optimizer, source: Input, param: Tensor, tensor: Tensor) -> None:
         """Put a state tensor into `optimizer`: as float64 if eager would read it; fused kernels read the original."""
         entry: dict[str, Any] = cast(Any, optimizer.state)[param]
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        counts = type(optimizer).__module__.startswith("torch.optim") and given.key in _COUNTS
-        Entry(entry)[given.key] = tensor
+        counts = type(optimizer).__module__.startswith("torch.optim") and source.key in _COUNTS
+        Entry(entry)[source.key] = tensor
         if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-            entry[given.key] = tensor.double()
-            self.names.add(given.name)
-            self.kept[id(entry[given.key])] = _Scalar(entry[given.key], tensor.dtype, given.key, entry, group)
+            entry[source.key] = tensor.double()
+            self.names.add(source.name)
+            self.kept[id(entry[source.key])] = _Scalar(entry[source.key], tensor.dtype, source.key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:
         """Run a call that would round otherwise than eager does; NotImplemented for all other calls."""
         name = getattr(func, "__name__", "")
         if func is torch.where and len(args) == 3 and not any(isinstance(a, Tensor) for a in args[1:]):
             return _where(*args) if _called_by_optimizer() else NotImplemented
-        found = self._written_scalars(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
-        if found and name in _MULTIPLIES:
-            for one, factor in zip(found, _listed(args[1], len(found)), strict=True):
-                one.tensor.copy_(one.tensor.to(one.dtype) * _as_operand(factor, one.dtype))
-        elif found and all(one.key == "eta" for one in found):
-            for one in found:
-                one.tensor.copy_(_eta(one))
+        scalars = self._written_scalars(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
+        if scalars and name in _MULTIPLIES:
+            for scalar, factor in zip(scalars, _listed(args[1], len(scalars)), strict=True):
+                scalar.tensor.copy_(scalar.tensor.to(scalar.dtype) * _as_operand(factor, scalar.dtype))
+        elif scalars and all(scalar.key == "eta" for scalar in scalars):
+            for scalar in scalars:
+                scalar.tensor.copy_(_eta(scalar))
         else:
             return NotImplemented
         return args[0]
 
     def _written_scalars(self, written: Any) -> list[_Scalar]:
         """Return the scalars that a call writes; nothing if it writes other tensors too."""
-        found = [self.kept.get(id(tensor)) for tensor in _listed(written, 1)]
-        return [one for one in found if one] if all(found) else []
+        scalars = [self.kept.get(id(tensor)) for tensor in _listed(written, 1)]
+        return [scalar for scalar in scalars if scalar] if all(scalars) else []
 
 
 def _called_by_optimizer() -> bool:
@@ -100,9 +100,9 @@ def _as_operand(number: Any, dtype: torch.dtype) -> Any:
     return number.to(dtype) if isinstance(number, Tensor) else number
 
 
-def _eta(kept: _Scalar) -> Tensor:
+def _eta(scalar: _Scalar) -> Tensor:
     """Return the step size of foreach ASGD, which computes with the count in its original dtype."""
-    group, dtype = kept.group, kept.dtype
+    group, dtype = scalar.group, scalar.dtype
     lr, lambd, alpha = group["lr"], group["lambd"], group["alpha"]
-    grown = 1 + kept.entry["step"].to(dtype) * _as_operand(lambd * lr, dtype)
+    grown = 1 + scalar.entry["step"].to(dtype) * _as_operand(lambd * lr, dtype)
     return (grown ** _as_operand(alpha, dtype)).reciprocal() * _as_operand(lr, dtype)

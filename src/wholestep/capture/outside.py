@@ -78,8 +78,8 @@ class Outside:
             return
         self._refuse_tensors("logs", (record.msg, record.args), f"wholestep.callback({logger.name}.info, ...)", line)
         extra = {key: value for key, value in vars(record).items() if key not in _OF_RECORDS}
-        found = record.levelno, record.pathname, record.lineno, record.msg, record.args, record.exc_info
-        self._call(_log, (logger, *found, record.funcName, extra or None, record.stack_info), {})
+        fields = record.levelno, record.pathname, record.lineno, record.msg, record.args, record.exc_info
+        self._call(_log, (logger, *fields, record.funcName, extra or None, record.stack_info), {})
 
     def on_level(self, original: Callable[..., bool], logger: logging.Logger, level: int) -> bool:
         """In place of `Logger.isEnabledFor`."""
@@ -130,9 +130,9 @@ class Outside:
         )
         return original(*args, **kwargs)
 
-    def _refuse_at(self, line: str, found: str, needed: str, next_step: str) -> None:
+    def _refuse_at(self, line: str, text: str, needed: str, next_step: str) -> None:
         if line:
-            self._refuse(CaptureError(found, needed, next_step, line))
+            self._refuse(CaptureError(text, needed, next_step, line))
 
     def on_draw(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of what draws from the global generator of `random` or `numpy.random`, or seeds it."""
@@ -151,8 +151,8 @@ class Outside:
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if line := self._own_line(_is_outside):
-            given = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
-            self._refuse(done_once(f"calls {event}({', '.join(map(repr, given))})", line))
+            shown = [args[0], *args[1:2]] if event == "open" and args[1] is not None else args[:1]
+            self._refuse(done_once(f"calls {event}({', '.join(map(repr, shown))})", line))
 
     def _note(self, place: Location, value: Any) -> None:
         self.read.setdefault(place.path, expect(place, value))

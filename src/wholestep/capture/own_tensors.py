@@ -34,21 +34,21 @@ class OwnTensors:
         self._names: dict[int, str] = {}
         self._batch: list[torch.Tensor] = []
 
-    def put(self, name: str, own: torch.Tensor, fake: torch.Tensor, of_batch: bool = False) -> None:
+    def put(self, name: str, original: torch.Tensor, fake: torch.Tensor, of_batch: bool = False) -> None:
         """Let `fake` stand for the tensor `own`, which has the input `name`."""
         _torch.shown_to_user(fake)
-        self._batch += [own] * of_batch
-        self._fakes[id(own)], self._own[id(fake)] = fake, own
-        vars(fake).update({key: v for key, v in tensor_attributes(own).items() if not hasattr(fake, key)})
-        self._names[id(own)] = self._names[id(fake)] = name
+        self._batch += [original] * of_batch
+        self._fakes[id(original)], self._own[id(fake)] = fake, original
+        vars(fake).update({key: v for key, v in tensor_attributes(original).items() if not hasattr(fake, key)})
+        self._names[id(original)] = self._names[id(fake)] = name
 
     def name_of(self, tensor: object) -> str | None:
         """Return the input that a tensor of the user's, or its fake, is; None for any other value."""
         return self._names.get(id(tensor))
 
-    def of(self, made: Any) -> Any:
+    def of(self, tensor: Any) -> Any:
         """Return the user's tensor where `made` is its fake; any other value unchanged."""
-        return self._own.get(id(made), made)
+        return self._own.get(id(tensor), tensor)
 
     def fake_of(self, value: Any) -> Any:
         """Exchange the user's tensors in a value, and inside lists, tuples, dicts and slices, for their fakes."""

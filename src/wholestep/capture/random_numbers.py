@@ -64,10 +64,10 @@ class RngReplay:
 
     def restored(self, original: Any, state: torch.Tensor) -> None:
         """Replace torch.set_rng_state: record the reset to a state read before. A trace draws no numbers."""
-        known = [segment for kept, segment in self._saved if kept is state]
-        if not known:
+        segments = [segment for saved, segment in self._saved if saved is state]
+        if not segments:
             refuse_seeds(None)
-        self._begin(known[0])
+        self._begin(segments[0])
 
     def _begin(self, repeats: int | None) -> None:
         self.repeats.append(repeats)

@@ -96,17 +96,17 @@ class Container:
         if isinstance(self.holder, (list, tuple)):
             return dict(enumerate(cast(Sequence[Any], self.holder)))
         if self.keys is not None:
-            found = ((key, Location("", self.holder, key).get()) for key in self.keys)
-            return {key: value for key, value in found if value is not MISSING}
+            entries = ((key, Location("", self.holder, key).get()) for key in self.keys)
+            return {key: value for key, value in entries if value is not MISSING}
         if self.style == "class":
             table = cast(Mapping[str, Any], vars(self.holder.owner))
             return {k: v for k, v in table.items() if not (k[:2] == k[-2:] == "__" or _is_descriptor(v))}
-        held = dict(cast(Mapping[Any, Any], self.holder))
+        contents = dict(cast(Mapping[Any, Any], self.holder))
         if self.style in ("tensor", "fake"):
-            return {k: v for k, v in held.items() if is_users(k) and not (self.style == "fake" and k[0] == "_")}
+            return {k: v for k, v in contents.items() if is_users(k) and not (self.style == "fake" and k[0] == "_")}
         for key in self.excluded:
-            held.pop(key, None)
-        return held
+            contents.pop(key, None)
+        return contents
 
     def path_of(self, key: Any) -> str:
         """Return the user's expression for an entry."""
@@ -131,8 +131,8 @@ class Container:
         if self.opaque is not None:
             return [("", self.before[""], now[""])] if now != self.before else []
         now = {
-            key: self.before[key] if type(one) is Structure and one == self.before.get(key) else one
-            for key, one in now.items()
+            key: self.before[key] if type(value) is Structure and value == self.before.get(key) else value
+            for key, value in now.items()
         }
         pairs = zip(now.items(), self.before.items(), strict=False)
         if len(now) == len(self.before) and all(k is had and v is was for (k, v), (had, was) in pairs):
@@ -145,20 +145,20 @@ class Container:
         Location("", self.holder, key).set(value)
         self.before = {**self.before, key: value}
 
-    def restore(self, kept: set[Any]) -> None:
+    def restore(self, unchanged: set[Any]) -> None:
         """Restore all entries except `kept`."""
         if self.opaque is not None:
-            whole: Any = self.holder
-            if isinstance(whole, (set, deque)) and self.changes():
-                whole.clear()
-                (whole.update if isinstance(whole, set) else whole.extend)(self.before[""])
+            opaque_holder: Any = self.holder
+            if isinstance(opaque_holder, (set, deque)) and self.changes():
+                opaque_holder.clear()
+                (opaque_holder.update if isinstance(opaque_holder, set) else opaque_holder.extend)(self.before[""])
             return
         if isinstance(self.holder, list):
-            held = cast(list[Any], self.holder)
-            held[:] = [held[i] if i in kept and i < len(held) else v for i, v in self.before.items()]
+            items = cast(list[Any], self.holder)
+            items[:] = [items[i] if i in unchanged and i < len(items) else v for i, v in self.before.items()]
             return
         for key, _, _ in self.changes():
-            if key not in kept:
+            if key not in unchanged:
                 Location("", self.holder, key).set(self.before.get(key, MISSING))
 
 
@@ -222,7 +222,7 @@ class Reach:
         return [c for c in self.containers if isinstance(c.lookup, GroupEntry) and id(c.holder) in groups]
 
 
-def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, opened: Sequence[Any] = ()) -> Reach:
+def reach(fn: Callable[..., Any], arguments: Mapping[str, Any], state: StepState, opened: Sequence[Any] = ()) -> Reach:
     """Search from `fn`, its arguments `given`, and its state. `opened` are objects whose contents are arguments."""
     search = _Search(Reach(), state)
     search.skip(opened)
@@ -231,10 +231,10 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, op
         search.found.bound.append((value, path))
     search.visit(fn, fn.__name__ if isinstance(fn, types.FunctionType) else "")
     wrappers = ((type(wrapper).__name__, wrapper) for wrapper in state.wrappers)
-    for name, value in (*given.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
+    for name, value in (*arguments.items(), *wrappers, *state.modules.items(), *state.optimizers.items()):
         search.visit(value, name or "model")
-    tensors = [held.tensor for held in (*state.params.values(), *state.buffers.values())]
-    for holder in (*tensors, *(v for v in given.values() if isinstance(v, torch.Tensor)), *_torch.FOR_ALL):
+    tensors = [entry.tensor for entry in (*state.params.values(), *state.buffers.values())]
+    for holder in (*tensors, *(v for v in arguments.values() if isinstance(v, torch.Tensor)), *_torch.FOR_ALL):
         for hook in (hook for table in _torch.hook_tables(holder) for hook in table.values()):
             search.visit(hook, getattr(hook, "__name__", "a hook"))
     for name in (*state.params, *state.buffers):
@@ -243,18 +243,18 @@ def reach(fn: Callable[..., Any], given: Mapping[str, Any], state: StepState, op
     return search.found
 
 
-def trainables(fn: Callable[..., Any], given: Mapping[str, Any], opened: Sequence[Any]) -> dict[str, Trainable]:
+def trainables(fn: Callable[..., Any], arguments: Mapping[str, Any], opened: Sequence[Any]) -> dict[str, Trainable]:
     """Return the modules, optimizers and gradient scalers to which a step leads, by path and in its order.
 
     What an object holds counts where code that the step leads to names the attribute; an optimizer's, whatever code.
     """
-    search = _Search(Reach(), StepState({}, {}), found := dict[str, Trainable](), inspect.unwrap(fn))
+    search = _Search(Reach(), StepState({}, {}), by_path := dict[str, Trainable](), inspect.unwrap(fn))
     search.skip(opened)
     bound = [("" if path == "self" else path, value) for value, path in bound_to(fn)]
-    for path, value in (*given.items(), *bound, ("", fn)):
+    for path, value in (*arguments.items(), *bound, ("", fn)):
         search.visit(value, path)
     search.finish()
-    return dict(sorted(found.items()))
+    return dict(sorted(by_path.items()))
 
 
 def bound_to(fn: Any) -> list[tuple[Any, str]]:
@@ -277,9 +277,9 @@ class _Search:
     """
 
     def __init__(
-        self, found: Reach, state: StepState, new: dict[str, Trainable] | None = None, root: Any = None
+        self, reachable: Reach, state: StepState, new: dict[str, Trainable] | None = None, root: Any = None
     ) -> None:
-        self.found, self.state, self._new = found, state, new
+        self.found, self.state, self._new = reachable, state, new
         self._unnamed: list[tuple[Any, Any, str]] = []
         self._globals_seen = set[tuple[int, str]]()
         self._names: set[str] = {"forward", "__call__", "step"}
@@ -288,9 +288,9 @@ class _Search:
         self._classes: list[type] = []
         self._waiting: list[tuple[Any, str]] = []
         self._modules: dict[str, types.ModuleType] = {}
-        found.of_state |= {id(module) for root in state.modules.values() for module in root.modules()}
-        found.of_state |= {id(one) for one in state.optimizers.values()}
-        found.of_state |= {id(held.tensor) for held in (*state.params.values(), *state.buffers.values())}
+        reachable.of_state |= {id(module) for root in state.modules.values() for module in root.modules()}
+        reachable.of_state |= {id(optimizer) for optimizer in state.optimizers.values()}
+        reachable.of_state |= {id(entry.tensor) for entry in (*state.params.values(), *state.buffers.values())}
 
     def skip(self, opened: Sequence[Any]) -> None:
         """Search the classes of objects, and not the objects."""
@@ -316,7 +316,7 @@ class _Search:
             named = [(function, function.__qualname__) for name, function in self._methods if name in self._names]
             named += [(value, path) for key, value, path in self._unnamed if key in self._names]
             self._methods = [(name, function) for name, function in self._methods if name not in self._names]
-            self._unnamed = [one for one in self._unnamed if one[0] not in self._names]
+            self._unnamed = [row for row in self._unnamed if row[0] not in self._names]
             for value, path in named:
                 self.visit(value, path)
         names = sorted(self._names)
@@ -395,10 +395,10 @@ class _Search:
         if function.__defaults__ or function.__kwdefaults__:
             defaults = frozenset(["__defaults__", "__kwdefaults__"])
             self._note(Container(f"{function.__name__}'s defaults", Slots(function), "variable", defaults))
-        own = is_own_code(code.co_filename)
-        if function.__dict__ or own:
-            self._note(Container(function.__name__, function.__dict__, "function" if own else "attribute"))
-        if not own:
+        is_users_code = is_own_code(code.co_filename)
+        if function.__dict__ or is_users_code:
+            self._note(Container(function.__name__, function.__dict__, "function" if is_users_code else "attribute"))
+        if not is_users_code:
             return
         names, present = _names_of(code), _globals_of(code) & function.__globals__.keys()
         self._names |= names
@@ -425,28 +425,28 @@ class _Search:
         if is_closed(kind) or isinstance(value, GradScaler):  # a scaler is state of the step
             return
         self._note_class(kind)
-        if (held := attributes_of(value)) is not None:
+        if (attributes := attributes_of(value)) is not None:
             split = _MODULE_DICTS if isinstance(value, nn.Module) else ()
-            self._note(Container(path, held, "attribute", excluded=split, owner=value))
+            self._note(Container(path, attributes, "attribute", excluded=split, owner=value))
             for name in split:
-                style, known = "modules" if name == "_modules" else "attribute", id(value) in self.found.of_state
-                owner = None if known or name == "_modules" else value
-                self._note(Container(path, held[name], style, owner=owner))
+                style, is_of_state = "modules" if name == "_modules" else "attribute", id(value) in self.found.of_state
+                owner = None if is_of_state or name == "_modules" else value
+                self._note(Container(path, attributes[name], style, owner=owner))
         slots = frozenset(slots_of(kind))
         if slots:
             self._note(Container(path, Slots(value), "attribute", slots, owner=value))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
-        known = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
-        if not known and self._new is None:
+        positions = [number for number, other in enumerate(self.state.optimizers.values()) if other is optimizer]
+        if not positions and self._new is None:
             return self._object(optimizer, path)
         self._note_class(type(optimizer))
         self._note(Container(path, vars(optimizer), "attribute", excluded=_LOOKED_UP, owner=optimizer))
-        for g, group in enumerate(optimizer.param_groups if known else ()):
+        for g, group in enumerate(optimizer.param_groups if positions else ()):
             options = GroupEntry(optimizer, g)
-            if self.state.has_first(known[0], group):
+            if self.state.has_first(positions[0], group):
                 self._note(Container(f"{path}.param_groups[{g}]", group, "item", excluded=("params",), lookup=options))
-        for container in state_containers(self.state, known[0], path) if known else ():
+        for container in state_containers(self.state, positions[0], path) if positions else ():
             self._note(container)
         return None
 
@@ -477,13 +477,11 @@ class _Search:
 
 def state_containers(state: StepState, number: int, path: str) -> list[Container]:
     """Return the containers of the state that optimizer `number`, at `path`, has for each parameter."""
-    held = cast(Mapping[Any, dict[Any, Any]], list(state.optimizers.values())[number].state)
+    states = cast(Mapping[Any, dict[Any, Any]], list(state.optimizers.values())[number].state)
+    entries = [(owner, states[param.tensor]) for owner, param in state.params.items() if param.tensor in states]
     return [
-        Container(
-            f"{path}.state[{owner!r}]", Entry(held[param.tensor]), "item", lookup=StateEntry(state, number, owner)
-        )
-        for owner, param in state.params.items()
-        if param.tensor in held
+        Container(f"{path}.state[{owner!r}]", Entry(entry), "item", lookup=StateEntry(state, number, owner))
+        for owner, entry in entries
     ]
 
 
@@ -529,10 +527,10 @@ def leads_to(value: Any) -> list[Any] | None:
 def opaque(value: Any) -> Callable[[], Any] | None:
     """Return a function whose result changes with an object that has no assignable items; None for other objects."""
     kind = cast(type[Any], type(value))
-    read = next((read for kinds, read in _OPAQUE if issubclass(kind, kinds)), None)
+    reader = next((reader for kinds, reader in _OPAQUE if issubclass(kind, kinds)), None)
     if issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
-        read = read or _iterator_position
-    return None if read is None else functools.partial(read, value)
+        reader = reader or _iterator_position
+    return None if reader is None else functools.partial(reader, value)
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> int:
@@ -553,9 +551,9 @@ def _iterator_position(iterator: Any) -> Any:
         parts: tuple[Any, ...] = iterator.__reduce__()
     except TypeError:
         return 0
-    given = tuple(parts[1]) if len(parts) > 1 else ()
-    inner = [_iterator_position(p) for p in given if isinstance(p, Iterator) and p is not iterator]
-    rest = [p for p in (*parts[1:], *given) if isinstance(p, (int, float))]
+    arguments = tuple(parts[1]) if len(parts) > 1 else ()
+    inner = [_iterator_position(p) for p in arguments if isinstance(p, Iterator) and p is not iterator]
+    rest = [p for p in (*parts[1:], *arguments) if isinstance(p, (int, float))]
     return rest, inner, getattr(iterator, "__length_hint__", int)()
 
 

@@ -46,7 +46,7 @@ def warn_once(text: str) -> None:
 
 
 def _cov(
-    original: Any, known: Known, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+    original: Any, value_of: Known, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
 ) -> Tensor:
     """`at::cov` without reads of values: NaN for negative weights, for which the original raises."""
     if input.dim() > 2 or input.dtype == torch.bool:
@@ -65,8 +65,8 @@ def _cov(
     return result if weights is None else torch.where((weights < 0).any(), math.nan, result)
 
 
-def _corrcoef(original: Any, known: Known, input: Tensor) -> Tensor:
-    c = _cov(original, known, input)
+def _corrcoef(original: Any, value_of: Known, input: Tensor) -> Tensor:
+    c = _cov(original, value_of, input)
     if c.dim() == 0:
         return c / c
     deviation = c.diagonal().sqrt()
@@ -100,7 +100,7 @@ class _Lstsq:
 
 
 def _lstsq(
-    original: Any, known: Known, A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None
+    original: Any, value_of: Known, A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
     """Least squares by the pseudo-inverse, which has the same least-norm solution and gradient."""
     vector = A.dim() == B.dim() + 1 and B.shape == A.shape[:-1]
@@ -110,12 +110,12 @@ def _lstsq(
     return _Lstsq(solution.squeeze(-1) if vector else solution)
 
 
-def _index_fill(original: Any, known: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+def _index_fill(original: Any, value_of: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """`index_fill` with a tensor value, whose backward in torch reads the distinct indices."""
     if not isinstance(value, Tensor):
         return original(input, dim, index, value)
-    made = torch.where(_filled(input, dim, index), value.to(input.dtype), input)
-    return input.copy_(made) if original is Tensor.index_fill_ else made
+    filled = torch.where(_filled(input, dim, index), value.to(input.dtype), input)
+    return input.copy_(filled) if original is Tensor.index_fill_ else filled
 
 
 def _filled(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -125,33 +125,35 @@ def _filled(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _tensor_split(
-    original: Any, known: Known, input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **named: Any
+    original: Any, value_of: Known, input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **named: Any
 ) -> Any:
     """`tensor_split` at points that are constants or depend on integers of the batch."""
     points = tensor_indices_or_sections
     if not isinstance(points, Tensor):
-        given = () if points is None else (points,)
-        return original(input, *given, dim=dim, **named)
-    found = _read(known, points, "split points", "tensor_split")
-    return input.tensor_split(cast(Any, found.tolist()), dim=dim)
+        sections = () if points is None else (points,)
+        return original(input, *sections, dim=dim, **named)
+    indices = _read(value_of, points, "split points", "tensor_split")
+    return input.tensor_split(cast(Any, indices.tolist()), dim=dim)
 
 
 def _repeat_interleave(
-    original: Any, known: Known, input: Any, repeats: Any = None, dim: int | None = None, *,
+    original: Any, value_of: Known, input: Any, repeats: Any = None, dim: int | None = None, *,
     output_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`repeat_interleave` with a number of output rows that depends on integers of the batch."""
     counts = input if repeats is None else repeats
     if isinstance(counts, Tensor) and output_size is None:
         rows = 1 if repeats is None or counts.numel() != 1 else (input.numel() if dim is None else input.size(dim))
-        output_size = rows * int(_read(known, counts.sum(), "number of repeats", "repeat_interleave(output_size=None)"))
+        output_size = rows * int(
+            _read(value_of, counts.sum(), "number of repeats", "repeat_interleave(output_size=None)")
+        )
     if repeats is None:
         return original(input, output_size=output_size)
     return original(input, repeats, dim, output_size=output_size)
 
 
-def _read(known: Known, tensor: Tensor, what: str, who: str) -> Tensor:
-    value = known(tensor)
+def _read(value_of: Known, tensor: Tensor, what: str, who: str) -> Tensor:
+    value = value_of(tensor)
     if value is None:
         raise CaptureError(
             f"{who} is given a {what} that depends on values of tensors",
@@ -162,7 +164,7 @@ def _read(known: Known, tensor: Tensor, what: str, who: str) -> Tensor:
 
 
 def _gaussian_nll_loss(
-    original: Any, known: Known, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
+    original: Any, value_of: Known, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
     """`gaussian_nll_loss`: NaN for a negative variance, for which the original raises."""
@@ -184,19 +186,19 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _dense(original: Any, known: Known, *args: Any, **kwargs: Any) -> Any:
+def _dense(original: Any, value_of: Known, *args: Any, **kwargs: Any) -> Any:
     """An embedding with a dense gradient: the size of a sparse gradient depends on the batch."""
     names = list(inspect.signature(original).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("sparse"):
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if arguments.get("sparse"):
         warn_once(
             "an embedding with sparse=True has a dense gradient in a compiled step: "
             "its values are the same, and it needs no optimizer for sparse gradients"
         )
-    return original(**{**given, "sparse": False})
+    return original(**{**arguments, "sparse": False})
 
 
-def _deep_copy(original: Any, known: Known, input: Tensor, memo: dict[int, Any]) -> Tensor:
+def _deep_copy(original: Any, value_of: Known, input: Tensor, memo: dict[int, Any]) -> Tensor:
     """The copy that `copy.deepcopy` makes of a tensor, which torch makes of its storage."""
     traced = _torch.is_fake(input) and input.is_leaf and input.grad is None
     return input.detach().clone().requires_grad_(input.requires_grad) if traced else original(input, memo)
@@ -216,37 +218,37 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
 }  # fmt: skip
 
 
-def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
+def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
     """Return a table for the tracer: static-shape forms of ops whose result size depends on values."""
 
     def read(x: Tensor) -> Any:
-        value = known(x) if _torch.is_fake(x) else None
+        value = value_of(x) if _torch.is_fake(x) else None
         if value is None:
             return NotImplemented
         with _torch.outside_of_trace():
             return value.item()
 
     def nonzero(x: Tensor) -> Any:
-        return _nonzero(x, known)
+        return _nonzero(x, value_of)
 
     def masked_select(x: Tensor, mask: Tensor) -> Any:
         both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
-        positions = _nonzero(both[1], known)
+        positions = _nonzero(both[1], value_of)
         return NotImplemented if positions is NotImplemented else both[0][positions.unbind(1)]
 
     def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         if not any(_is_mask(i) for i in indices):
             return NotImplemented
-        found: list[Tensor | None] = []
+        places: list[Tensor | None] = []
         for i in indices:
-            positions = _nonzero(i, known) if i is not None and _is_mask(i) else None
+            positions = _nonzero(i, value_of) if i is not None and _is_mask(i) else None
             if positions is NotImplemented:
                 return NotImplemented
-            found += [i] if positions is None else positions.unbind(1)
-        return aten.index.Tensor(x, found)
+            places += [i] if positions is None else positions.unbind(1)
+        return aten.index.Tensor(x, places)
 
     def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
-        fewest = known(x.max().clamp(min=minlength - 1) + 1) if x.numel() else torch.tensor(minlength)
+        fewest = value_of(x.max().clamp(min=minlength - 1) + 1) if x.numel() else torch.tensor(minlength)
         if fewest is None:
             return NotImplemented
         with _torch.outside_of_trace():
@@ -261,7 +263,7 @@ def fixed_sizes(known: Known) -> dict[Any, Callable[..., Any]]:
             return NotImplemented
         ordered, order = x.reshape(-1).sort(stable=True)
         begins = torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
-        positions = _nonzero(begins, known)
+        positions = _nonzero(begins, value_of)
         if positions is NotImplemented:
             return NotImplemented
         first = positions[:, 0]
@@ -284,8 +286,8 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _nonzero(mask: Tensor, known: Known) -> Any:
-    total = known((mask != 0).sum())
+def _nonzero(mask: Tensor, value_of: Known) -> Any:
+    total = value_of((mask != 0).sum())
     with _torch.outside_of_trace():
         count = None if total is None else int(total)
     return NotImplemented if count is None else torch.nonzero_static(mask, size=count)

@@ -54,15 +54,15 @@ class RoundedUpdates:
         """Write the copies back."""
         for _, _, _, param, wide in self._wide:
             state = cast(dict[Tensor, dict[str, Any]], optimizer.state)
-            made, kept = state[wide], state[param]
+            wide_state, narrow_state = state[wide], state[param]
             salt = zlib.crc32(self.names[id(param)].encode()) & 0x7FFFFFFF
             shape = list(param.shape)
             with torch.no_grad():
-                param.copy_(ROUND_AT_RANDOM(wide, made[_COUNT], [0] * len(shape), shape, salt))
-                held = Entry(kept).leaves()
-                for key, value in Entry(made).leaves().items():
-                    if isinstance(value, Tensor) and value is not held.get(key):
-                        held[key].copy_(value)
+                param.copy_(ROUND_AT_RANDOM(wide, wide_state[_COUNT], [0] * len(shape), shape, salt))
+                narrow = Entry(narrow_state).leaves()
+                for key, value in Entry(wide_state).leaves().items():
+                    if isinstance(value, Tensor) and value is not narrow.get(key):
+                        narrow[key].copy_(value)
             self.used = True
         self._restore()
 

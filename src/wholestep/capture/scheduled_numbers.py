@@ -18,13 +18,13 @@ _changed = WeakKeyDictionary[Optimizer, set[str]]()
 
 def scheduled(optimizers: Iterable[Optimizer]) -> set[str]:
     """Return the options of the optimizers that are known to change."""
-    found = {"lr"}
+    options = {"lr"}
     for optimizer in optimizers:
-        found |= changed_of(optimizer)
+        options |= changed_of(optimizer)
         for group in optimizer.param_groups:
             if "base_momentum" in group and "max_momentum" in group:  # from CyclicLR and OneCycleLR
-                found.add("betas" if "betas" in group else "momentum")
-    return found
+                options.add("betas" if "betas" in group else "momentum")
+    return options
 
 
 def changed_of(optimizer: Optimizer) -> set[str]:
@@ -37,12 +37,12 @@ def note(optimizer: Optimizer, keys: Iterable[str]) -> None:
     _changed.setdefault(optimizer, set()).update(keys)
 
 
-def note_changed(held: Sequence[tuple[Optimizer, int, str, Any]]) -> None:
+def note_changed(constants: Sequence[tuple[Optimizer, int, str, Any]]) -> None:
     """Record the constant options of a program that changed to another float: they may become inputs."""
-    for optimizer, number, key, value in held:
-        found = optimizer.param_groups[number].get(key) if number < len(optimizer.param_groups) else value
-        parts = cast(tuple[object, ...], found) if isinstance(found, tuple) else (found,)
-        if found is not value and found != value and all(isinstance(v, float) for v in parts):
+    for optimizer, number, key, value in constants:
+        current = optimizer.param_groups[number].get(key) if number < len(optimizer.param_groups) else value
+        parts = cast(tuple[object, ...], current) if isinstance(current, tuple) else (current,)
+        if current is not value and current != value and all(isinstance(v, float) for v in parts):
             note(optimizer, [key])
 
 

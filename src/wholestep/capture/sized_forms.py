@@ -29,24 +29,24 @@ def _max_pool1d_with_indices(
     """`max_pool1d` as what it is: a pool of two dims, of which one has a single place."""
     stride = kernel_size if stride is None or stride in ((), []) else stride
     sizes = _pair(kernel_size, 1), _pair(stride, 1), _pair(padding, 0), _pair(dilation, 1)
-    made, places = torch.ops.aten.max_pool2d_with_indices(input.unsqueeze(-2), *sizes, ceil_mode)
-    return made.squeeze(-2), places.squeeze(-2)
+    pooled, places = torch.ops.aten.max_pool2d_with_indices(input.unsqueeze(-2), *sizes, ceil_mode)
+    return pooled.squeeze(-2), places.squeeze(-2)
 
 
 def _interpolated(name: str, original: Any, input: Tensor, output_size: Any, *rest: Any) -> Tensor:
     """One of the functions behind `interpolate`: the last of its arguments are `scale_factors`."""
-    *others, factors = rest
+    *flags, factors = rest
     scales: list[Any] = [None] * (input.dim() - 2) if factors is None else list(factors)
     sizes = output_size
     if sizes is None:
         sizes = [_scaled(n, scale) for n, scale in zip(input.shape[2:], scales, strict=True)]
-    return _torch.RESIZES[name](input, list(sizes), *others, *scales)
+    return _torch.RESIZES[name](input, list(sizes), *flags, *scales)
 
 
 def _scaled(size: int, scale: float) -> int:
     """A size by a factor, cut off as C++ does."""
-    whole = int(scale)
-    return size * whole if whole == scale else _torch.truncated(size * scale)
+    factor = int(scale)
+    return size * factor if factor == scale else _torch.truncated(size * scale)
 
 
 def _take_along_dim(original: Any, input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
@@ -55,11 +55,11 @@ def _take_along_dim(original: Any, input: Tensor, indices: Tensor, dim: int | No
         return input.flatten().gather(0, indices.flatten())
     dim %= input.dim()
     shape: Any = cast(Any, torch).broadcast_shapes(
-        *((*one.shape[:dim], 1, *one.shape[dim + 1 :]) for one in (input, indices))
+        *((*operand.shape[:dim], 1, *operand.shape[dim + 1 :]) for operand in (input, indices))
     )
 
-    def wide(one: Tensor) -> Tensor:
-        return one.expand(*shape[:dim], one.shape[dim], *shape[dim + 1 :])
+    def wide(operand: Tensor) -> Tensor:
+        return operand.expand(*shape[:dim], operand.shape[dim], *shape[dim + 1 :])
 
     return wide(input).gather(dim, wide(indices))
 
@@ -72,32 +72,30 @@ def _matmul(original: Any, input: Tensor, other: Tensor) -> Tensor:
         rows = input.reshape(math.prod(outer), inner)
         return together(rows.mv(other) if other.dim() == 1 else rows.mm(other), (*outer, *other.shape[1:]))
     if input.dim() > 2 and input.shape[:-2] == other.shape[:-2]:
-        left, right = (
-            one.expand(one.shape).reshape(math.prod(one.shape[:-2]), *one.shape[-2:]) for one in (input, other)
-        )
-        return together(left.bmm(right), (*outer, other.shape[-1]))
+        first, second = (t.expand(t.shape).reshape(math.prod(t.shape[:-2]), *t.shape[-2:]) for t in (input, other))
+        return together(first.bmm(second), (*outer, other.shape[-1]))
     return original(input, other)
 
 
 def _linear(original: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None and (input.dim() <= 2 or input.is_contiguous()):
         return original(input, weight, bias)
-    made = _matmul(torch.matmul, input, weight.t())
-    return made if bias is None else made + bias
+    product = _matmul(torch.matmul, input, weight.t())
+    return product if bias is None else product + bias
 
 
 def _of_math(name: str, original: Any, value: Any, *rest: Any) -> Any:
     """A function of `math`, also of a size."""
     if not _torch.is_size(value):
         return original(value, *rest)
-    made = _torch.math_of(name, value)
-    return made / original(*rest) if rest else made
+    value_of = _torch.math_of(name, value)
+    return value_of / original(*rest) if rest else value_of
 
 
 def _linspace(original: Any, start: Any, end: Any, steps: Any, **named: Any) -> Tensor:
     """`linspace` as its kernels compute it: from the start up to the middle, from there on from the end."""
     dtype: Any = named.get("dtype") or torch.get_default_dtype()
-    numbers = not any(isinstance(one, (Tensor, complex)) for one in (start, end))
+    numbers = not any(isinstance(bound, (Tensor, complex)) for bound in (start, end))
     if not numbers or not dtype.is_floating_point or named.keys() - {"dtype", "device"} or steps < 2:
         return original(start, end, steps, **named)
     counted = torch.promote_types(dtype, torch.float32)  # 16 bits do not count far
@@ -124,10 +122,10 @@ def _kron(original: Any, input: Tensor, other: Tensor, **named: Any) -> Tensor:
     if named:
         return original(input, other, **named)
     dims = max(input.dim(), other.dim())
-    one, two = (t.reshape([1] * (dims - t.dim()) + list(t.shape)) for t in (input, other))
-    apart = one.reshape([n for size in one.shape for n in (size, 1)])
-    pairs = apart * two.reshape([n for size in two.shape for n in (1, size)])
-    return pairs.reshape([a * b for a, b in zip(one.shape, two.shape, strict=True)])
+    first, second = (t.reshape([1] * (dims - t.dim()) + list(t.shape)) for t in (input, other))
+    apart = first.reshape([n for size in first.shape for n in (size, 1)])
+    pairs = apart * second.reshape([n for size in second.shape for n in (1, size)])
+    return pairs.reshape([a * b for a, b in zip(first.shape, second.shape, strict=True)])
 
 
 def _cumprod(original: Any, input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
@@ -143,23 +141,23 @@ class _CumulativeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The products."""
-        made = torch.ops.aten.cumprod.default(input, dim)
+        products = torch.ops.aten.cumprod.default(input, dim)
         ctx.dim = dim
-        ctx.save_for_backward(input, made)
-        return made
+        ctx.save_for_backward(input, products)
+        return products
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Before the first zero, sums by products over the factor; at it, products without it; behind it, zero."""
-        (input, made), dim = ctx.saved_tensors, ctx.dim
+        (input, products), dim = ctx.saved_tensors, ctx.dim
         if torch.is_grad_enabled():
-            return torch.ops.aten.cumprod_backward.default(grad, input, dim, made), None
+            return torch.ops.aten.cumprod_backward.default(grad, input, dim, products), None
         zeros = (input == 0).cumsum(dim)
         before, first = zeros == 0, (input == 0) & (zeros == 1)
-        terms = torch.where(before, made * grad, 0)
-        others = torch.where(zeros == 1, torch.ops.aten.cumprod.default(torch.where(first, 1, input), dim) * grad, 0)
+        terms = torch.where(before, products * grad, 0)
+        rest = torch.where(zeros == 1, torch.ops.aten.cumprod.default(torch.where(first, 1, input), dim) * grad, 0)
         sums = terms.flip(dim).cumsum(dim).flip(dim) / torch.where(before, input, 1)
-        return torch.where(before, sums, torch.where(first, others.sum(dim, keepdim=True), 0)), None
+        return torch.where(before, sums, torch.where(first, rest.sum(dim, keepdim=True), 0)), None
 
 
 def _recurrent(name: str, original: Any, input: Tensor, *rest: Any) -> Any:
@@ -180,13 +178,13 @@ SIZED_OPS: dict[Any, Callable[..., Any]] = {torch.ops.aten.slice_backward.defaul
 
 def sized_forms(symbolic: bool) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions, by owner and name, and the forms that a trace, with symbols or without, runs in their place."""
-    own = [(torch, "max_pool1d", _max_pool1d), (torch, "max_pool1d_with_indices", _max_pool1d_with_indices)]
+    forms = [(torch, "max_pool1d", _max_pool1d), (torch, "max_pool1d_with_indices", _max_pool1d_with_indices)]
     both = (("take_along_dim", _take_along_dim), ("cumprod", _cumprod), ("kron", _kron))
-    own += [(owner, name, form) for name, form in both for owner in (torch, Tensor) if hasattr(owner, name)]
-    own += [(math, name, partial(_of_math, name)) for name in _torch.MATH]
-    own += [(cast(Any, torch)._VF, name, partial(_recurrent, name)) for name in _torch.RECURRENT]
-    own += [(torch, "linspace", _linspace), (torch, "affine_grid_generator", _affine_grid)]
+    forms += [(owner, name, form) for name, form in both for owner in (torch, Tensor) if hasattr(owner, name)]
+    forms += [(math, name, partial(_of_math, name)) for name in _torch.MATH]
+    forms += [(cast(Any, torch)._VF, name, partial(_recurrent, name)) for name in _torch.RECURRENT]
+    forms += [(torch, "linspace", _linspace), (torch, "affine_grid_generator", _affine_grid)]
     if symbolic and _torch.matmul_fixes_sizes():
-        own += [(torch, "matmul", _matmul), (Tensor, "matmul", _matmul), (Tensor, "__matmul__", _matmul)]
-        own += [(torch.nn.functional, "linear", _linear)]
-    return [*own, *((_torch.RESIZES_OWNER, name, partial(_interpolated, name)) for name in _torch.RESIZES)]
+        forms += [(torch, "matmul", _matmul), (Tensor, "matmul", _matmul), (Tensor, "__matmul__", _matmul)]
+        forms += [(torch.nn.functional, "linear", _linear)]
+    return [*forms, *((_torch.RESIZES_OWNER, name, partial(_interpolated, name)) for name in _torch.RESIZES)]

@@ -42,27 +42,27 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
         return graph, ()
     flags = _flags(checked, foreach)
     updates = Updates(flags[0])
-    inputs = {given.name: (given.role, node) for given, node in graph.placeholders()}
-    kept: list[tuple[Output, Node]] = []
-    for out, made in graph.results():
+    inputs = {source.name: (source.role, node) for source, node in graph.placeholders()}
+    pairs: list[tuple[Output, Node]] = []
+    for out, new in graph.results():
         role, old = inputs.get(out.target, (None, None)) if out.kind == "update" else (None, None)
         created = out.kind == "update" and old is None
         if old is not None and role in _KEPT:
-            place = After(updates.last(made))
-            made = updates.kept(made, old) or place.call(aten.where.self, flags[0], old, made)
+            place = After(updates.last(new))
+            new = updates.kept(new, old) or place.call(aten.where.self, flags[0], old, new)
         elif created and not out.target.endswith("/grad"):
             owner, _, key = out.target.rpartition("/")
-            found = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
-            raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
+            text = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
+            raise CaptureError(text, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
         elif created and not fresh_grads:
-            place = After(updates.last(made))
-            made = place.call(aten.where.self, flags[0], place.call(aten.zeros_like.default, made), made)
-        kept.append((out, made))
-    results = sum(out.kind == "result" for out, _ in kept)
-    kept[results:results] = [(Output("result", NONFINITE), flag) for flag in flags]
+            place = After(updates.last(new))
+            new = place.call(aten.where.self, flags[0], place.call(aten.zeros_like.default, new), new)
+        pairs.append((out, new))
+    results = sum(out.kind == "result" for out, _ in pairs)
+    pairs[results:results] = [(Output("result", NONFINITE), flag) for flag in flags]
     output = next(iter(reversed(graph.graph.nodes)))
-    output.args = (tuple(node for _, node in kept),)
-    return replace(graph, outputs=tuple(out for out, _ in kept)), tuple(name for name, _ in checked)
+    output.args = (tuple(node for _, node in pairs),)
+    return replace(graph, outputs=tuple(out for out, _ in pairs)), tuple(name for name, _ in checked)
 
 
 def refuse_unskippable(state: StepState, effects: Effects) -> None:
@@ -73,17 +73,17 @@ def refuse_unskippable(state: StepState, effects: Effects) -> None:
             "one of them",
             "leave out on_nonfinite, or use bfloat16 without a scaler",
         )
-    buffers = {(id(container), key): name for name, held in state.buffers.items() for container, key in held.places}
+    buffers = {(id(container), key): name for name, buffer in state.buffers.items() for container, key in buffer.places}
     for write in effects.writes:
         holder, key = write.place.holder, write.place.key
         of_graph = write.made is not None and any(isinstance(leaf, Extra) for leaf in write.made.leaves)
         name = write.place.path if of_graph and isinstance(holder, StateEntry) else buffers.get((id(holder), key))
         if name:
-            found = f"a step that may be skipped replaces {name!r} by a tensor of another shape or dtype"
-            raise CaptureError(found, _NEEDED, "call the step once without on_nonfinite, or keep its shape and dtype")
+            text = f"a step that may be skipped replaces {name!r} by a tensor of another shape or dtype"
+            raise CaptureError(text, _NEEDED, "call the step once without on_nonfinite, or keep its shape and dtype")
         if isinstance(holder, StateEntry) or (isinstance(holder, GroupEntry) and key not in _SCHEDULED):
-            found = f"a step that may be skipped changes the number {write.place.path}, which Python computes"
-            raise CaptureError(found, _NEEDED, f"keep {key!r} as a tensor in the state of the optimizer")
+            text = f"a step that may be skipped changes the number {write.place.path}, which Python computes"
+            raise CaptureError(text, _NEEDED, f"keep {key!r} as a tensor in the state of the optimizer")
 
 
 def _checked(graph: TrainGraph) -> list[tuple[str, Node]]:
@@ -91,21 +91,21 @@ def _checked(graph: TrainGraph) -> list[tuple[str, Node]]:
 
     A complete gradient is a sum of those of all backwards, or a gradient that is in no such sum.
     """
-    params = [given.name for given in graph.inputs if given.role is Role.PARAM]
+    params = [source.name for source in graph.inputs if source.role is Role.PARAM]
     parts: dict[Node, str] = {n: i.owner for i, n in graph.placeholders() if i.role is Role.GRAD}
     ends: dict[Node, str] = {}
     for node in graph.graph.nodes:
         if node.target is GRAD_READY:
             parts[node] = ends[node] = str(node.args[1])
         elif node.target in (aten.add.Tensor, aten.clone.default):
-            given = operands(node)
-            names = {parts.get(n, "") for n in given}
+            terms = operands(node)
+            names = {parts.get(n, "") for n in terms}
             if len(names) == 1 and "" not in names:
                 (parts[node],) = names
-                ends = {n: name for n, name in ends.items() if n not in given}
+                ends = {n: name for n, name in ends.items() if n not in terms}
                 ends[node] = parts[node]
     losses = [(LOSS, node) for node in graph.graph.nodes if node.name in graph.losses]
-    return losses + sorted(((name, node) for node, name in ends.items()), key=lambda one: params.index(one[0]))
+    return losses + sorted(((name, node) for node, name in ends.items()), key=lambda pair: params.index(pair[0]))
 
 
 def _flags(checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, Node]:
@@ -117,13 +117,13 @@ def _flags(checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, No
     dtypes = {meta.one_tensor(node).dtype for _, node in checked}
     wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     grads = [node for name, node in checked if name != LOSS]
-    known = _known_norms(grads, wide)
-    place = After(max([*(node for _, node in checked), *known.values()], key=order.__getitem__))
+    norms = _known_norms(grads, wide)
+    place = After(max([*(node for _, node in checked), *norms.values()], key=order.__getitem__))
     sizes = [place.size(node, 1, wide) for name, node in checked if name == LOSS]
-    others = [node for node in grads if node not in known]
-    if foreach and len({meta.one_tensor(node).dtype for node in others}) == 1:
-        known |= dict(zip(others, place.sizes(others, wide), strict=True))
-    sizes += [known.get(node) or place.size(node, 2, wide) for node in grads]
+    unclipped = [node for node in grads if node not in norms]
+    if foreach and len({meta.one_tensor(node).dtype for node in unclipped}) == 1:
+        norms |= dict(zip(unclipped, place.sizes(unclipped, wide), strict=True))
+    sizes += [norms.get(node) or place.size(node, 2, wide) for node in grads]
     stacked = place.call(aten.stack.default, [place.call(OVER_RANKS, size) for size in sizes])
     flags = place.call(aten.ne.Scalar, place.call(aten.sub.Tensor, stacked, stacked), 0)
     return place.call(aten.any.default, flags), flags
@@ -131,7 +131,7 @@ def _flags(checked: Sequence[tuple[str, Node]], foreach: bool) -> tuple[Node, No
 
 def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
     """Return 2-norms that the step itself computes of gradients, in the dtype `wide`."""
-    found: dict[Node, Node] = {}
+    norms: dict[Node, Node] = {}
     for grad in grads:
         for user in grad.users:
             norm: Node | None = None
@@ -141,8 +141,8 @@ def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
                 number = cast("list[Node]", user.args[0]).index(grad)
                 norm = next((item for item in user.users if item.args[1] == number), None)
             if norm is not None and meta.one_tensor(norm).dtype == wide:
-                found[grad] = norm
-    return found
+                norms[grad] = norm
+    return norms
 
 
 class Updates:
@@ -160,27 +160,27 @@ class Updates:
         """Return the later one of `node` and the flag."""
         return max(node, self._one, key=self._order.__getitem__)
 
-    def kept(self, made: Node, old: Node) -> Node | None:
+    def kept(self, new: Node, old: Node) -> Node | None:
         """Return `made`, or a new value, that is `old` in a skipped step; None if neither is possible."""
-        if not _torch.is_getitem(made.target):
+        if not _torch.is_getitem(new.target):
             return None
-        whole, index = node_at(made, 0), cast(int, made.args[1])
-        given: Any = whole.args[0]
-        if whole.target is aten._foreach_add.Scalar and whole.args[1] == 1 and self._counts(whole):
-            whole.target, whole.args = aten._foreach_add.Tensor, (given, self._one)
-        if whole.target is aten._foreach_add.Tensor and whole.args[1] is self._one:
-            return made if given[index] is old else None
-        if not _torch.is_getitem(whole.target) or not _torch.is_fused_optimizer(given.target):
+        listed, index = node_at(new, 0), cast(int, new.args[1])
+        source: Any = listed.args[0]
+        if listed.target is aten._foreach_add.Scalar and listed.args[1] == 1 and self._counts(listed):
+            listed.target, listed.args = aten._foreach_add.Tensor, (source, self._one)
+        if listed.target is aten._foreach_add.Tensor and listed.args[1] is self._one:
+            return new if source[index] is old else None
+        if not _torch.is_getitem(listed.target) or not _torch.is_fused_optimizer(source.target):
             return None
-        kernel, entries = cast(Node, given), given.args[whole.args[1]]
+        kernel, entries = cast(Node, source), source.args[listed.args[1]]
         if self.last(kernel) is not kernel or entries[index] is not old:
             return None
         kernel.kwargs = {**kernel.kwargs, "found_inf": self._number}
-        return made
+        return new
 
-    def _counts(self, whole: Node) -> bool:
+    def _counts(self, added: Node) -> bool:
         """Return whether `whole`, which adds 1 to a list, can add a number that is known by then."""
-        return self.last(whole) is whole and all(item.dtype.is_floating_point for item in meta.tensors(whole) if item)
+        return self.last(added) is added and all(item.dtype.is_floating_point for item in meta.tensors(added) if item)
 
 
 @dataclass
@@ -203,8 +203,8 @@ class After:
 
     def sizes(self, nodes: Sequence[Node], wide: torch.dtype) -> list[Node]:
         """The 2-norms of tensors of one dtype."""
-        whole = self.call(aten._foreach_norm.Scalar, list(nodes), 2, **_dtype(nodes[0]))
-        return [self._cast(self.call(_torch.GETITEM, whole, i), wide) for i in range(len(nodes))]
+        norms = self.call(aten._foreach_norm.Scalar, list(nodes), 2, **_dtype(nodes[0]))
+        return [self._cast(self.call(_torch.GETITEM, norms, i), wide) for i in range(len(nodes))]
 
     def _cast(self, node: Node, wide: torch.dtype) -> Node:
         return node if meta.one_tensor(node).dtype == wide else self.call(aten._to_copy.default, node, dtype=wide)

@@ -68,8 +68,8 @@ def _of_array(original: Callable[..., Tensor], data: Any, *rest: Any, **named: A
     if fake is None or rest or named.keys() - {"dtype", "device"}:
         return original(data, *rest, **named)
     device = named.get("device") or ("cpu" if original.__name__ == "from_numpy" else torch.get_default_device())
-    made = fake.detach().to(device, named.get("dtype") or fake.dtype)
-    return made.clone() if original.__name__ == "tensor" else made
+    copy = fake.detach().to(device, named.get("dtype") or fake.dtype)
+    return copy.clone() if original.__name__ == "tensor" else copy
 
 
 OF_ARRAYS = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]

@@ -42,8 +42,8 @@ def is_users(attribute: str) -> bool:
 
 def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what the user has set as attributes of a tensor."""
-    held = vars(tensor)
-    return {key: value for key, value in held.items() if is_users(key)} if held else held
+    attributes = vars(tensor)
+    return {key: value for key, value in attributes.items() if is_users(key)} if attributes else attributes
 
 
 @dataclass
@@ -91,11 +91,11 @@ class StepState:
 
     def has_first(self, number: int, group: object) -> bool:
         """Whether optimizer `number` is the first that has a group: those around another one share its groups."""
-        return all(group is not one for o in list(self.optimizers.values())[:number] for one in o.param_groups)
+        return all(group is not earlier for o in list(self.optimizers.values())[:number] for earlier in o.param_groups)
 
     def param_name(self, tensor: object) -> str:
         """Return the name of a parameter, by identity."""
-        return next(name for name, held in self.params.items() if held.tensor is tensor)
+        return next(name for name, entry in self.params.items() if entry.tensor is tensor)
 
 
 def collect(
@@ -106,8 +106,8 @@ def collect(
     Tensors of scalers are buffers. Optimizers may be wrapped. Optimizers that cannot be captured (`UNSUPPORTED`) and
     modules wrapped in DDP, FSDP or DataParallel are refused.
     """
-    wrappers = [one for one in optimizers.values() if unwrapped(one) is not one]
-    optimizers = {name: unwrapped(one) for name, one in optimizers.items()}
+    wrappers = [optimizer for optimizer in optimizers.values() if unwrapped(optimizer) is not optimizer]
+    optimizers = {name: unwrapped(optimizer) for name, optimizer in optimizers.items()}
     state = StepState(_roots(modules), dict(optimizers), scalers=dict(scalers), wrappers=wrappers)
     for optimizer in optimizers.values():
         kind = type(optimizer).__name__
@@ -200,8 +200,8 @@ def carry(state: StepState, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> 
     (not in that of the traces that met them); `tensors` maps a path to a tensor and its Place.
     """
     for path, (tensor, place) in sorted(tensors.items(), key=lambda item: item[0]):
-        held = state.buffers.pop(path, None)
-        state.buffers[path] = held or StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
+        entry = state.buffers.pop(path, None)
+        state.buffers[path] = entry or StepTensor(_input(path, Role.BUFFER, tensor), [(place.holder, place.key)])
 
 
 def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: str = "") -> Input:
@@ -212,19 +212,19 @@ def _input(name: str, role: Role, tensor: torch.Tensor, owner: str = "", key: st
 
 def find_hypers(state: StepState, keys: Iterable[str]) -> list[Hyper]:
     """Return the options `keys` as hypers, group by group; a tuple such as betas gives one for each float."""
-    found: list[Hyper] = []
+    hypers: list[Hyper] = []
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for g, group in enumerate(optimizer.param_groups):
             for key in keys if state.has_first(o, group) else ():
                 value = group.get(key)
                 name = f"{label}.{key}" + (f"[{g}]" if len(optimizer.param_groups) > 1 else "")
                 if _is_number(value):
-                    found.append(Hyper(name, o, g, key))
+                    hypers.append(Hyper(name, o, g, key))
                 elif isinstance(value, tuple):
                     parts = cast(tuple[object, ...], value)
                     if all(_is_number(v) for v in parts):
-                        found += [Hyper(f"{name}.{i}", o, g, key, i) for i in range(len(parts))]
-    return found
+                        hypers += [Hyper(f"{name}.{i}", o, g, key, i) for i in range(len(parts))]
+    return hypers
 
 
 def state_name(owner: str, key: str, number: int, label: str) -> str:
@@ -249,8 +249,8 @@ def optimizer_state(state: StepState) -> list[StepTensor]:
     return [
         StepTensor(state_input(name, key, value, o, label), [(Entry(entry), key)])
         for o, (label, optimizer) in enumerate(state.optimizers.items())
-        for name, held in state.params.items()
-        if (entry := optimizer.state.get(held.tensor))
+        for name, param in state.params.items()
+        if (entry := optimizer.state.get(param.tensor))
         for key, value in Entry(entry).leaves().items()
         if isinstance(value, torch.Tensor)
     ]
@@ -309,9 +309,9 @@ def implementation(optimizer: Optimizer, group: Mapping[str, Any], device: str, 
     if not fused:
         return {key: False for key in ("fused", "foreach") if key in group}
     params: list[torch.Tensor] = group["params"]
-    known = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["differentiable"]
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["differentiable"]
     free = group.get("fused", False) is None and group["foreach"] is not False
-    if known and free and torch.device(device).type == "cuda" and all(p.is_floating_point() for p in params):
+    if is_adam and free and torch.device(device).type == "cuda" and all(p.is_floating_point() for p in params):
         return {"fused": True, "foreach": False}
     return {}
 
@@ -343,7 +343,7 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], d
 def restored(state: StepState) -> Generator[None]:
     """Restore parameters, buffers, groups, state and modes at the end of this context, in which state is empty."""
     optimizers = list(state.optimizers.values())
-    before = [(held, held.tensor) for held in (*state.params.values(), *state.buffers.values())]
+    before = [(entry, entry.tensor) for entry in (*state.params.values(), *state.buffers.values())]
     lists = [(o.param_groups, list(o.param_groups)) for o in optimizers]
     groups = [(g, dict(g)) for o in optimizers for g in o.param_groups]
     changes: list[tuple[Any, str, Any]] = [(o, "state", defaultdict(dict)) for o in optimizers]
@@ -351,24 +351,24 @@ def restored(state: StepState) -> Generator[None]:
     changes += [(m, "training", m.training) for root in state.modules.values() for m in root.modules()]
     modules = [module for root in state.modules.values() for module in root.modules()]
     with _torch.undone(), _torch.others_wait(modules), _torch.attributes_set(changes):
-        for held, tensor in before:
-            _torch.undo(put, held, tensor)
+        for entry, tensor in before:
+            _torch.undo(put, entry, tensor)
         for held_groups, before_groups in lists:
             _torch.undo(held_groups.__setitem__, slice(None), before_groups)
         for group, items in groups:
             _torch.undo(put_back, group, items)
-        for held in state.params.values():
-            _show_face(held)
+        for entry in state.params.values():
+            _show_face(entry)
         yield
 
 
-def _show_face(held: StepTensor) -> None:
+def _show_face(entry: StepTensor) -> None:
     """Put the parameter that the user made in the place of its shard, until the end of the innermost `undone`."""
-    moved: MovedTensor = vars(held.tensor).get(MOVED, NEVER_MOVED)
+    moved: MovedTensor = vars(entry.tensor).get(MOVED, NEVER_MOVED)
     if moved.face is not None:
         _torch.undo(setattr, moved.face, "__class__", type(moved.face))
         cast(Any, moved.face).__class__ = moved.kind
-        put(held, moved.face)
+        put(entry, moved.face)
 
 
 def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
@@ -378,18 +378,18 @@ def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
     items.update(before)
 
 
-def put(held: StepTensor, tensor: torch.Tensor) -> None:
+def put(entry: StepTensor, tensor: torch.Tensor) -> None:
     """Store `tensor` in every place of `held`."""
-    for container, key in held.places:
+    for container, key in entry.places:
         container[key] = tensor
 
 
-def replace(state: StepState, held: StepTensor, new: torch.Tensor) -> None:
+def replace(state: StepState, entry: StepTensor, new: torch.Tensor) -> None:
     """Replace a parameter or buffer permanently, also for optimizers that another step uses (by `MOVED`). The two share
     their attributes from now on. The object that the user made stays, without its values: steps are traced with it.
     """
-    old = held.tensor
-    put(held, new)
+    old = entry.tensor
+    put(entry, new)
     rekey(state.optimizers.values(), old, new)
     before: MovedTensor = vars(old).get(MOVED, NEVER_MOVED)
     vars(old)[MOVED] = (

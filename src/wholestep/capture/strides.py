@@ -54,8 +54,8 @@ class _Call:
 
 def _call(node: Node) -> _Call | None:
     """Return a node's view relative to the nearest tensor that contains it; None if no tensor was recorded."""
-    source, given = node_at(node, 0), [a.name for a in _torch.schema_of(node.target).arguments]
-    values = {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    source, names = node_at(node, 0), [a.name for a in _torch.schema_of(node.target).arguments]
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     have = meta.value(source)
     if not isinstance(have, Tensor):
         return None
@@ -65,10 +65,10 @@ def _call(node: Node) -> _Call | None:
     extent = _extent(size, stride)
     around: Node | None = source
     while around is not None:
-        whole = meta.value(around)
-        start = position - whole.storage_offset() if extent else 0
-        if _is_dense(whole) and start >= 0 and start + extent <= whole.numel():
-            return _Call(around, whole, size, stride, start, offset is not None)
+        tensor = meta.value(around)
+        start = position - tensor.storage_offset() if extent else 0
+        if _is_dense(tensor) and start >= 0 and start + extent <= tensor.numel():
+            return _Call(around, tensor, size, stride, start, offset is not None)
         around = _viewed(around) if node.target is not _SCATTER else None
     where = f"{have.numel()} elements of a tensor of shape {tuple(have.shape)} and strides {tuple(have.stride())}"
     raise CaptureError(
@@ -108,10 +108,10 @@ def _is_dense(tensor: Tensor) -> bool:
 def insert_call(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Insert a call before a node, with its source line."""
     with before.graph.inserting_before(before):
-        made = add_node(before.graph, "call_function", target, args, kwargs, None)
-    meta.copy_origin(before, made)
-    meta.recompute_value(made)
-    return made
+        node = add_node(before.graph, "call_function", target, args, kwargs, None)
+    meta.copy_origin(before, node)
+    meta.recompute_value(node)
+    return node
 
 
 def _rewritten(node: Node, call: _Call) -> Node:
@@ -128,10 +128,10 @@ def _rewritten(node: Node, call: _Call) -> Node:
         view = add(aten.as_strided.default, part, call.size, call.stride)
         copied = node.target is aten.as_strided_copy.default
         return add(aten.clone.default, view, memory_format=torch.contiguous_format) if copied else view
-    made = add(_SCATTER, part, node.args[1], call.size, call.stride)
+    scattered = add(_SCATTER, part, node.args[1], call.size, call.stride)
     if call.start:
-        made = add(aten.slice_scatter.default, rows, made, 0, call.start, end)
-        made = add(aten.view.default, made, list(meta.value(contiguous).shape))
+        scattered = add(aten.slice_scatter.default, rows, scattered, 0, call.start, end)
+        scattered = add(aten.view.default, scattered, list(meta.value(contiguous).shape))
     if contiguous is not call.source:
-        made = add(aten.permute.default, made, [order.index(d) for d in range(len(order))])
-    return made
+        scattered = add(aten.permute.default, scattered, [order.index(d) for d in range(len(order))])
+    return scattered

@@ -112,8 +112,8 @@ class Traced:
     def __post_init__(self) -> None:
         request, fakes = self.request, self.stand_ins
         pairs = zip(request.names, request.call.leaves, strict=True)
-        whole = request.whole  # the values of a part do not determine a read of the whole
-        batch = {n: leaf for n, leaf in pairs if n not in whole or tuple(leaf.shape) == whole[n]}
+        full_shapes = request.whole  # the values of a part do not determine a read of the whole
+        batch = {n: leaf for n, leaf in pairs if n not in full_shapes or tuple(leaf.shape) == full_shapes[n]}
         self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
@@ -178,40 +178,40 @@ class Traced:
         used = (i for i, node in placeholders if any(user.op != "output" for user in node.users))
         self.read |= {i.owner for i in used if i.role is Role.GRAD}
 
-    def _add_number(self, position: int, made: Input, fake: torch.Tensor) -> None:
-        self.stand_ins.put(made, fake, position)
-        self.given[made.name] = fake
+    def _add_number(self, position: int, source: Input, fake: torch.Tensor) -> None:
+        self.stand_ins.put(source, fake, position)
+        self.given[source.name] = fake
 
     def _run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         request, state = self.request, self.request.state
-        given = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
+        fakes = self.given = {i.name: t for i, t in zip(self.stand_ins.inputs, flat, strict=True)}
         plain, free = _plain_state(state), request.promoted.numbers
-        self._put_own(given)
+        self._put_own(fakes)
         with ExitStack() as inside:
             inside.enter_context(held_state.restored(state))
-            self._put_own(given)
-            self.rounded.names = {id(held.tensor): name for name, held in state.params.items()}
+            self._put_own(fakes)
+            self.rounded.names = {id(param.tensor): name for name, param in state.params.items()}
             leaves = [
-                self.watch.stand_in(i, n, v, given.get(n))
-                if n in free or (i in request.call.arrays and n in given)
+                self.watch.stand_in(i, n, v, fakes.get(n))
+                if n in free or (i in request.call.arrays and n in fakes)
                 else self._argument(n, v)
                 if isinstance(v, torch.Tensor)
                 else v
                 for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
             ]
             args, kwargs = inside.enter_context(in_place(request.given, request.call.structure, leaves))
-            zeros = {id(given[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
-            places = [(given[h.name], _option_place(state, h)) for h in request.hypers]
+            zeros = {id(fakes[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
+            places = [(fakes[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
-            _set_options(state, request.hypers, given, request)
-            self._fill_state(given, plain)
-            self._mark_gradients(given)
+            _set_options(state, request.hypers, fakes, request)
+            self._fill_state(fakes, plain)
+            self._mark_gradients(fakes)
             kwargs.pop(LENGTHS, None)
             called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
             names = argument_names(request.fn, len(args))
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
-            with modules, self.watch.watching(given, called, names, request.call.objects), calls, self.rounded:
+            with modules, self.watch.watching(fakes, called, names, request.call.objects), calls, self.rounded:
                 call = take_apart(request.fn(*args, **kwargs), objects=False)
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
@@ -220,21 +220,21 @@ class Traced:
             leaves = [self.own.fake_of(self.watch.argument(v)) for v in call.leaves]
             self.watch.refuse_made(leaves)
             batch = [(i, n) for i, n in enumerate(request.names) if isinstance(request.call.leaves[i], torch.Tensor)]
-            self.watch.assign_to_batch({n: (i, given[n], n in self.reset) for i, n in batch})
+            self.watch.assign_to_batch({n: (i, fakes[n], n in self.reset) for i, n in batch})
             self.watch.extra += self.branches.values
-            finals = self._new_values(given)
+            finals = self._new_values(fakes)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
             return [
                 *(v.detach() for v in leaves if isinstance(v, torch.Tensor)),
                 *(v.detach() for v in self.watch.extra),
                 *finals,
-                *self._new_state(given),
+                *self._new_state(fakes),
             ]
 
-    def _put_own(self, given: dict[str, torch.Tensor]) -> None:
-        for name, held in (*self.request.state.params.items(), *self.request.state.buffers.items()):
-            self.own.put(name, held.tensor, given[name])
+    def _put_own(self, fakes: dict[str, torch.Tensor]) -> None:
+        for name, entry in (*self.request.state.params.items(), *self.request.state.buffers.items()):
+            self.own.put(name, entry.tensor, fakes[name])
 
     def _argument(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the step sees of an argument: the tensor itself, and a fake where it is passed twice: another
@@ -252,19 +252,19 @@ class Traced:
             raise SizesFixedError("the step reads a value of the batch", _calling_text())
         return value
 
-    def _fill_state(self, given: dict[str, torch.Tensor], plain: list[tuple[Any, str, Any]]) -> None:
+    def _fill_state(self, fakes: dict[str, torch.Tensor], plain: list[tuple[Any, str, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
         for optimizer, name, entry in plain:
             optimizer.state[self.request.state.params[name].tensor].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
                 owner = self.request.state.params[i.owner].tensor
-                self.counts.put(optimizers[i.optimizer], i, owner, given[i.name])
+                self.counts.put(optimizers[i.optimizer], i, owner, fakes[i.name])
 
-    def _mark_gradients(self, given: dict[str, torch.Tensor]) -> None:
+    def _mark_gradients(self, fakes: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
-            param = given[name]
-            param.grad = given.get(f"{name}/grad")
+            param = fakes[name]
+            param.grad = fakes.get(f"{name}/grad")
             if param.requires_grad:
                 _torch.copy_hooks(self.request.state.params[name].tensor, param)
 
@@ -305,7 +305,7 @@ class Traced:
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         state = self.request.state
-        if all(optimizer is not known for known in (*state.optimizers.values(), *state.wrappers)):
+        if all(optimizer is not found_before for found_before in (*state.optimizers.values(), *state.wrappers)):
             raise CaptureError(
                 f"the step runs an optimizer ({type(optimizer).__name__}) that wholestep did not find",
                 "every optimizer of the step as an argument of it, as optimizer=, "
@@ -314,13 +314,13 @@ class Traced:
             )
         self.updates = True
 
-    def _new_values(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _new_values(self, fakes: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the value of each input after the step. One of another shape or dtype is assigned by each call: the
         input stays as it is.
         """
         state, finals = self.request.state, list[torch.Tensor]()
         for i in self.stand_ins.inputs:
-            was = now = given[i.name]
+            was = now = fakes[i.name]
             if i.role is Role.PARAM and self.own.fake_of(state.params[i.name].tensor) is not was:
                 raise CaptureError(
                     f"the step replaces the parameter {i.name!r}",
@@ -328,7 +328,7 @@ class Traced:
                     "change it in place (`with torch.no_grad(): p.copy_(...)`), or replace it between steps",
                 )
             if i.role is Role.GRAD:
-                grad = given[i.owner].grad
+                grad = fakes[i.owner].grad
                 if grad is None:
                     self.cleared.append(i.owner)
                 now = was if grad is None else grad.detach().to(i.meta.dtype)
@@ -337,26 +337,26 @@ class Traced:
             finals.append(now if now is was else now.detach())
         return finals
 
-    def _kept_value(self, given: Input, was: torch.Tensor) -> torch.Tensor:
+    def _kept_value(self, source: Input, was: torch.Tensor) -> torch.Tensor:
         """Return what the graph leaves in a buffer, or in optimizer state."""
-        places = places_of(self.request.state, given)
-        found = [self.own.fake_of(place.get()) for place in places]
-        now = found[0]
-        if now is was or (now is MISSING and given.role is Role.STATE):  # others look at what the step deletes
+        places = places_of(self.request.state, source)
+        values = [self.own.fake_of(place.get()) for place in places]
+        now = values[0]
+        if now is was or (now is MISSING and source.role is Role.STATE):  # others look at what the step deletes
             return was
         if isinstance(places[0].holder, Items) and not _torch.is_fake(now):  # the step replaces all of the tuple
             return was
-        if any(value is not now for value in found):
+        if any(value is not now for value in values):
             raise CaptureError(
-                f"the step replaces {given.name!r} at one of the {len(places)} places that share it",
+                f"the step replaces {source.name!r} at one of the {len(places)} places that share it",
                 "places that share a tensor before and after each step",
                 f"change it in place (`{places[0].path}.copy_(...)`), or let one module have it",
-                next((_made_at(value) for value in found if value is not was), ""),
+                next((_made_at(value) for value in values if value is not was), ""),
             )
         if isinstance(now, torch.Tensor):
             if any(isinstance(size, torch.SymInt) for size in now.shape):
-                raise SizesFixedError(f"the step keeps a size of the batch in {given.name!r}", _made_at(now))
-            if given.name in self.counts.names:
+                raise SizesFixedError(f"the step keeps a size of the batch in {source.name!r}", _made_at(now))
+            if source.name in self.counts.names:
                 return now.to(was.dtype)
             if same_kind(now, was):
                 return now
@@ -364,13 +364,13 @@ class Traced:
             self.watch.assign(place, now)
         return was
 
-    def _new_state(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _new_state(self, fakes: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         state = self.request.state
-        held = [(h.input, h.tensor) for h in held_state.optimizer_state(state) if h.tensor not in self.numbers]
-        grads = [(name, given[name].grad) for name in state.params]
-        held += [(Input(f"{n}/grad", Role.GRAD, meta_of(g), n), g) for n, g in grads if g is not None]
-        new = [(made, tensor) for made, tensor in held if made.name not in given]
-        self.created += [made for made, _ in new]
+        tensors = [(h.input, h.tensor) for h in held_state.optimizer_state(state) if h.tensor not in self.numbers]
+        grads = [(name, fakes[name].grad) for name in state.params]
+        tensors += [(Input(f"{n}/grad", Role.GRAD, meta_of(g), n), g) for n, g in grads if g is not None]
+        new = [(source, tensor) for source, tensor in tensors if source.name not in fakes]
+        self.created += [source for source, _ in new]
         return [tensor.detach() for _, tensor in new]
 
 
@@ -391,8 +391,8 @@ class _TorchCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            made = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
-            return _torch.shown_to_user(self._own.of(made))
+            returned = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
+            return _torch.shown_to_user(self._own.of(returned))
         except (WholestepError, *_torch.DATA_DEPENDENT) as error:
             self.refused = self.refused or error
             raise
@@ -400,32 +400,32 @@ class _TorchCalls(TorchFunctionMode):
     def _run(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         if func not in _torch.METADATA:
             _torch.note_on_nodes(line=_calling_line())
-        read = _READS.get(func)
+        reading = _READS.get(func)
         name = getattr(func, "__name__", "").strip("_")
-        asked = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
-        if asked and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
+        asks_for_zero = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
+        if asks_for_zero and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
             return self._zeros[id(args[0])] is (name == "eq")
-        if (made := self._numbers.stacked(func, args, named)) is not NotImplemented:
-            return made
+        if (returned := self._numbers.stacked(func, args, named)) is not NotImplemented:
+            return returned
         if self._numbers.among(args):
-            made = self._numbers.operation(func, args, named, _calling_text(), not _is_called_by_user())
-            if made is not NotImplemented:
-                return made
-            if read:
-                self._numbers.refuse_read(args[0], read, _calling_text())
+            returned = self._numbers.operation(func, args, named, _calling_text(), not _is_called_by_user())
+            if returned is not NotImplemented:
+                return returned
+            if reading:
+                self._numbers.refuse_read(args[0], reading, _calling_text())
             if args[0] in self._numbers:  # `n += tensor` makes a new object: a number is none to change in place
                 func = _IN_PLACE.get(func, func)
             args = self._numbers.operands(func, args)
-        if read and not _torch.known_constant(args[0]):
+        if reading and not _torch.known_constant(args[0]):
             value = self._known(args[0])
             if value is not None:
                 with _torch.outside_of_trace():
                     return func(value, *args[1:], **named)
-            taken = self._step.branches.take(args[0], _calling_text()) if func is torch.Tensor.__bool__ else None
-            if taken is not None:
-                return taken
+            branch = self._step.branches.take(args[0], _calling_text()) if func is torch.Tensor.__bool__ else None
+            if branch is not None:
+                return branch
             raise _reads_value(
-                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {read} "
+                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {reading} "
                 "while it is being captured",
                 "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step",
@@ -448,13 +448,13 @@ class _TorchCalls(TorchFunctionMode):
             self._step.saw_zero_grad(args[:1])
         if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:
             func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
-        made = NotImplemented if named else self._step.counts.instead(func, args)
-        if made is not NotImplemented:
-            return made
-        made = self._called(func, args, named)
-        if made is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:
+        returned = NotImplemented if named else self._step.counts.instead(func, args)
+        if returned is not NotImplemented:
+            return returned
+        returned = self._called(func, args, named)
+        if returned is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:
             self._step.saw_no_grad(args[0])
-        return made
+        return returned
 
     def _called(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         form = _torch.of_tensors(func) if self._numbers.among([*args, *named.values()]) else None
@@ -479,7 +479,7 @@ def _plain_state(state: StepState) -> list[tuple[Any, str, dict[str, Any]]]:
     """Return copies of what optimizers have for each parameter, as (optimizer, name of the parameter, entries): without
     tensors, but in their lists, tuples and dicts.
     """
-    names = {id(held.tensor): name for name, held in state.params.items()}
+    names = {id(entry_of.tensor): name for name, entry_of in state.params.items()}
     return [
         (optimizer, names[id(param)], Entry({k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}).copy())
         for optimizer in state.optimizers.values()
@@ -488,7 +488,7 @@ def _plain_state(state: StepState) -> list[tuple[Any, str, dict[str, Any]]]:
     ]
 
 
-def _set_options(state: StepState, hypers: Sequence[Hyper], given: dict[str, torch.Tensor], request: Request) -> None:
+def _set_options(state: StepState, hypers: Sequence[Hyper], fakes: dict[str, torch.Tensor], request: Request) -> None:
     """Set hypers in the groups as tensors, the implementation, and `capturable`."""
     optimizers = list(state.optimizers.values())
     for optimizer in optimizers:
@@ -496,7 +496,7 @@ def _set_options(state: StepState, hypers: Sequence[Hyper], given: dict[str, tor
             group.update(held_state.implementation(optimizer, group, request.device, request.fused))
             group.update({"capturable": True} if "capturable" in group else {})
     for hyper in hypers:
-        group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], given[hyper.name]
+        group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], fakes[hyper.name]
         old = group[hyper.key]
         group[hyper.key] = (
             tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
@@ -529,8 +529,8 @@ def _asking_text() -> str:
 
 def _made_at(value: Any) -> str:
     """Return the user's line that made a tensor; "" for what no operation made."""
-    made = _torch.traced_node(value) if _torch.is_fake(value) else None
-    return "" if made is None else source_line(made[0])
+    traced = _torch.traced_node(value) if _torch.is_fake(value) else None
+    return "" if traced is None else source_line(traced[0])
 
 
 def _is_called_by_user() -> bool:
@@ -544,8 +544,8 @@ def _user_frame(error: BaseException) -> str:
     return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
 
 
-def _reads_value(found: str, next_step: str, where: str = "") -> CaptureError:
-    error = CaptureError(found, ONE_GRAPH, next_step, where)
+def _reads_value(text: str, next_step: str, where: str = "") -> CaptureError:
+    error = CaptureError(text, ONE_GRAPH, next_step, where)
     error.reads_value = True
     return error
 

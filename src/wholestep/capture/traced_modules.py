@@ -45,8 +45,8 @@ def modules_seen(roots: dict[str, nn.Module], precision: MixedPrecision | None) 
         running.append(root)
         _torch.note_on_nodes(module=paths[id(module)])
         try:
-            given = _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else args
-            return original(module, *given, **kwargs)
+            inputs = _torch.tree_map_only(torch.Tensor, in_dtype, args) if dtype and changed else args
+            return original(module, *inputs, **kwargs)
         finally:  # also where the recomputation of a checkpoint stops, which is an exception
             running.pop()
             for container, key, param in changed:
@@ -61,16 +61,16 @@ def _cast_tree(
     root: nn.Module, dtype: torch.dtype, casts: dict[int, torch.Tensor]
 ) -> list[tuple[dict[str, Any], str, Any]]:
     """Put the cast of each parameter into its place: of `casts`, by id of the parameter, else a new one."""
-    done: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
-        held = cast(dict[str, Any], _torch.parameters_of(module))
-        for key, param in held.items():
+        parameters = cast(dict[str, Any], _torch.parameters_of(module))
+        for key, param in parameters.items():
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 if id(param) not in casts:
                     casts[id(param)] = param.to(dtype)
-                done.append((held, key, param))
-                held[key] = casts[id(param)]
-    return done
+                replaced.append((parameters, key, param))
+                parameters[key] = casts[id(param)]
+    return replaced
 
 
 @contextlib.contextmanager
@@ -80,19 +80,19 @@ def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generato
     A replacement refers to the original module or its parameters; one with other parameters is refused, and so is a key
     that matches no submodule.
     """
-    known = {id(h.tensor) for h in state.params.values()}
+    param_ids = {id(h.tensor) for h in state.params.values()}
     with _torch.undone():
         for pattern, replacement in overrides.items():
-            found = _find(state, pattern)
-            stray = [n for n, p in replacement.named_parameters() if id(p) not in known]
-            if not found or stray:
+            matches = _find(state, pattern)
+            stray = [n for n, p in replacement.named_parameters() if id(p) not in param_ids]
+            if not matches or stray:
                 raise CaptureError(
                     f"module override {pattern!r} "
                     + (f"has a parameter of its own, {stray[0]!r}" if stray else "matches no submodule"),
                     "a path of the model, and a replacement that works on the model's own parameters",
                     "correct the path, or build the replacement around the module that it replaces",
                 )
-            for parent, name, original in found:
+            for parent, name, original in matches:
                 _torch.undo(_torch.children_of(parent).__setitem__, name, original)
                 _torch.children_of(parent)[name] = replacement
         yield

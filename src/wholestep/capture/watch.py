@@ -146,7 +146,7 @@ class Watch:
         self._watched: list[Container] = []
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
-        self._held = {(id(container), key) for held in tensors for container, key in held.places}
+        self._held = {(id(container), key) for entry in tensors for container, key in entry.places}
         self._carried_tuples = self._tuples_of_carried()
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self.line)
         self._refused: CaptureError | None = None
@@ -168,19 +168,19 @@ class Watch:
 
     @contextmanager
     def watching(
-        self, given: Mapping[str, torch.Tensor], called: Mapping[Any, Any], names: Sequence[str], opened: Sequence[Any]
+        self, fakes: Mapping[str, torch.Tensor], called: Mapping[Any, Any], names: Sequence[str], opened: Sequence[Any]
     ) -> Generator[None]:
         """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments, `names`
         those of positions. `opened` are the objects that hold leaves.
         """
         changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
-        self._inputs = {*given}
+        self._inputs = {*fakes}
         changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
         of_call = argument_containers(called, names, self._arguments, opened)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
         self._restored = [*self.own.attributes(), *self._settings(), *self.reach.containers]
         self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
-        trainable = {name: given[name].requires_grad for name in self.state.params}
+        trainable = {name: fakes[name].requires_grad for name in self.state.params}
         patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
@@ -198,7 +198,7 @@ class Watch:
                 sys.settrace(before)
             if self._refused is not None:
                 raise self._refused  # the step caught it
-            self._flags = [(n, given[n].requires_grad) for n, was in trainable.items() if given[n].requires_grad != was]
+            self._flags = [(n, fakes[n].requires_grad) for n, was in trainable.items() if fakes[n].requires_grad != was]
             self._compare(containers)
             objects = [c for c in of_call if c.owner is not None]
             self._unread = [c.path_of(key) for c in objects for key in c.before if not self._was_read(c, key)]
@@ -248,7 +248,7 @@ class Watch:
 
     def _state_entries(self) -> list[Container]:
         optimizers = enumerate(self.state.optimizers)
-        return [found for number, label in optimizers for found in state_containers(self.state, number, label)]
+        return [container for number, label in optimizers for container in state_containers(self.state, number, label)]
 
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
@@ -285,8 +285,8 @@ class Watch:
         original(owner, name, value)
 
     def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
-        return original(*args, **kwargs) if made is NotImplemented else made
+        number = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
+        return original(*args, **kwargs) if number is NotImplemented else number
 
     def _on_float(self, value: Any) -> Any:
         """In place of `float` of torch's own code."""
@@ -304,11 +304,11 @@ class Watch:
         for optimizer in self.state.optimizers.values():
             path = f"the parameter groups of {type(optimizer).__name__}"
             rows.append((path, lambda o=optimizer: [len(group["params"]) for group in o.param_groups], regrouped))
-        return [Container(path, None, "item", opaque=read, refused=refused) for path, read, refused in rows]
+        return [Container(path, None, "item", opaque=getter, refused=refused) for path, getter, refused in rows]
 
     def _compare(self, containers: Sequence[Container]) -> None:
-        known = {id(c.holder.held) for c in containers if isinstance(c.holder, Entry)}
-        created = [c for c in self._state_entries() if id(c.holder.held) not in known]
+        watched = {id(c.holder.held) for c in containers if isinstance(c.holder, Entry)}
+        created = [c for c in self._state_entries() if id(c.holder.held) not in watched]
         for container in created:
             container.original = container.before = {}
         for container in [*containers, *created]:
@@ -446,8 +446,8 @@ class Watch:
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
         if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and id(value) not in self.reach.seen:
-            held = attributes_of(value) or {}
-            if path or any(self._is_traced(v) for v in held.values()):
+            attributes = attributes_of(value) or {}
+            if path or any(self._is_traced(v) for v in attributes.values()):
                 raise RefusedError(
                     path or "an argument of wholestep.callback", None, value,
                     "the step creates an object that all later calls would share", WAYS_OUT,
@@ -471,24 +471,24 @@ class Watch:
     def _holds_fake(self, value: Any) -> bool:
         seen, waiting = set(self.reach.seen), list[Any]([value])
         while waiting:
-            one: Any = waiting.pop()
-            if self._is_traced(one):
+            reached: Any = waiting.pop()
+            if self._is_traced(reached):
                 return True
-            if id(one) not in seen and not isinstance(one, (type, ModuleType)):
-                is_function = isinstance(one, FunctionType)  # whose globals lead anywhere
-                waiting += (one.__closure__ or ()) if is_function else gc.get_referents(one)
-            seen.add(id(one))
+            if id(reached) not in seen and not isinstance(reached, (type, ModuleType)):
+                is_function = isinstance(reached, FunctionType)  # whose globals lead anywhere
+                waiting += (reached.__closure__ or ()) if is_function else gc.get_referents(reached)
+            seen.add(id(reached))
         return False
 
     def _tracer(self, containers: Sequence[Container]) -> Callable[..., Any]:
         """Return a trace function that locates the line that changes the entry `find`."""
-        wanted = [c for c in containers if c.path == self.find or any(c.path_of(k) == self.find for k in c.now())]
-        wanted += [c for c in containers if c.style != "variable" and self.find.startswith(c.path) and c not in wanted]
+        places = [c for c in containers if c.path == self.find or any(c.path_of(k) == self.find for k in c.now())]
+        places += [c for c in containers if c.style != "variable" and self.find.startswith(c.path) and c not in places]
         last: dict[FrameType, int] = {}
 
         def look(frame: FrameType | None) -> None:
             if frame is not None and frame in last:
-                changed = any(self.find in (c.path, c.path_of(key)) for c in wanted for key, _, _ in c.changes())
+                changed = any(self.find in (c.path, c.path_of(key)) for c in places for key, _, _ in c.changes())
                 self.found_at = (self.found_at or show_line(frame.f_code.co_filename, last[frame])) if changed else ""
 
         def local(frame: FrameType, event: str, argument: Any) -> Any:
@@ -525,15 +525,15 @@ class Watch:
         absent = (names if container.keys is None else names & container.keys) - container.before.keys()
         absent -= {*container.excluded}
         if isinstance(owner, torch.nn.Module):
-            held = (vars(owner)[table] for table in container.excluded)
-            absent -= _MODULE_ATTRIBUTES.union(*held)
+            in_tables = (vars(owner)[table] for table in container.excluded)
+            absent -= _MODULE_ATTRIBUTES.union(*in_tables)
         return [expect(container.place_of(n), MISSING) for n in absent if container.path_of(n) not in changed]
 
     def _is_sized(self, container: Container) -> bool:
         """Return whether the number of entries is guarded: the step may have asked whether another one is there."""
-        owner, held = container.owner, container.before
+        owner, contents = container.owner, container.before
         if container.style in ("modules", "function"):
-            return bool(held) or container.style == "function"
+            return bool(contents) or container.style == "function"
         if not isinstance(container.holder, dict) or owner is None or id(owner) in self.reach.of_state:
             return False
         return type(owner) in self._unobserved or (id(owner), "__dict__") in self._reads
@@ -594,13 +594,13 @@ class Watch:
 def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
     """Return what is in the place of a value, of items of a tuple, or of the function of a partial."""
     if type(value) is tuple:
-        held = cast(tuple[Any, ...], value)
-        items = [_with_replaced(v, replaced) for v in held]
-        return tuple(items) if any(map(is_not, items, held)) else held
+        items_before = cast(tuple[Any, ...], value)
+        items = [_with_replaced(v, replaced) for v in items_before]
+        return tuple(items) if any(map(is_not, items, items_before)) else items_before
     if type(value) is functools.partial:
-        whole = cast("functools.partial[Any]", value)
-        new = _with_replaced(whole.func, replaced)
-        return whole if new is whole.func else functools.partial(new, *whole.args, **whole.keywords)
+        bound = cast("functools.partial[Any]", value)
+        new = _with_replaced(bound.func, replaced)
+        return bound if new is bound.func else functools.partial(new, *bound.args, **bound.keywords)
     return replaced.get(id(value), value)
 
 

@@ -26,19 +26,19 @@ def attributes_of(value: object) -> dict[str, Any] | None:
     if isinstance(value, threading.local):  # it has others in each thread
         return vars(value)
     try:
-        held: Any = object.__getattribute__(value, "__dict__")
+        attributes: Any = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return cast("dict[str, Any]", held) if isinstance(held, dict) else None
+    return cast("dict[str, Any]", attributes) if isinstance(attributes, dict) else None
 
 
 def _looked_up(value: object, name: str) -> Any:
     """Return an attribute that an object has, or a property that a library defines; None for any other."""
-    found: Any = inspect.getattr_static(value, name, None)
-    if isinstance(found, property):
-        module: str = getattr(found.fget, "__module__", None) or ""
-        found = getattr(value, name) if module.partition(".")[0] in _NOT_USERS else None
-    return found
+    attribute: Any = inspect.getattr_static(value, name, None)
+    if isinstance(attribute, property):
+        module: str = getattr(attribute.fget, "__module__", None) or ""
+        attribute = getattr(value, name) if module.partition(".")[0] in _NOT_USERS else None
+    return attribute
 
 
 def unwrapped(value: Any) -> Any:
@@ -64,7 +64,7 @@ def _delegates(value: Any, inner: Optimizer) -> bool:
 
 def switches(wrappers: Iterable[Any]) -> list[tuple[Any, str]]:
     """Return the attributes that decide whether `step()` updates: Accelerate updates if gradients are complete."""
-    states = [_looked_up(one, "gradient_state") for one in wrappers]
+    states = [_looked_up(wrapper, "gradient_state") for wrapper in wrappers]
     return [(state, "sync_gradients") for state in states if _looked_up(state, "sync_gradients") is not None]
 
 
@@ -73,7 +73,7 @@ def effects_refused(wrappers: Sequence[Any]) -> AbstractContextManager[None]:
 
     Lightning counts updates in Python; Accelerate's `accumulate` sets whether gradients are complete.
     """
-    puts: list[tuple[Any, str, Any]] = [(one, _COUNTS, _refuse_count) for one in wrappers if _COUNTS in vars(one)]
+    puts: list[tuple[Any, str, Any]] = [(w, _COUNTS, _refuse_count) for w in wrappers if _COUNTS in vars(w)]
     puts += [(state, _SWITCHES, partial(_refuse_switch, state)) for state, _ in switches(wrappers)]
     return attributes_set(puts)
 
