@@ -75,10 +75,10 @@ docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 site: $(STAMP) ## build the documentation as a site into build/site; a warning is an error (ARGS goes to mkdocs)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-lint: $(STAMP) ## ruff, pyright, size limits, import directions
+lint: $(STAMP) ## ruff, pyright, size limits, names that say nothing, import directions
 	@status=0; \
-	for check in 'ruff check .' 'ruff format --check .' 'pyright' 'python tools/size.py --brief' 'python tools/api.py --check' \
-	    'python -m pytest -q tests/unit/test_imports.py'; do \
+	for check in 'ruff check .' 'ruff format --check .' 'pyright' 'python tools/size.py --brief' 'python tools/names.py --brief' \
+	    'python tools/api.py --check' 'python -m pytest -q tests/unit/test_imports.py'; do \
 	  echo "$$check"; $(BIN)/$$check || status=1; \
 	done; exit $$status
 
