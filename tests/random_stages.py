@@ -180,7 +180,7 @@ def problem(seed: int) -> str:
     schedule = ws.Schedule(
         bucket_bytes=made.bucket_bytes, first_bucket_bytes=min(made.bucket_bytes or 1 << 20, 1 << 20)
     )
-    passes = ws.pipeline(schedule=schedule) if made.scheduled else ()
+    passes = ws.default_passes(schedule=schedule) if made.scheduled else ()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -4,8 +4,8 @@ from .graph.gc_control import collector_paused
 
 with collector_paused():  # modules are no garbage, and torch has many
     from . import collectives
+    from .backend.default_passes import default_passes
     from .backend.inductor.inductor_backend import Inductor
-    from .backend.pipeline import pipeline
     from .backend.protocol import Backend
     from .capture import CaptureOptions
     from .capture.effects import callback
@@ -121,12 +121,12 @@ __all__ = [
     "collectives",
     "compile",
     "ddp_backend",
+    "default_passes",
     "export",
     "load",
     "memory_curve",
     "partition",
     "peak_memory",
-    "pipeline",
     "plan",
     "report",
     "rule",

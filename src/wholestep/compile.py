@@ -70,7 +70,7 @@ def capture(fn: Callable[..., Any], *args: Any, options: CaptureOptions | None =
     """The graph of `fn(*args, **kwargs)` on one device; nothing real is computed or changed.
 
     The graph depends on `fn`, its arguments and `options`, on nothing else. With the options that `compile` is given,
-    `plan`, `partition` and `pipeline` make the program that runs.
+    `plan`, `partition` and `default_passes` make the program that runs.
 
     Example:
         >>> options = wholestep.CaptureOptions(offload="cpu")

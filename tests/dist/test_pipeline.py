@@ -41,7 +41,7 @@ def _texts(rank: int, world: int, style: Any, kinds: Any) -> list[tuple[str, str
         for schedule in schedules:
             step = ws.compile(train, parallel=parallel, mesh=mesh, schedule=schedule, **given)
             step(*made())
-            offline = ws.run_passes(local, ws.pipeline(schedule=step.schedule))
+            offline = ws.run_passes(local, ws.default_passes(schedule=step.schedule))
             assert step.local_graph is not None
             pairs = [(offline, step.local_graph)]
             pairs += zip(offline.across or (), step.local_graph.across or (), strict=True)
@@ -62,11 +62,11 @@ def _budgeted(rank: int, world: int) -> tuple[str, str, str]:
     graph = ws.capture(train, *made(64, 8))
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("fully_shard", reshard_after_forward=False)))
     schedule = ws.Schedule(bucket_bytes=500, first_bucket_bytes=500)
-    free = ws.run_passes(local, ws.pipeline(schedule=schedule))
+    free = ws.run_passes(local, ws.default_passes(schedule=schedule))
     budget = ws.peak_memory(free).size_bytes - 3000
     step = ws.compile(train, parallel=ws.DataParallel("fully_shard"), schedule=schedule, memory_bytes=budget)
     step(*made(64, 8))
-    offline = ws.run_passes(local, ws.pipeline(schedule=schedule, memory_bytes=budget))
+    offline = ws.run_passes(local, ws.default_passes(schedule=schedule, memory_bytes=budget))
     return str(free), str(offline), str(step.local_graph)
 
 

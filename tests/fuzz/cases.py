@@ -275,7 +275,7 @@ def cache_files(draw: Draw) -> Case:
         if choices.solved is not None:
             ws.plan(graph(), "dp=2,tp=2", list(choices.solved.parts))
         if choices.fitting is not None:
-            FitMemory(1 << 30, after=ws.pipeline()).applied(local(), choices.fitting)
+            FitMemory(1 << 30, after=ws.default_passes()).applied(local(), choices.fitting)
 
     return text, call
 
@@ -533,8 +533,11 @@ def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "timeline": (ws.timeline, {"local": local(), "hardware": hardware}),
         "peak_memory": (ws.peak_memory, {"local": local()}),
         "memory_curve": (ws.memory_curve, {"local": local()}),
-        "run_passes": (ws.run_passes, {"local": local(), "passes": list(ws.pipeline())}),
-        "pipeline": (ws.pipeline, {"hardware": hardware, "schedule": "auto", "memory_bytes": None, "backend": "eager"}),
+        "run_passes": (ws.run_passes, {"local": local(), "passes": list(ws.default_passes())}),
+        "default_passes": (
+            ws.default_passes,
+            {"hardware": hardware, "schedule": "auto", "memory_bytes": None, "backend": "eager"},
+        ),
         "rule": (ws.rule, {"op": torch.ops.aten.mm.default, "text": "m k, k n -> m n"}),
         "check_rule": (ws.check_rule, {"op": torch.ops.aten.mm.default}),
         "compile": (ws.compile, {"train_step": mean_square}),

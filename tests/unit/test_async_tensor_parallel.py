@@ -52,7 +52,7 @@ def large(async_tp: bool, tokens: int = 16384) -> ws.LocalGraph:
 
 
 def test_a_large_step_is_simulated_to_gain() -> None:
-    whole, cut = (ws.run_passes(large(mode), ws.pipeline(H100)) for mode in (False, True))
+    whole, cut = (ws.run_passes(large(mode), ws.default_passes(H100)) for mode in (False, True))
     before, after = ws.simulate(whole, H100), ws.simulate(cut, H100)
     assert after.step_us < 0.97 * before.step_us
     assert after.exposed_us < 0.6 * before.exposed_us
@@ -89,7 +89,7 @@ def test_fused_products_send_what_their_collectives_sent(monkeypatch: pytest.Mon
 
 
 def test_a_fused_product_takes_the_longer_of_sending_and_multiplying() -> None:
-    fused = [node for node in ws.run_passes(large(True), ws.pipeline(H100)).graph.nodes if is_fused(node)]
+    fused = [node for node in ws.run_passes(large(True), ws.default_passes(H100)).graph.nodes if is_fused(node)]
     fast = replace(H100, levels=(replace(H100.levels[0], bytes_per_us=1e12), *H100.levels[1:]))
     slow = replace(H100, levels=(replace(H100.levels[0], bytes_per_us=1e3), *H100.levels[1:]))
     for node in fused:

@@ -191,7 +191,7 @@ def test_counts_add_up_and_pruning_happens() -> None:
 def test_what_sends_more_than_a_loser_is_not_planned() -> None:
     """Where gathering once is known to lose, gathering twice is not looked at."""
     seen: list[str] = []
-    search = Search(Evaluator(graph_of("wide"), SLOW, None, ws.pipeline(SLOW), watch=seen.append))
+    search = Search(Evaluator(graph_of("wide"), SLOW, None, ws.default_passes(SLOW), watch=seen.append))
     search.bounds[MESH, TemplateKey("fully_shard", False, ("dp",))] = 1e9
     chosen = [template for template in templates(MESH) if "kept" not in template.name]
     found = search.run([(MESH, template) for template in chosen])
@@ -266,7 +266,7 @@ def test_compile_keeps_what_ranks_are_given() -> None:
 def test_a_schedule_of_ones_own() -> None:
     plain = ws.Auto(hardware=SLOW, styles=("replicate",)).search(graph_of("blocks"), "dp=4")
     none = ws.Auto(hardware=SLOW, styles=("replicate",)).search(
-        graph_of("blocks"), "dp=4", passes=ws.pipeline(schedule=None)
+        graph_of("blocks"), "dp=4", passes=ws.default_passes(schedule=None)
     )
     assert plain.best.batch_s < none.best.batch_s
 

@@ -78,7 +78,7 @@ WIDTHS = {"wide": 2048, "narrow": 256}
 def search(graph: ws.TrainGraph, hardware: Any, short: FoldedStep | None, memory: int | None = None) -> SearchResult:
     """By the same code with and without short steps."""
     auto = ws.Auto(memory, hardware, PAIRS)
-    run = Search(Evaluator(graph, hardware, memory, ws.pipeline(hardware), folded=short))
+    run = Search(Evaluator(graph, hardware, memory, ws.default_passes(hardware), folded=short))
     return run.run(auto.candidates(MESH))
 
 
@@ -124,7 +124,7 @@ def test_extrapolated_costs_are_near(hardware: str, mesh: str, tensor: Any, each
             continue
         plans = [(ws.plan(g, on, strategies), g) for g in map(short.with_blocks, pair)]
         programs = [(planned, ws.partition(g, planned)) for planned, g in plans]
-        made, real = short.priced(pair, programs, ws.pipeline(hardware)), priced(graph, template, hardware, on)
+        made, real = short.priced(pair, programs, ws.default_passes(hardware)), priced(graph, template, hardware, on)
         assert made.step_s == pytest.approx(real.step_s, rel=SURE), template.name
         close = 0.5 if "re-gathered" in template.name else 0.03
         assert made.peak_bytes == pytest.approx(real.peak_bytes, rel=close), template.name
@@ -176,7 +176,7 @@ def test_values_are_made_again_alike_in_equal_layers() -> None:
     graph = deep(WIDTHS["wide"])
     short, strategies = short_of(graph, FAST), compose(ws.DataParallel("fully_shard", reshard_after_forward=True))
     few, more, whole = (ws.partition(g, ws.plan(g, MESH, strategies)) for g in (*map(short.with_blocks, FEWEST), graph))
-    memory = FitMemory(0, FAST, gathers=False, after=ws.pipeline(FAST))
+    memory = FitMemory(0, FAST, gathers=False, after=ws.default_passes(FAST))
     fitting = FoldedFit(short, FEWEST, (few, more), memory)
     least = fitting.least()
     made = fitting.unfolded(whole, least)
@@ -216,7 +216,7 @@ def test_layers_that_a_strategy_tells_apart_are_not_equal() -> None:
     graph = deep(WIDTHS["wide"])
     short = short_of(graph, FAST)
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
-    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short))
+    run = Search(Evaluator(graph, FAST, None, ws.default_passes(FAST), folded=short))
     found = run.run([(MESH, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)))])
     assert found.rows[0].blocks is None
     assert found.best.costs == priced(graph, Template("odd", (ws.DataParallel("replicate", axis="dp"), odd)), FAST)
@@ -229,11 +229,11 @@ def test_what_is_nearly_alike_is_looked_at_with_few_layers() -> None:
     odd = ws.TensorParallel({"layers.3.up": "colwise", "layers.3.down": "rowwise"})
     template = Template("odd", (data, odd), symmetric=(data, PAIRS))
     said: list[str] = []
-    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), watch=said.append, folded=short_of(graph, FAST)))
+    run = Search(Evaluator(graph, FAST, None, ws.default_passes(FAST), watch=said.append, folded=short_of(graph, FAST)))
     found = run.run([(MESH, template)])
     assert said == ["odd", "all layers: odd"]
     assert found.best.costs == priced(graph, template, FAST)
-    slower = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short_of(graph, FAST)))
+    slower = Search(Evaluator(graph, FAST, None, ws.default_passes(FAST), folded=short_of(graph, FAST)))
     both = slower.run([(MESH, template), (MESH, Template("even", (data, PAIRS)))])
     assert both.best.name == "even"
 
@@ -243,7 +243,7 @@ def test_a_pattern_for_each_layer() -> None:
     graph = deep(WIDTHS["wide"])
     styles = {f"layers.{i}.{one}": how for i in range(LAYERS) for one, how in (("up", "colwise"), ("down", "rowwise"))}
     row = Template("each", (ws.DataParallel("replicate", axis="dp"), ws.TensorParallel(styles)))
-    run = Search(Evaluator(graph, FAST, None, ws.pipeline(FAST), folded=short_of(graph, FAST)))
+    run = Search(Evaluator(graph, FAST, None, ws.default_passes(FAST), folded=short_of(graph, FAST)))
     found = run.run([(MESH, row)])
     assert found.best.costs == priced(graph, row, FAST)
 

@@ -49,9 +49,9 @@ def test_capabilities_decide_the_graph_and_the_passes() -> None:
         texts[backend.name] = str(step.local_graph)
     assert "_fused_adamw" in texts["interpreted"]
     assert "_fused_adamw" not in texts["plain"]
-    names = [type(one).__name__ for one in ws.pipeline(backend=Plain(), schedule=None)]
+    names = [type(one).__name__ for one in ws.default_passes(backend=Plain(), schedule=None)]
     assert names == ["FoldRepeats", "Offload", "Reinplace"]
-    assert ws.pipeline(backend=Interpreted()) == ws.pipeline(backend="eager")
+    assert ws.default_passes(backend=Interpreted()) == ws.default_passes(backend="eager")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -86,7 +86,7 @@ def test_an_error_names_the_parts_that_an_object_lacks() -> None:
     assert "lacks splits_steps" in refused(SimpleNamespace(**{**FLAGS, "splits_steps": 1}, name="x", compile=print))
     assert "is a class" in refused(Interpreted)
     with pytest.raises(ws.BackendError, match="lacks"):
-        ws.pipeline(backend=Bare())  # type: ignore[arg-type]
+        ws.default_passes(backend=Bare())  # type: ignore[arg-type]
 
 
 def test_the_name_of_a_built_in_backend_is_taken() -> None:

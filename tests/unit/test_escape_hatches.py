@@ -8,7 +8,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import mean_square
-from wholestep.backend.pipeline import edited
+from wholestep.backend.default_passes import edited
 from wholestep.graph.nodes import copy_graph
 from wholestep.passes.order_collectives import SameOrder
 from wholestep.passes.sink_waits import SinkWaits
@@ -138,7 +138,7 @@ def test_a_graph_that_a_pass_of_the_user_keeps_is_not_edited():
 
 
 def test_lists_of_passes_that_cannot_run_are_refused():
-    given = ws.pipeline(ws.Hardware.default())
+    given = ws.default_passes(ws.Hardware.default())
     assert edited(given, None) == given
     for edit, message in (
         (lambda passes: None, r"passes= gives None\n  needed: a list of passes"),

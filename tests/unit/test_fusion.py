@@ -36,7 +36,7 @@ def program(make: Any, shape: tuple[int, ...] = (SIDE, SIDE), mesh: str = "dp=1"
         model, x = make(), torch.empty(shape)
     graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), x)
     plan = ws.plan(graph, mesh, ws.DataParallel("replicate"))
-    return ws.run_passes(ws.partition(graph, plan), ws.pipeline(H100, backend="inductor"))
+    return ws.run_passes(ws.partition(graph, plan), ws.default_passes(H100, backend="inductor"))
 
 
 class Gated(nn.Module):

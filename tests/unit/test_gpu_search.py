@@ -120,7 +120,7 @@ def test_no_schedule_holds_less_than_is_sure(tiny: str, style: Any) -> None:
         least = least_bytes(ws.run_passes(local, recomputing(kind)))
         peaks = [
             ws.peak_memory(ws.run_passes(local, (*recomputing(kind), *passes))).size_bytes
-            for passes in smaller_buckets(ws.pipeline(H100))
+            for passes in smaller_buckets(ws.default_passes(H100))
         ]
         assert 0.3 * min(peaks) < least <= min(peaks), (kind, least, peaks)
 
@@ -199,7 +199,7 @@ def test_what_a_setup_reserves(steps: ShortSteps, tiny: str) -> None:
     search, setup = GpuSearch(steps, H100, 1 << 30, None, 1_000_000), setup_of(1.0)
     graph = captured(tiny, 2, 1, LAYERS)
     plan = ws.plan(graph, setup.mesh, setup.strategies, hardware=H100)
-    local = ws.run_passes(ws.partition(graph, plan), ws.pipeline(H100))
+    local = ws.run_passes(ws.partition(graph, plan), ws.default_passes(H100))
     alone = search.reserved(setup)
     assert alone == reserved_bytes(local, H100)
     several = search.reserved(replace(setup, micro_batches=3))

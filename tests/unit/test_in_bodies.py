@@ -72,7 +72,7 @@ def _program(parallel: Any, mesh: str, passes: Any, width: int = 12, layers: int
 
 
 def _passes(hardware: ws.Hardware, **sizes: Any) -> tuple[Any, ...]:
-    return ws.pipeline(schedule=ws.Schedule(hardware, **sizes))
+    return ws.default_passes(schedule=ws.Schedule(hardware, **sizes))
 
 
 def _without(passes: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ def test_at_most_what_fsdp2_asks_for() -> None:
     hardware = ws.Hardware.preset("dgx-h100")
     graph = ws.capture(target.step, *target.args, **target.kwargs)
     plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"), hardware=hardware)
-    local = ws.run_passes(ws.partition(graph, plan), ws.pipeline(hardware))
+    local = ws.run_passes(ws.partition(graph, plan), ws.default_passes(hardware))
     asked = Counter({kind: total.count for kind, total in local.collectives().items()})
     asked["copies"] = sum(node.target in BUCKET_COPIES for node in local.graph.nodes)
     asked["adamw"] = sum("_fused_adamw" in str(node.target) for node in local.graph.nodes)

@@ -358,11 +358,11 @@ def test_a_budget_is_met_or_refused() -> None:
     graph = language_model(24).capture.graph
     local = ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(4)))
     peak = ws.peak_memory(_final(ws.MicroBatches(4), "dp=1", 0.0)).size_bytes
-    assert ws.run_passes(local, ws.pipeline(memory_bytes=peak)).passes[0] == "FitMemory"
-    fitted = ws.run_passes(local, ws.pipeline(memory_bytes=peak - 1))
+    assert ws.run_passes(local, ws.default_passes(memory_bytes=peak)).passes[0] == "FitMemory"
+    fitted = ws.run_passes(local, ws.default_passes(memory_bytes=peak - 1))
     assert ws.peak_memory(fitted).size_bytes < peak
     with pytest.raises(PlanError, match="the step needs at least") as caught:
-        ws.run_passes(local, ws.pipeline(memory_bytes=peak // 10))
+        ws.run_passes(local, ws.default_passes(memory_bytes=peak // 10))
     assert "more micro-batches" in str(caught.value)
 
 

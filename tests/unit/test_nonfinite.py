@@ -335,7 +335,7 @@ def local(style: str, skips: bool) -> LocalGraph:
     options = ws.CaptureOptions(skip_nonfinite=skips)
     graph = ws.capture(train_step, *made("AdamW-fused"), *batch(0), options=options)
     made_local = ws.partition(graph, ws.plan(graph, "dp=4", ws.DataParallel(style)))  # type: ignore[arg-type]
-    return ws.run_passes(made_local, ws.pipeline(ws.Hardware.preset("dgx-h100")))
+    return ws.run_passes(made_local, ws.default_passes(ws.Hardware.preset("dgx-h100")))
 
 
 @pytest.mark.parametrize("style", ["replicate", "zero1", "fully_shard"])

@@ -71,10 +71,10 @@ def test_same_numbers_through_host_memory_in_stages() -> None:
     one = OneDevice(make, train, [(torch.randn(8, 50), torch.randn(8, 8)) for _ in range(3)])
     one.capture = replace(one.capture, graph=replace(one.capture.graph, offload="cpu"))
     data = ws.DataParallel("zero1", axis="dp", semantics="global")
-    found = compare(one, "dp=2,pp=2", [data, ws.Pipeline(micro_batches=2)], passes=ws.pipeline())
+    found = compare(one, "dp=2,pp=2", [data, ws.Pipeline(micro_batches=2)], passes=ws.default_passes())
     assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
     for stage in range(2):
-        made = run_passes(stage_program(found.local, stage), ws.pipeline())
+        made = run_passes(stage_program(found.local, stage), ws.default_passes())
         assert {to_host, to_device} <= {node.target for node in made.graph.nodes}
 
 

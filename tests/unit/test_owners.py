@@ -63,7 +63,7 @@ def test_matrices_have_owners_and_vectors_are_sharded() -> None:
         rows, columns = shapes[name]
         work[at] += rows * columns * min(rows, columns)
     assert max(work) < 0.65 * sum(work)
-    programs = [ws.run_passes(ws.partition(graph, p), ws.pipeline()) for p in (plan, gathered)]
+    programs = [ws.run_passes(ws.partition(graph, p), ws.default_passes()) for p in (plan, gathered)]
     sent, before = (sum(one.bytes for one in p.collectives().values()) for p in programs)
     assert sent <= 1.1 * before
     assert ws.peak_memory(programs[0]).size_bytes < ws.peak_memory(programs[1]).size_bytes
@@ -99,7 +99,7 @@ def test_named_owners_and_files() -> None:
 def test_ranks_run_what_they_own() -> None:
     """Every call runs on one rank or on all; each rank has the collectives of all."""
     graph = muons()
-    local = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=3", owners())), ws.pipeline())
+    local = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=3", owners())), ws.default_passes())
     each = [of_owner(local.graph, at) for at in range(3)]
     calls = [{n.name for n in one.nodes if n.op == "call_function"} for one in each]
     for node in local.graph.nodes:

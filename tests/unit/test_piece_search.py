@@ -60,7 +60,7 @@ def graph() -> ws.TrainGraph:
 
 def final(strategies: Any, mesh: str, hardware: ws.Hardware = FAST) -> ws.LocalGraph:
     """The program of a rank after all passes."""
-    return ws.run_passes(ws.partition(graph(), ws.plan(graph(), mesh, strategies)), ws.pipeline(hardware))
+    return ws.run_passes(ws.partition(graph(), ws.plan(graph(), mesh, strategies)), ws.default_passes(hardware))
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +103,7 @@ def test_numbers_and_memory_of_what_is_chosen(style: str) -> None:
     assert abs(predicted.size_bytes / measured - 1) < 0.05
     budget = int(0.5 * peak_of(style))
     local = ws.partition(graph(), found.plan)
-    made = ws.run_passes(local, ws.pipeline(FAST, memory_bytes=budget))
+    made = ws.run_passes(local, ws.default_passes(FAST, memory_bytes=budget))
     assert ws.peak_memory(made).size_bytes == found.best.needs_bytes <= budget
 
 

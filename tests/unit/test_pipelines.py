@@ -145,7 +145,7 @@ def test_a_value_that_other_blocks_still_need_is_not_overwritten() -> None:
     before the last part has read them.
     """
     parallel = [ws.DataParallel("fully_shard", axis="dp", semantics="global")]
-    passes = ws.pipeline(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
+    passes = ws.default_passes(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
     found = compare(
         one_device(2, True, 0.0), "dp=2,pp=2", [*parallel, ws.Pipeline(micro_batches=2, schedule="interleaved")],
         passes=passes,
@@ -165,7 +165,7 @@ def test_a_rank_between_others_may_have_one_layer_alone_and_one_piece(mesh: str)
     """What it exchanges depends on the batch only by what other stages send."""
     data = [ws.DataParallel("fully_shard", axis="dp", semantics="global")] if "dp" in mesh else []
     parallel = [*data, ws.Pipeline(schedule="1f1b", placement="v"), TENSOR_PARALLEL]
-    found = compare(one_device(3, True, 0.0), mesh, parallel, passes=ws.pipeline())
+    found = compare(one_device(3, True, 0.0), mesh, parallel, passes=ws.default_passes())
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
@@ -179,7 +179,7 @@ def test_passes_serve_the_programs_of_stages(mesh: str, pieces: int, order: str,
     first start before the last products.
     """
     data = ws.DataParallel(style, axis="dp", semantics="global")
-    passes = ws.pipeline(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
+    passes = ws.default_passes(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
     parallel = [data, ws.Pipeline(micro_batches=pieces, schedule=order)]
     found = compare(one_device(2, True, 0.0), mesh, parallel, passes=passes)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
@@ -203,7 +203,7 @@ def test_passes_serve_a_stage_that_is_given_no_batch(parallel: tuple[str, Any]) 
     """The second of three: all that it computes with comes from the first and the last."""
     mesh, beside = parallel
     strategies = [beside, ws.Pipeline(micro_batches=2, schedule="1f1b")]
-    found = compare(one_device(3, True, 0.0), mesh, strategies, passes=ws.pipeline())
+    found = compare(one_device(3, True, 0.0), mesh, strategies, passes=ws.default_passes())
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"
 
 
@@ -215,7 +215,7 @@ def test_a_program_grows_by_one_run_of_a_block() -> None:
         parallel = [data, ws.Pipeline(micro_batches=pieces, schedule="1f1b")]
         graph = one_device(2, False, 0.0, rows=16).capture.graph
         local = ws.partition(graph, ws.plan(graph, "dp=2,pp=2", parallel))
-        sizes.append(len(ws.run_passes(stage_program(local, 0), ws.pipeline()).graph.nodes))
+        sizes.append(len(ws.run_passes(stage_program(local, 0), ws.default_passes()).graph.nodes))
     assert max(sizes) - min(sizes) <= 4
 
 
@@ -439,7 +439,7 @@ def test_an_axis_of_stages_needs_a_pipeline() -> None:
 def test_passes_keep_the_order_of_what_stages_exchange() -> None:
     _, local = planned(2, 2)
     with pytest.raises(GraphError, match="passes on the program of all stages"):
-        ws.run_passes(local, ws.pipeline())
+        ws.run_passes(local, ws.default_passes())
     own = stage_program(local, 0)
 
     def later(given: LocalGraph) -> LocalGraph:
@@ -448,7 +448,7 @@ def test_passes_keep_the_order_of_what_stages_exchange() -> None:
         list(made.graph.nodes)[-2].append(sent)
         return made
 
-    assert ws.run_passes(own, ws.pipeline(schedule=None)).stage == 0
+    assert ws.run_passes(own, ws.default_passes(schedule=None)).stage == 0
     _, tied = planned_tied()
     with pytest.raises(GraphError, match="pass later changed what stages of a pipeline exchange"):
         ws.run_passes(stage_program(tied, 0), [later])

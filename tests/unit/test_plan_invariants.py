@@ -123,7 +123,7 @@ def test_more_recomputation_holds_less_and_at_most_two_layers_are_gathered() -> 
         made = local if kind == "none" else RecomputeLayers(kind)(local)
         gathered = ws.peak_memory(made).by_kind().get("gathered", 0)
         assert gathered <= 2 * 3 * width * width * 2, (kind, gathered)
-        peaks.append(ws.peak_memory(ws.run_passes(made, ws.pipeline(hardware))).size_bytes)
+        peaks.append(ws.peak_memory(ws.run_passes(made, ws.default_passes(hardware))).size_bytes)
     assert peaks == sorted(peaks, reverse=True), peaks
     again = sum(node.name.startswith("mm") and node.name.endswith("_again") for node in made.graph.nodes)
     assert again <= 3 * layers, "a layer runs once more, from what it was handed"

@@ -42,7 +42,7 @@ def test_the_same_bits(case: str, kind: Any) -> None:
     plan = ws.plan(capture.graph, "dp=2", parallel("fully_shard", True))
     local = ws.partition(capture.graph, plan)
     try:
-        changed = ws.run_passes(local, [RecomputeLayers(kind), *ws.pipeline()])
+        changed = ws.run_passes(local, [RecomputeLayers(kind), *ws.default_passes()])
     except ws.PlanError as error:
         assert "found no list of layers" in str(error)  # noqa: PT017  # two of the cases
         assert case != "micro-batches"

@@ -120,7 +120,7 @@ def graph() -> ws.TrainGraph:
 @pytest.fixture(scope="module")
 def local(graph: ws.TrainGraph) -> ws.LocalGraph:
     made = ws.partition(graph, ws.plan(graph, "dp=4", ws.DataParallel("fully_shard")))
-    return ws.run_passes(made, ws.pipeline(H100))
+    return ws.run_passes(made, ws.default_passes(H100))
 
 
 def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -> None:
@@ -134,7 +134,7 @@ def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_pieces_of_a_loop_are_repeated(graph: ws.TrainGraph, pieces: int) -> None:
     strategies = [ws.DataParallel("zero1"), ws.MicroBatches(pieces)]
-    made = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=4", strategies)), ws.pipeline(H100))
+    made = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=4", strategies)), ws.default_passes(H100))
     found = reserved(made, ws.Stack.named("wholestep"))
     assert found.allocated_bytes == ws.peak_memory(made).size_bytes
     assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes
@@ -146,7 +146,7 @@ def test_a_stage_runs_its_blocks_in_order(graph: ws.TrainGraph, order: Any) -> N
     whole = ws.partition(graph, ws.plan(graph, "pp=2", ws.Pipeline(micro_batches=4, schedule=order)))
     message = 4096 // 4 * 1024 * 4
     for stage in range(2):
-        made = ws.run_passes(ws.stage_program(whole, stage), ws.pipeline(schedule=None))
+        made = ws.run_passes(ws.stage_program(whole, stage), ws.default_passes(schedule=None))
         found, peak = reserved(made, ws.Stack.named("wholestep")), ws.peak_memory(made).size_bytes
         assert peak <= found.allocated_bytes <= peak + 5 * message
         assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes

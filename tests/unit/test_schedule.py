@@ -367,7 +367,7 @@ def test_gathering_again_holds_less_on_any_link() -> None:
     for hardware in (Hardware.measured(link_us=200, link_bytes_per_us=rate) for rate in rates):
         kept, again = (
             ws.peak_memory(
-                ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=2", data)), ws.pipeline(hardware))
+                ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=2", data)), ws.default_passes(hardware))
             ).size_bytes
             for data in (ws.DataParallel("fully_shard", reshard_after_forward=now) for now in (False, True))
         )
@@ -803,5 +803,5 @@ def test_gradients_of_micro_batches_are_summed_at_once(style: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         graph = ws.capture(train_step, model, optimizer, [torch.randn(8, 256) for _ in range(count)])
         local = ws.partition(graph, ws.plan(graph, "dp=8", ws.DataParallel(style)))  # type: ignore[arg-type]
-        peaks.append(ws.peak_memory(ws.run_passes(local, ws.pipeline())).size_bytes)
+        peaks.append(ws.peak_memory(ws.run_passes(local, ws.default_passes())).size_bytes)
     assert peaks[1] < peaks[0] * 1.2

@@ -17,7 +17,7 @@ from examples.demo.model import GPTConfig, build
 from tests.catalogue import CASES
 from tests.live_bytes import peak_of
 from tests.steps import mean_square
-from wholestep.backend.pipeline import pipeline
+from wholestep.backend.default_passes import default_passes
 from wholestep.capture.call_structure import take_apart
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.capture.capture_options import CaptureOptions
@@ -484,7 +484,7 @@ def scheduled(change: Callable[[ws.LocalGraph], ws.LocalGraph] | None, calls: Ca
     model = small_gpt()
     made = capture_step(train, (model, AdamW(model.parameters()), batch, batch), {})
     planned = plan(made.graph, Mesh("dp=2"), compose(ws.DataParallel("fully_shard")))
-    passes = pipeline(schedule=ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
+    passes = default_passes(schedule=ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
     at = next(i for i, one in enumerate(passes) if isinstance(one, SameOrder))
     edited = (*passes[:at], change, *passes[at:]) if change else passes
     local = run_passes(lowered(made.graph, planned), with_calls_in(edited, calls) if calls else edited)

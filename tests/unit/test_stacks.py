@@ -53,7 +53,7 @@ def local() -> ws.LocalGraph:
     graph = ws.capture(train_step, model, AdamW(model.parameters(), fused=True), x,
                        options=ws.CaptureOptions(mixed_precision=half))  # fmt: skip
     made = ws.partition(graph, ws.plan(graph, "dp=16", ws.DataParallel("fully_shard")))
-    return ws.run_passes(made, ws.pipeline(H100))
+    return ws.run_passes(made, ws.default_passes(H100))
 
 
 def device_of(hardware: ws.Hardware) -> Device:

@@ -94,7 +94,7 @@ def test_stages_compute_what_one_device_does(tied: bool, drop: float, stages: in
 def test_stages_beside_other_axes(parallel: tuple[str, Any], order: str) -> None:
     """After all passes that run by default: runs of blocks are written out, collectives merged."""
     mesh, beside = parallel
-    passes = ws.pipeline(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
+    passes = ws.default_passes(schedule=ws.Schedule(bucket_bytes=1 << 10, first_bucket_bytes=1 << 10))
     strategies = [beside, ws.Pipeline(micro_batches=4, schedule=order)]
     found = compare(one_device(4, True, 0.0), mesh, strategies, passes=passes, edit=all_again)
     assert found.worst < TOLERANCE, f"{found.where} differs by {found.worst:.1e}"

@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 import wholestep as ws
 from tests.clock_stages import Stages
-from wholestep.backend.pipeline import stage_pipeline
+from wholestep.backend.default_passes import stage_pipeline
 from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep

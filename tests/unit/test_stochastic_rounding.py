@@ -74,7 +74,7 @@ def captured(optimizer: Any = torch.optim.AdamW, step: Any = clipped, **options:
 def trained(capture: Capture, mesh: str, data: Any, steps: int = 2) -> dict[str, Tensor]:
     """Parameters and state after steps in which each data-parallel rank has data of its own."""
     plan = ws.plan(capture.graph, mesh, data)
-    local = ws.run_passes(ws.partition(capture.graph, plan), ws.pipeline(ws.Hardware.default()))
+    local = ws.run_passes(ws.partition(capture.graph, plan), ws.default_passes(ws.Hardware.default()))
     simulation = Simulation(capture, plan, local)
     simulation.start()
     name = next(i.name for i in capture.graph.inputs if i.role.name == "BATCH")

@@ -349,7 +349,7 @@ def test_activations_are_regathered_for_the_backward(mesh: str) -> None:
         found.append(check(one, mesh, [dp(), tensor] if "dp" in mesh else tensor).local)
     kept, freed = found
     assert collectives(freed)["tp"] == collectives(kept)["tp"] + Counter(all_gather=5)
-    for passes in ([], ws.pipeline()):
+    for passes in ([], ws.default_passes()):
         before, after = (peak_memory(ws.run_passes(one, passes)) for one in found)
         assert after.size_bytes - after.rest_bytes < 0.95 * (before.size_bytes - before.rest_bytes)
 

@@ -109,7 +109,7 @@ def local_of(style: str, ranks: int) -> ws.LocalGraph:
 
 def tried(local: ws.LocalGraph) -> list[Any]:
     hardware = ws.Hardware.measured(link_us=1000.0, link_bytes_per_us=500)
-    passes = ws.pipeline(hardware)
+    passes = ws.default_passes(hardware)
     found = schedules_to_try(local, passes, hardware, lambda made: ws.peak_memory(made).size_bytes)
     assert found[0].order == tuple(collectives_of(ws.run_passes(local, passes)))
     return found

@@ -39,7 +39,9 @@ def bulky() -> ws.TrainGraph:
 
 
 def planned(graph: ws.TrainGraph, mesh: str, data: ws.DataParallel, hardware: ws.Hardware = HOPPER) -> ws.LocalGraph:
-    return ws.run_passes(ws.partition(graph, ws.plan(graph, mesh, data, hardware=hardware)), ws.pipeline(hardware))
+    return ws.run_passes(
+        ws.partition(graph, ws.plan(graph, mesh, data, hardware=hardware)), ws.default_passes(hardware)
+    )
 
 
 def whole(local: ws.LocalGraph) -> dict[tuple[str, str], int]:
@@ -115,7 +117,7 @@ def updated(capture: Capture, mesh: str, hardware: ws.Hardware, schedule: str) -
     if schedule == "buckets":
         local = ws.Schedule(bucket_bytes=3000, first_bucket_bytes=500)(local)
     elif schedule == "without copies":
-        local = ws.run_passes(local, ws.pipeline(HOPPER))
+        local = ws.run_passes(local, ws.default_passes(HOPPER))
         assert ("shared_sum" in str(local)) == (hardware is SHARES)
     simulation = Simulation(capture, plan, local)
     simulation.start()
@@ -176,7 +178,7 @@ def test_no_fixed_size_is_much_faster(large: ws.TrainGraph, mesh: str, style: st
     part = ws.partition(large, ws.plan(large, mesh, ws.DataParallel(style)))
 
     def step_us(size: int | None) -> float:
-        passes = ws.pipeline(HOPPER, schedule=ws.Schedule(HOPPER, bucket_bytes=size << 20 if size else None))
+        passes = ws.default_passes(HOPPER, schedule=ws.Schedule(HOPPER, bucket_bytes=size << 20 if size else None))
         return ws.simulate(ws.run_passes(part, passes), HOPPER).step_us
 
     assert step_us(None) <= 1.2 * min(step_us(16 << power) for power in range(0, 8, 2))
@@ -185,5 +187,5 @@ def test_no_fixed_size_is_much_faster(large: ws.TrainGraph, mesh: str, style: st
 def test_measured_starts_do_not_depend_on_ranks(large: ws.TrainGraph) -> None:
     cpu = ws.Hardware.default()
     made = [ws.partition(large, ws.plan(large, mesh, ws.DataParallel("zero1"))) for mesh in ("dp=4", "dp=512")]
-    sizes = [ws.run_passes(local, ws.pipeline(cpu)).sizes for local in made]
+    sizes = [ws.run_passes(local, ws.default_passes(cpu)).sizes for local in made]
     assert [one.bucket_bytes for one in sizes if one] == [cpu.bucket_bytes] * 2

@@ -19,10 +19,10 @@ def passes(
     `wholestep plan MODEL --program --stop-after NAME` prints the program after one of them.
     """
     with working():
-        from wholestep.backend.pipeline import pipeline
+        from wholestep.backend.default_passes import default_passes
 
         schedule = "across_steps" if across_steps else "auto"
-        chain = pipeline(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
+        chain = default_passes(hardware_of(hardware), schedule=schedule, memory_bytes=memory, backend=backend)
         rows = [(" ".join([type(p).__name__, *getattr(p, "kinds", ())]), _description(p)) for p in chain]
     width = max(len(name) for name, _ in rows)
     for number, (name, description) in enumerate(rows, 1):

@@ -57,7 +57,7 @@ def run_passes(
         owned: the graph of `local` may be edited: the caller does not use it again.
 
     Example:
-        >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.pipeline(hardware))
+        >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.default_passes(hardware))
 
     Raises:
         GraphError: a pass is out of order, or one left a malformed graph; names the passes since the last check.
@@ -82,7 +82,7 @@ def run_passes(
         if _exchanged(local) != exchanged:
             problem = f"pass {name} changed what stages of a pipeline exchange, or its order"
             needed = "the order of other stages: it was proven to end"
-            raise GraphError(problem, needed, "leave the pass out: pipeline(schedule=None) has none that does")
+            raise GraphError(problem, needed, "leave the pass out: default_passes(schedule=None) has none that does")
         if ends is not None and not getattr(pass_, "orders", False):
             local = replace(local, across=(pass_(ends[0]), pass_(ends[1])))
         if isinstance(pass_, InPlace) or _program_of(local) != _program_of(before):

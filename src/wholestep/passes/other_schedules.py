@@ -95,7 +95,7 @@ def schedules_to_try(
 
     Args:
         local: the program before `passes`.
-        passes: as `pipeline` lists them.
+        passes: as `default_passes` lists them.
         hardware: to simulate on.
         peak_bytes: what a program holds at most.
     """

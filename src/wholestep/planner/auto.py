@@ -159,7 +159,7 @@ class Auto:
             placed: layouts of inputs that are placed already.
             same_batches: consider only candidates that give ranks the batches of `base`.
             hardware: replaces the option.
-            passes: replace `pipeline(hardware)`, as `software` runs it.
+            passes: replace `default_passes(hardware)`, as `software` runs it.
             watch: called with the name of each candidate that is planned.
             software: runs the step, where that is not wholestep.
             cores: with several, this process may be copied (`os.fork`) to use them: it must have no GPU and no job.

@@ -54,8 +54,8 @@ def search_batches(
     sequence. Without `sizes`: 1, 2, 4 and on, until nothing fits, or a sequence is hardly faster.
 
     `capture` captures the step with a batch size. It is called in growing order, and for no size above one that does
-    not fit. `watch` is called with the size and the name of each candidate; `passes` replace `pipeline(hardware)`, and
-    `software` prices.
+    not fit. `watch` is called with the size and the name of each candidate; `passes` replace
+    `default_passes(hardware)`, and `software` prices.
 
     Example:
         >>> search_batches(Auto("80GiB", hardware), lambda size: capture(step, model, optimizer, batch(size)), "dp=16")

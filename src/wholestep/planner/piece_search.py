@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..backend.pipeline import pipeline
+from ..backend.default_passes import default_passes
 from ..graph.gc_control import existing_objects_frozen
 from ..graph.graph import TrainGraph
 from ..hardware.hardware import Hardware
@@ -64,7 +64,7 @@ class PieceSearch:
             PlanError: none fits, or none can be planned.
         """
         hardware = hardware or self.hardware or Hardware.default()
-        passes = tuple(pipeline(hardware) if passes is None else passes)
+        passes = tuple(default_passes(hardware) if passes is None else passes)
         evaluator = Evaluator(
             graph, hardware, self.budget_bytes, passes, True, placed, watch or unwatched,
             fold_step(graph, hardware, placed), micro_batches=self.strategies.micro_batches,

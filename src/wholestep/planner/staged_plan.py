@@ -14,7 +14,7 @@ from typing import cast
 
 from torch import nn
 
-from ..backend.pipeline import as_run_by, pipeline, stage_pipeline
+from ..backend.default_passes import as_run_by, default_passes, stage_pipeline
 from ..cost.block_runs import BlockCost
 from ..cost.compute import precision_of
 from ..cost.reserved import reserved_bytes
@@ -490,7 +490,7 @@ def fullest_reserves(step: StagedStep, local: LocalGraph, hardware: Hardware, so
     if not hardware.has_gpus:
         return None
     program = stage_program(local, step.stages.index(step.fullest))
-    return reserved_bytes(run_passes(program, pipeline(schedule=None)), hardware, software.stack)
+    return reserved_bytes(run_passes(program, default_passes(schedule=None)), hardware, software.stack)
 
 
 def costs_of_staged(step: StagedStep) -> Costs:

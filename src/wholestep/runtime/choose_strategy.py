@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import zip_longest
 
-from ..backend.pipeline import pipeline
+from ..backend.default_passes import default_passes
 from ..cache.choices import AutoChoice
 from ..capture.capture import Capture
 from ..distributed.launch import World
@@ -63,7 +63,7 @@ def choose_strategy(
     if chosen is None:
         candidates = auto.candidates(world.mesh, same_batches=True)
         timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
-        passes = pipeline(schedule=schedule, backend=finalizer.options.backend)
+        passes = default_passes(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
         rendezvous = replace(rendezvous, timeout_s=timeout_s)
         base = auto.base(world.mesh)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import nn
 
 from ..backend.build import backend_of
+from ..backend.default_passes import Edit
 from ..backend.eager import Eager
 from ..backend.inductor.inductor_backend import Inductor
-from ..backend.pipeline import Edit
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.call_structure import Modules, Optimizers
@@ -62,7 +62,7 @@ class CompileOptions:
         model: modules that are not arguments of the step; modules in its closure are found without this.
         optimizer: optimizers that are not arguments of the step.
         module_overrides: submodules to replace during the trace, by path (globs allowed).
-        passes: a function from the default list of passes (`pipeline`) to the list to run:
+        passes: a function from the default list of passes (`default_passes`) to the list to run:
             `lambda passes: [mine, *passes]` runs a pass of your own first. All ranks must pass the same function.
         schedule: how collectives are bucketed and ordered. `"auto"` measures compute and links at the first call, in a
             fraction of a second. `"across_steps"` also lets the last reductions of a step complete in the next call, or

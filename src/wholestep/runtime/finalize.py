@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from ..backend.default_passes import default_passes, edited, stage_pipeline, with_fused_by
 from ..backend.gloo.exchange import exchanges
-from ..backend.pipeline import edited, pipeline, stage_pipeline, with_fused_by
 from ..backend.rank_binding import bind
 from ..cache.step_cache import CachedChoices
 from ..cost.memory import PeakMemory, peak_memory
@@ -198,7 +198,7 @@ class Finalizer:
         if axis:
             passes = stage_pipeline(self.world.mesh, axis, self._schedule, backend=backend)
         else:
-            passes = pipeline(schedule=self._schedule(), backend=backend)
+            passes = default_passes(schedule=self._schedule(), backend=backend)
         return edited(passes, self.options.user.passes)
 
     def keep(self, key: str, before: LocalGraph, stays: TriedSchedule, choices: CachedChoices) -> None:
@@ -249,7 +249,7 @@ class Finalizer:
             return self.fits[key]
 
         backend = self.options.backend
-        plain = pipeline(
+        plain = default_passes(
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
         passes = fitted_with(edited(plain, self.options.user.passes), peak, fitting)  # it tries orders of its own

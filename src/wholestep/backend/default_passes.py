@@ -62,7 +62,7 @@ def stage_pipeline(
     where ranks of one stage have something to exchange.
     """
     alone = all(mesh_axis.size == 1 or mesh_axis.name == axis for mesh_axis in mesh.axes)
-    return pipeline(schedule=None if alone else schedule(), backend=backend)
+    return default_passes(schedule=None if alone else schedule(), backend=backend)
 
 
 def as_run_by(stack: Stack | None, passes: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -85,7 +85,7 @@ def _run_by(stack: Stack, original: Pass) -> Pass:
 OVERLAPPING = (InBodies, PeelPieces, SplitOptimizer, Overlap, SinkWaits)
 
 
-def pipeline(
+def default_passes(
     hardware: Hardware | None = None,
     *,
     schedule: HowScheduled = "auto",
@@ -108,7 +108,7 @@ def pipeline(
         BackendError: the backend is unknown, or lacks a part of the protocol.
 
     Example:
-        >>> passes = wholestep.pipeline(wholestep.Hardware.preset("dgx-h100"))
+        >>> passes = wholestep.default_passes(wholestep.Hardware.preset("dgx-h100"))
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), passes)
     """
     hardware = hardware or (schedule.hardware if isinstance(schedule, Schedule) else Hardware.default())
