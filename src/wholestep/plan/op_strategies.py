@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ..layout import REPLICATED, AxisState, partial_by
 from ..rules.rule import Group
 
 WHOLE = "whole"
-_PARTIAL = "partial"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
     """Operands of one pass-through of the group are partial, and so are the outputs."""
     partial, operands = partial_by(op), group.partial[number].operands
     takes = {i: partial if i in operands else REPLICATED for i in group.operands}
-    return OpStrategy(f"{_PARTIAL} {number} {op}", takes, dict.fromkeys(group.outputs, partial))
+    return OpStrategy(f"partial {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
 
 def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
@@ -65,11 +65,6 @@ def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
 
 def named(group: Group, name: str) -> OpStrategy | None:
     """The strategy with this name; None if the group has none."""
-    kind, _, rest = name.partition(" ")
-    if kind == _PARTIAL:
-        number, _, op = rest.partition(" ")
-        return through(group, int(number), op) if int(number) < len(group.partial) else None
-    if kind == "cut":
-        strategy = cut(group, rest)
-        return strategy if any(state.kind == "S" for state in strategy.takes.values()) else None
-    return whole(group) if name == WHOLE else None
+    passing = (through(group, number, op) for number, part in enumerate(group.partial) for op in part.ops)
+    every = chain([whole(group)], (cut(group, factor) for factor in group.factors), passing)
+    return next((strategy for strategy in every if strategy.name == name), None)
