@@ -14,7 +14,9 @@ from .errors import LayoutError
 from .mesh import Mesh
 from .sizes import SizeInt, in_units, least, unit_of, whole
 
-PARTIAL_OPS = ("sum", "avg", "max", "min", "norm1", "norm2")
+NORMS = {"norm1": 1, "norm2": 2}
+"""Reductions that make a norm of the norms of parts, and its order."""
+PARTIAL_OPS = ("sum", "avg", "max", "min", *NORMS)
 
 
 @dataclass(frozen=True)

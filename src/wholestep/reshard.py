@@ -11,7 +11,7 @@ from math import prod
 
 from .errors import LayoutError
 from .hardware.hardware import Hardware
-from .layout import REPLICATED, AxisState, Layout
+from .layout import NORMS, REPLICATED, AxisState, Layout
 from .mesh import TIME, Mesh
 
 LINEAR_OPS = frozenset({"sum", "avg"})
@@ -108,7 +108,7 @@ def _from_owner(layout: Layout, axis: str, have: AxisState, want: AxisState) -> 
     """To another owner, to all, or as the one share of a sum that is not zero."""
     if want.kind == "O":
         yield Step("send", axis, have.at, to=want.at), layout.put(axis, want)
-    elif want.kind == "P" and want.op in ("sum", "norm1", "norm2"):
+    elif want.kind == "P" and want.op in ("sum", *NORMS):
         yield Step("share", axis, have.at, want.op), layout.put(axis, want)
     else:
         yield Step("broadcast", axis, have.at), layout.put(axis, REPLICATED)

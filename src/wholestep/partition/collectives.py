@@ -17,7 +17,7 @@ from ..graph.meta import TensorMeta, contiguous, one_tensor
 from ..graph.nodes import add_call, node_at
 from ..graph.op_kinds import FLOAT8
 from ..graph.stage_part import transfer
-from ..layout import Extent, Layout, extent, has_extent, split_at_blocks
+from ..layout import NORMS, Extent, Layout, extent, has_extent, split_at_blocks
 from ..mesh import Mesh
 from ..reshard import Path, Step
 from ..sizes import SizeInt, unit_of
@@ -135,7 +135,7 @@ class Emitter:
             meta.set_stage(new, None)
             meta.set_owner(new, None)
             return new
-        if step.kind == "mask" and step.op in ("sum", "norm1", "norm2"):
+        if step.kind == "mask" and step.op in ("sum", *NORMS):
             return self.call(only_first, (node, step.axis), local, node)
         raise LayoutError(f"%{node.name} cannot become {after}", "a partial op with a neutral element")
 
@@ -144,10 +144,9 @@ class Emitter:
         parts = self.mesh.axis_size(step.axis)
         if step.kind == "all_reduce":
             local = one_tensor(node)
-            if step.op.startswith("norm"):
-                node = self.call(aten.pow.Tensor_Scalar, (node, int(step.op[4:])), local, node)
-            op = "sum" if step.op.startswith("norm") else step.op
-            node = self._contiguous(node)
+            if order := NORMS.get(step.op):
+                node = self.call(aten.pow.Tensor_Scalar, (node, order), local, node)
+            node, op = self._contiguous(node), "sum" if order else step.op
             return self.call(funcol.all_reduce.default, (node, op, step.axis), contiguous(local.shape, local), node)
         if step.kind in ("send", "broadcast"):
             key = node, step, full.dtype
@@ -285,8 +284,8 @@ class Emitter:
         if step.kind == "send":
             return begun
         node = self.call(funcol.wait_tensor.default, (begun,), local, begun)
-        if step.kind == "all_reduce" and step.op.startswith("norm"):
-            return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / int(step.op[4:])), local, node)
+        if step.kind == "all_reduce" and step.op in NORMS:
+            return self.call(aten.pow.Tensor_Scalar, (node, 1.0 / NORMS[step.op]), local, node)
         parts = self.mesh.axis_size(step.axis)
         if step.kind == "reduce" or (step.kind == "broadcast" and step.axis == self.owner_axis):
             return self._from_row(move, node, full)

@@ -8,14 +8,14 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ..layout import AxisState, sharded_along
+from ..layout import PARTIAL_OPS, AxisState, sharded_along
 from ..sizes import SizeInt
 
 Term = tuple[str | None, ...]
 """For each dim of a tensor the factor that may shard it; None if it must stay whole."""
 
 LINEAR = frozenset({"sum", "avg"})
-ANY_PARTIAL = frozenset({"sum", "avg", "max", "min", "norm1", "norm2"})
+ANY_PARTIAL = frozenset(PARTIAL_OPS)
 
 
 @dataclass(frozen=True)
