@@ -59,6 +59,9 @@ def test_tokens_of_several_rows(rows: int, tokens: int, mesh: str, share: float)
         assert found.worst < TOLERANCE, f"{style}: {found.where} differs by {found.worst:.1e}"
         whole = multiplications(one.capture.graph.graph)
         assert multiplications(found.local.graph) <= share * whole
+        if not tokens % (ranks := Mesh(mesh).size):
+            repeated = sum(work.share for work in found.plan.repeated)
+            assert multiplications(found.local.graph) == pytest.approx((repeated + (1 - repeated) / ranks) * whole)
         assert ws.Plan.from_json(found.plan.to_json()) == found.plan
 
 

@@ -30,6 +30,7 @@ from .owned_updates import assigned, whole_updates, with_updates_by_owner
 from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
+from .repeated_work import repeated_work
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
@@ -91,13 +92,16 @@ def make_plan(
     along = strategies.regathered_along(mesh)
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along)
     notes = differences(graph) if per_rank else ()
+    stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
+    shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
+    repeated = repeated_work(planned, decisions, rest, shared)
     created = _created(graph, rest, grad_targets, owner_axis)
     deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     plan = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
         nodes, strategies=strategies, mixed_precision=precision, offload=bool(graph.offload), hardware=hardware,
-        precision=precision_of(graph),
+        precision=precision_of(graph), repeated=repeated,
         async_axes=strategies.async_axes(mesh), owners=owners,
         owner_axis=owner_axis if options.named_owners else "", update_owners=options.named_owners if owner_axis else {},
     )  # fmt: skip

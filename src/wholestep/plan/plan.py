@@ -26,6 +26,7 @@ from .plan_diff import Difference, diff
 from .plan_file import decode, encode
 from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
+from .repeated_work import RepeatedWork
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .whole_units import mark_units
@@ -46,6 +47,7 @@ class Plan:
         decisions: the layouts of each operation.
         options: choices that are not layouts.
         notes: remarks for the reader.
+        repeated: along each axis, the share of products that every rank does in full, and why.
         created_storage: layouts of state that the first call of the step creates.
         decomposed: ops that are decomposed; the decisions are about the smaller ops.
         axis_strategies: the strategy that uses each axis.
@@ -91,6 +93,7 @@ class Plan:
     owners: Mapping[str, int] = field(default_factory=dict[str, int])
     owner_axis: str = ""
     update_owners: Mapping[str, int] = field(default_factory=dict[str, int])
+    repeated: tuple[RepeatedWork, ...] = field(default=(), compare=False)
 
     def explain(self, name: str) -> str:
         """The storage layout of an input and its reason, its readers and their costs; or the same for an operation.

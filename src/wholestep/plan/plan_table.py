@@ -30,7 +30,7 @@ def show_plan(plan: Plan) -> str:
     lines += [f"  {line}" for line in _movement(plan)]
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
-    lines += [f"  note: {note}" for note in plan.notes]
+    lines += [f"  note: {note}" for note in (*plan.repeated, *plan.notes)]
     if plan.decomposed:
         lines.append(f"  decomposed into smaller operations that can be sharded: {_some(plan.decomposed)}")
     discovered = sorted(name for name, d in plan.decisions.items() if d.why == "discovered")

@@ -287,7 +287,7 @@ class Compiler:
         self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)
         if first:
-            warn_of_semantics(planned, self.world)
+            warn_of_plan(planned, self.world)
         if self._choice is not None:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
@@ -379,19 +379,25 @@ class Compiler:
 _OURS = str(Path(__file__).parent.parent)
 
 
-def warn_of_semantics(planned: Plan, world: World) -> None:
-    """Warn on the first rank, at the user's line that calls the step."""
-    if planned.notes and world.rank == 0 and world.mesh.size > 1:
+def warn_of_plan(planned: Plan, world: World) -> None:
+    """Warn on the first rank, at the user's line that calls the step: of losses that depend on the semantics, and where
+    ranks repeat a tenth of the products.
+    """
+    if world.rank or world.mesh.size == 1:
+        return
+    if planned.notes:
         lines = "\n".join(f"  {note}" for note in planned.notes)
         choice = (
             "This is what DDP computes too. For what one device computes on the whole batch give "
             'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
         )
         warnings.warn(f"semantics='per_rank':\n{lines}\n  {choice}", stacklevel=_level())
+    for work in (w for w in planned.repeated if w.share >= 0.1):
+        warnings.warn(f"{work}\n  print(step.plan) shows the layouts, step.plan.explain(name) why", stacklevel=_level())
 
 
 def _level() -> int:
-    """How many frames up from `warn_of_semantics` the user's code is."""
+    """How many frames up from `warn_of_plan` the user's code is."""
     level, frame = 0, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back
