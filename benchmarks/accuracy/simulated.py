@@ -26,8 +26,9 @@ from wholestep.cost.timeline import phase
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import module_path, size_bytes
 from wholestep.graph.op_kinds import collective_kind, packet_name
-from wholestep.passes.bucket import CollectiveTraffic, collective_traffic
+from wholestep.passes.bucket import collective_traffic
 from wholestep.passes.bucket_sizes import resized
+from wholestep.passes.context import CollectiveTraffic, Context
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
 from wholestep.planner.recompute_kinds import passes_of
@@ -233,7 +234,7 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
     few, more = (vars(collective_traffic(_planned(one, hardware, count))).values() for count in TIMED)
     whole = CollectiveTraffic(*(round(_line(TIMED, two, shape.layers)) for two in zip(few, more, strict=True)))
     several = passes_of("none", hardware, stack=shape.stack)
-    return ws.run_passes(_planned(one, hardware, layers), resized(several, whole=whole))
+    return ws.run_passes(_planned(one, hardware, layers), several, context=Context(traffic=whole))
 
 
 @cache

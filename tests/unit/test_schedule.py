@@ -30,8 +30,9 @@ from wholestep.graph.verify import check_local_graph
 from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.hardware import Hardware
 from wholestep.passes.base import Pass
-from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, CollectiveTraffic, in_pieces, join_rows
-from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes, resized
+from wholestep.passes.bucket import GATHER, REDUCE, SCATTER, Bucket, in_pieces, join_rows
+from wholestep.passes.bucket_sizes import Route, SizeBuckets, even_bytes
+from wholestep.passes.context import CollectiveTraffic, Context
 from wholestep.passes.cross_step import CrossStep
 from wholestep.passes.order_collectives import with_collectives_in
 from wholestep.passes.overlap import Overlap
@@ -348,7 +349,7 @@ def test_part_of_a_step_has_the_buckets_of_the_whole() -> None:
     local, hardware = layers(10, 600), Hardware.measured(link_us=2000, link_bytes_per_us=120)
 
     def of_whole(hardware: Hardware, whole: CollectiveTraffic) -> ws.LocalGraph:
-        return ws.run_passes(local, resized(Schedule(hardware).passes, whole=whole))
+        return ws.run_passes(local, [Schedule(hardware)], context=Context(traffic=whole))
 
     alone = count(Schedule(hardware)(local))["all_reduce"]
     assert count(of_whole(hardware, CollectiveTraffic(1000 * MB, 0)))["all_reduce"] < alone, "much is sent after it"

@@ -25,7 +25,8 @@ from wholestep.graph.meta import set_tensors
 from wholestep.graph.sizes_in_graph import instantiated
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
-from wholestep.passes.order_collectives import CallOrder, SameOrder, with_calls_in
+from wholestep.passes.context import Context
+from wholestep.passes.order_collectives import CallOrder, SameOrder
 from wholestep.passes.order_stages import lowered
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
@@ -487,7 +488,7 @@ def scheduled(change: Callable[[ws.LocalGraph], ws.LocalGraph] | None, calls: Ca
     passes = default_passes(schedule=ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
     at = next(i for i, one in enumerate(passes) if isinstance(one, SameOrder))
     edited = (*passes[:at], change, *passes[at:]) if change else passes
-    local = run_passes(lowered(made.graph, planned), with_calls_in(edited, calls) if calls else edited)
+    local = run_passes(lowered(made.graph, planned), edited, context=Context(calls=calls))
     return sorted(str(local).splitlines())
 
 

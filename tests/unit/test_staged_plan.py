@@ -11,7 +11,6 @@ from torch.utils import checkpoint
 
 import wholestep as ws
 from tests.clock_stages import Stages
-from wholestep.backend.default_passes import stage_pipeline
 from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
@@ -180,7 +179,7 @@ def test_a_step_takes_what_the_programs_of_its_stages_take(style: str, order: st
     # the last micro-batch runs apart: under zero2 its reduce-scatters go on beside what follows, which no block shows
     assert made.step_us == pytest.approx(stages.step_us(), rel=0.05 if style == "zero2" else 0.001)
     sent = [sum(one.count for one in program.collectives().values()) for program in stages.programs]
-    unscheduled = staged(local, prices, order, stage_pipeline(local.mesh, "pp", lambda: None))
+    unscheduled = staged(local, prices, order, ws.default_passes(schedule=None))
     assert made.collectives < unscheduled.collectives
     assert made.waited_us < unscheduled.waited_us
     assert made.collectives <= max(sent)

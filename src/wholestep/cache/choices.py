@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PlanError
 from ..graph.graph import BucketSizes
 from ..hardware.hardware import Hardware
-from ..passes.fit_memory import Fitting
+from ..passes.context import Fitting
 from ..plan.decision import Objective
 from ..plan.plan_file import encode, read
 from ..plan.strategies import Strategies

@@ -19,7 +19,7 @@ from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading
 from ..errors import CacheError, shown
 from ..graph.graph import BucketSizes, LocalGraph
-from ..passes.fit_memory import Fitting
+from ..passes.context import Fitting
 from ..tuning import TUNING
 from ..typed_json import MalformedError, parse
 from .choices import Choices

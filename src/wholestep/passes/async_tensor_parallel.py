@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
@@ -11,38 +11,37 @@ from torch.fx import Graph, Node
 from ..cost.simulation import Clock, run_all
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import copy_node, drop_dead, operands, redirect
+from ..graph.nodes import copy_graph, copy_node, drop_dead, operands, redirect
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
-from .base import InPlace
+from .base import InContext
 from .bucket_sizes import on_gpus
+from .context import Context
 from .fusible_products import Site, Writer, sites
-
-Agree = Callable[[Sequence[str]], Set[str]]
-"""Takes the names of the collectives that this rank would fuse; returns those that all ranks would."""
 
 
 @dataclass(frozen=True)
-class AsyncTensorParallel(InPlace):
+class AsyncTensorParallel(InContext):
     """Fuses products with gathers and reduce-scatters of tensor parallelism, on GPUs of one node, where that is
     simulated to gain: while one rank's block is copied, another is multiplied.
 
-    It works along the axes whose `TensorParallel(async_tp=True)` asks for it. Ranks fuse what `agree` returns; without
-    it, as in a plan, what is faster on `hardware`.
+    It works along the axes whose `TensorParallel(async_tp=True)` asks for it. Ranks fuse what all of them
+    would: what is faster on `hardware`.
     """
 
     hardware: Hardware = field(default_factory=Hardware.default)
-    agree: Agree | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Overlap", "Reinplace")
+    keeps_nothing: ClassVar[bool] = True
 
-    def change(self, local: LocalGraph) -> LocalGraph:
+    def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """Fuse products of `local`."""
         axes = [axis for axis in local.async_axes if self.hardware.is_in_node(local.mesh, axis)]
         if not axes or not on_gpus(local, self.hardware):
             return local
+        local = replace(local, graph=copy_graph(local.graph))
         faster = {site.collective.name: site for site in faster_sites(local, axes, self.hardware)}
-        agreed = faster.keys() if self.agree is None else self.agree(list(faster))
+        agreed = faster.keys() if context.fused is None else context.fused(list(faster))
         position = {node: (i, 0) for i, node in enumerate(local.graph.nodes)}
         replaced = dict[Node, Node]()
         for name, site in faster.items():

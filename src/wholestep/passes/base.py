@@ -16,8 +16,8 @@ from ..graph.nodes import copy_graph, is_collective
 from ..graph.stage_part import part_of
 from ..graph.verify import check_local_graph
 from ..partition.stage_program import POINT_TO_POINT
+from .context import Context, Pass
 
-Pass = Callable[[LocalGraph], LocalGraph]
 Watch = Callable[[str, LocalGraph], None]
 _PACKAGE = f"{__name__.partition('.')[0]}."
 
@@ -39,10 +39,23 @@ class InPlace(ABC):
         """Edit the graph of `local`, to which the caller has no other reference."""
 
 
+class InContext(ABC):
+    """A pass that a context may tell something; called as a function it is told nothing."""
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """The changed program."""
+        return self.within(local, Context())
+
+    @abstractmethod
+    def within(self, local: LocalGraph, context: Context) -> LocalGraph:
+        """The changed program, as `context` says."""
+
+
 @collector_paused()
 def run_passes(
-    local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False
-) -> LocalGraph:
+    local: LocalGraph, passes: Sequence[Pass], watch: Watch | None = None, owned: bool = False,
+    context: Context | None = None,
+) -> LocalGraph:  # fmt: skip
     """Apply `passes` in order. The graph is checked after each pass of the user's and each that is watched, and at the
     end.
 
@@ -55,6 +68,7 @@ def run_passes(
         passes: functions from LocalGraph to LocalGraph.
         watch: called with the name of each pass and its result.
         owned: the graph of `local` may be edited: the caller does not use it again.
+        context: what `compile` and planners tell passes.
 
     Example:
         >>> local = wholestep.run_passes(wholestep.partition(graph, plan), wholestep.default_passes(hardware))
@@ -66,13 +80,15 @@ def run_passes(
         problem = "passes on the program of all stages, which does not run"
         raise GraphError(problem, "the program of one stage", "give wholestep.stage_program(local, coordinate)")
     unchecked = list[str]()
-    for pass_ in (single for listed in passes for single in getattr(listed, "passes", (listed,))):
+    single_passes = [single for listed in passes for single in getattr(listed, "passes", (listed,))]
+    for at, pass_ in enumerate(single_passes):
         if not _is_own(pass_):
             _check(unchecked, local)
         name = getattr(pass_, "__name__", type(pass_).__name__)
         check_order(local, name, getattr(pass_, "must_follow", ()), getattr(pass_, "must_precede", ()))
         before, ends, exchanged = local, local.across, _exchanged(local)
-        local = pass_.change(local) if owned and isinstance(pass_, InPlace) else pass_(local)
+        here = replace(context or Context(), following=tuple(single_passes[at + 1 :]))
+        local = pass_.change(local) if owned and isinstance(pass_, InPlace) else _applied(pass_, local, here)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
             raise GraphError(
                 f"pass {name} returned {type(local).__name__}",
@@ -84,7 +100,7 @@ def run_passes(
             needed = "the order of other stages: it was proven to end"
             raise GraphError(problem, needed, "leave the pass out: default_passes(schedule=None) has none that does")
         if ends is not None and not getattr(pass_, "orders", False):
-            local = replace(local, across=(pass_(ends[0]), pass_(ends[1])))
+            local = replace(local, across=(_applied(pass_, ends[0], here), _applied(pass_, ends[1], here)))
         if isinstance(pass_, InPlace) or _program_of(local) != _program_of(before):
             unchecked.append(name)
         if watch is not None or not _is_own(pass_):
@@ -96,6 +112,10 @@ def run_passes(
             watch(name, local)
     _check(unchecked, local)
     return local
+
+
+def _applied(pass_: Pass, local: LocalGraph, context: Context) -> LocalGraph:
+    return pass_.within(local, context) if isinstance(pass_, InContext) else pass_(local)
 
 
 def _is_own(pass_: Pass) -> bool:

@@ -24,6 +24,7 @@ from ..partition.batch_dependent import batch_dependent
 from ..tuning import TUNING
 from .base import InPlace
 from .coalesced import coalesce, part_of_coalesced_gather, part_of_coalesced_scatter, shapes_of, starts_in_row
+from .context import CollectiveTraffic
 
 funcol = torch.ops._c10d_functional
 GATHER, SCATTER = funcol.all_gather_into_tensor.default, funcol.reduce_scatter_tensor.default
@@ -208,14 +209,6 @@ def chain_of(node: Node) -> list[Node] | None:
             return None
         at = sources[0]
     return chain if at.op == "placeholder" else None
-
-
-@dataclass(frozen=True)
-class CollectiveTraffic:
-    """Full sizes of the tensors that a step reduces, and of the parameters that it gathers more than once."""
-
-    reduced_bytes: int
-    regathered_bytes: int
 
 
 def collective_traffic(local: LocalGraph) -> CollectiveTraffic:

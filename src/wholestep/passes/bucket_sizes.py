@@ -15,8 +15,9 @@ from ..hardware.device import Work
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
-from .base import Pass
-from .bucket import CollectiveTraffic, collective_traffic
+from .base import InContext, Pass
+from .bucket import collective_traffic
+from .context import CollectiveTraffic, Context
 
 _BUCKETED = ("all_reduce", "all_gather", "reduce_scatter")
 _LITTLE = 1e-3  # of the bytes of the collectives that carry most
@@ -24,11 +25,10 @@ _SAMPLE = 1 << 20  # bytes: a rate is taken from the time of a copy of as many
 
 
 @dataclass(frozen=True)
-class SizeBuckets:
+class SizeBuckets(InContext):
     """Decides how large buckets are and how much is in flight; the arguments are those of `Schedule`.
 
-    `traffic`: what the collectives of the whole step carry, where the graph is a part. `puts_off`: gradients of weights
-    may wait to be computed beside collectives. A graph that has sizes keeps them.
+    `puts_off`: gradients of weights may wait to be computed beside collectives. A graph that has sizes keeps them.
     Collectives of GPUs are coalesced if the backend may: NCCL starts a group of them at once, gloo each by itself.
     """
 
@@ -36,18 +36,17 @@ class SizeBuckets:
     bucket_bytes: int | None = None
     first_bucket_bytes: int = TUNING.first_bucket_bytes
     in_flight_bytes: int | None = None
-    traffic: CollectiveTraffic | None = None
     may_coalesce: bool = True
     puts_off: bool = True
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
     keeps_nothing: ClassVar[bool] = True
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """The same graph with sizes."""
         if local.sizes is not None:
             return local
-        size = self._bucket_bytes(local)
+        size = self._bucket_bytes(local, context.traffic or collective_traffic(local))
         summed = summed_bytes(self.hardware, local.mesh, size) if self.bucket_bytes is None else size
         in_flight = (TUNING.buckets_in_flight * size, 2) if self.in_flight_bytes is None else (self.in_flight_bytes, 1)
         routes = _routes(local.mesh, "all_gather", "reduce_scatter") if self._is_measured else routes_of(local)
@@ -55,13 +54,12 @@ class SizeBuckets:
         first, apart = min(self.first_bucket_bytes, size), self.may_coalesce and on_gpus(local, self.hardware)
         return replace(local, sizes=BucketSizes(size, first, summed, alone, *in_flight, apart, self.puts_off))
 
-    def _bucket_bytes(self, local: LocalGraph) -> int:
+    def _bucket_bytes(self, local: LocalGraph, carried: CollectiveTraffic) -> int:
         """As given, or best for the links; where parameters are re-gathered to save memory, the buckets in flight hold
         at most a quarter of them; along long rings what a device can spare.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        carried = self.traffic or collective_traffic(local)
         routes = _routes(local.mesh, "all_reduce") if self._is_measured else routes_of(local)
         most = largest_bytes(self.hardware, local.mesh, routes)
         if carried.regathered_bytes:

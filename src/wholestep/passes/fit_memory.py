@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar
@@ -17,23 +17,16 @@ from ..graph.stage_part import part_of
 from ..hardware.hardware import Hardware
 from ..partition.stage_program import POINT_TO_POINT, stage_program
 from ..tuning import TUNING
-from .base import Pass, run_passes
+from .base import InContext, Pass, run_passes
 from .bucket_sizes import SizeBuckets, smaller_buckets
+from .context import Context, Fitting
 from .recompute import Peak, PeakWith, budget_error, choose, fitted
 from .remat_frontier import RematChoice
 from .saved_values import SavedValues
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A choice that meets a budget: tensors to recompute or re-gather, after them number `way` of `smaller_buckets`."""
-
-    way: int
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FitMemory:
+class FitMemory(InContext):
     """Rematerializes tensors until the program holds at most `budget_bytes`.
 
     The peak is measured after the passes in `after`. Among the choices that fit, the shortest simulated step wins.
@@ -45,7 +38,6 @@ class FitMemory:
         gathers: gathered parameters may be re-gathered instead of kept. Gathered activations may be in any case.
         after: the passes that follow this one.
         peak: peak memory of a finished program.
-        agree: broadcasts the first rank's result of the given function, for the given program, to all ranks.
         stage: of the program of all stages, the one whose program to return within the budget.
 
     Raises:
@@ -57,19 +49,19 @@ class FitMemory:
     gathers: bool = True
     after: tuple[Pass, ...] = ()
     peak: Peak = peak_memory
-    agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting] | None = None
     stage: int | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
+    def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """`local` within the budget. A rank whose batch needs more memory than the first rank's rematerializes more."""
-        if self.agree is None:
+        if context.fitting is None:
             return self.applied(local, self.choose(local))
-        fitting = self.agree(lambda: self.choose(local), local)
-        local = self._saved(local).applied(fitting.names, self.hardware)
+        fit = replace(self, after=context.following, peak=context.peak)
+        fitting = context.fitting(lambda: fit.choose(local), local)
+        local = fit._saved(local).applied(fitting.names, self.hardware)
         saved = SavedValues(local, gathers=False, stage=self.stage)
-        return self._sized(fitted(saved, self.budget_bytes, self.hardware, self._peak(saved, fitting.way)), fitting.way)
+        return fit._sized(fitted(saved, self.budget_bytes, self.hardware, fit._peak(saved, fitting.way)), fitting.way)
 
     def applied(self, local: LocalGraph, fitting: Fitting) -> LocalGraph:
         """`local` with `fitting` applied; its sizes are set if they are smaller than `SizeBuckets` chooses."""
@@ -163,14 +155,3 @@ def _alone_us(program: LocalGraph, hardware: Hardware) -> float:
         elif node.op == "call_function" and node.target not in POINT_TO_POINT:
             clock.run(node)
     return clock.now
-
-
-def fitted_with(
-    passes: Sequence[Pass], peak: Peak, agree: Callable[[Callable[[], Fitting], LocalGraph], Fitting]
-) -> tuple[Pass, ...]:
-    """`passes` whose `FitMemory` measure `peak` after the passes that follow them, and share choices by `agree`."""
-    replaced = list(passes)
-    for at, pass_ in enumerate(passes):
-        if isinstance(pass_, FitMemory):
-            replaced[at] = replace(pass_, after=tuple(passes[at + 1 :]), peak=peak, agree=agree)
-    return tuple(replaced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -14,27 +14,26 @@ from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.loop import named_bodies, put_bodies
 from ..graph.nodes import copy_graph, is_collective, operands
-from .base import Pass
+from .base import InContext
+from .context import Context
 
 
 @dataclass(frozen=True)
-class SameOrder:
-    """Gives all ranks the order of collectives that `ask` returns for a program; without `ask` nothing changes.
-    `Overlap` may order collectives differently on ranks whose batches differ in size: they would deadlock.
+class SameOrder(InContext):
+    """Gives all ranks the order of collectives that they decided on; without ranks nothing changes. `Overlap` may order
+    collectives differently on ranks whose batches differ in size: they would deadlock.
     """
-
-    ask: Callable[[LocalGraph], Sequence[str]] | None = None
 
     must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
     orders: ClassVar[bool] = True
     keeps_nothing: ClassVar[bool] = True
 
-    def __call__(self, local: LocalGraph) -> LocalGraph:
-        """The program with its collectives in that order."""
-        if self.ask is None:
-            return local
-        local = with_collectives_in(local, self.ask(local))
-        return local if local.across is None else in_one_order(local)
+    def within(self, local: LocalGraph, context: Context) -> LocalGraph:
+        """The program with its collectives, and then its calls, in that order."""
+        if context.order is not None:
+            local = with_collectives_in(local, context.order(local))
+            local = local if local.across is None else in_one_order(local)
+        return local if context.calls is None else context.calls(local)
 
 
 @dataclass
@@ -44,9 +43,6 @@ class CallOrder:
     """
 
     names: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
-
-    must_precede: ClassVar[tuple[str, ...]] = ("Reinplace",)
-    orders: ClassVar[bool] = True
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The program with its calls in that order; as it is if it has others."""
@@ -62,16 +58,6 @@ class CallOrder:
             return replace(local, graph=reordered[0])
         first, flush = (replace(end, graph=graph) for end, graph in zip(local.across, reordered[1:], strict=True))
         return replace(local, graph=reordered[0], across=(first, flush))
-
-
-def with_calls_in(passes: Sequence[Pass], calls: CallOrder) -> tuple[Pass, ...]:
-    """`passes` with `calls` behind `SameOrder`."""
-    return tuple(each for pass_ in passes for each in ((pass_, calls) if isinstance(pass_, SameOrder) else (pass_,)))
-
-
-def with_order_from(passes: Sequence[Pass], ask: Callable[[LocalGraph], Sequence[str]]) -> tuple[Pass, ...]:
-    """`passes` whose `SameOrder` gets the order of collectives from `ask`."""
-    return tuple(SameOrder(ask) if isinstance(pass_, SameOrder) else pass_ for pass_ in passes)
 
 
 def with_collectives_in(local: LocalGraph, names: Sequence[str]) -> LocalGraph:

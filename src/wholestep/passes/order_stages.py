@@ -24,7 +24,6 @@ from ..plan.check_plan import check_plan
 from ..plan.plan import Plan
 from .bucket_sizes import SizeBuckets
 from .in_bodies import InBodies
-from .schedule import Schedule
 
 Said = tuple[str, Orders]
 """The order of a loop by name, and the tasks of each stage, as ranks tell each other."""
@@ -97,9 +96,7 @@ def _schedule(
         return {}
     for node, cut in cuts.items():
         node.target = replace(cut.loop, stages=StageParts(cut.parts(local.stage_axis, _device(local)), ""))
-    passes = Schedule(hardware).passes
-    sizes = next(pass_ for pass_ in passes if isinstance(pass_, SizeBuckets))
-    inside = next(pass_ for pass_ in passes if isinstance(pass_, InBodies))
+    sizes, inside = SizeBuckets(hardware), InBodies(hardware)
     held_bytes = {node: [0] * len(cut.blocks) for node, cut in cuts.items()}
     for stage in range(local.mesh.axis_size(local.stage_axis)):
         program = sizes(stage_program(local, stage))

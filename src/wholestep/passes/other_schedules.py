@@ -14,7 +14,8 @@ from ..partition.stage_program import orders_in, stage_program
 from ..tuning import TUNING
 from .base import Pass, run_passes
 from .bucket import REDUCE, join_rows
-from .order_collectives import collectives_of, with_order_from
+from .context import Context
+from .order_collectives import CallOrder, collectives_of
 from .order_stages import in_order
 
 
@@ -47,10 +48,12 @@ class _Seen:
         return self.order
 
 
-def scheduled_with(local: LocalGraph, passes: Sequence[Pass], tried: TriedSchedule) -> LocalGraph:
+def scheduled_with(
+    local: LocalGraph, passes: Sequence[Pass], tried: TriedSchedule, calls: CallOrder
+) -> LocalGraph:  # fmt: skip
     """`local`, before passes, with these sizes and this order; that of a stage has the order of blocks already."""
-    order = tried.orders[local.stage or 0]
-    return run_passes(replace(local, sizes=tried.sizes or local.sizes), with_order_from(passes, lambda _: order))
+    context = Context(order=lambda program: tried.orders[program.stage or 0], calls=calls)
+    return run_passes(replace(local, sizes=tried.sizes or local.sizes), passes, context=context)
 
 
 def orders_to_try(
@@ -67,7 +70,7 @@ def orders_to_try(
             break
         program, each = in_order(local, name, priced_on, []), [_Seen() for _ in range(count)]
         for stage, seen in enumerate(each):
-            run_passes(stage_program(program, stage), with_order_from(passes, seen))
+            run_passes(stage_program(program, stage), passes, context=Context(order=seen))
         first = first or [seen.sums for seen in each]
         if [seen.sums for seen in each] == first:
             tried.append(TriedSchedule(None, tuple(seen.order for seen in each), step_us(program), name))
@@ -124,7 +127,7 @@ def _tried(
 ) -> tuple[TriedSchedule, frozenset[tuple[str, ...]], LocalGraph] | None:
     """A schedule, its sums and its program; None without buckets."""
     seen = _Seen()
-    program = run_passes(local, with_order_from(passes, seen))
+    program = run_passes(local, passes, context=Context(order=seen))
     if program.sizes is None or not seen.order:
         return None
     return TriedSchedule(program.sizes, (seen.order,), simulate(program, hardware).step_us), seen.sums, program

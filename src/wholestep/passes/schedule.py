@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..cost.stack import Stack
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
@@ -55,18 +56,24 @@ class Schedule:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that it stands for."""
-        sizes = SizeBuckets(self.hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes)
+        return self.passes_of(None, True)
+
+    def passes_of(self, stack: Stack | None, may_coalesce: bool) -> tuple[Pass, ...]:
+        """The passes, without those that do what `stack` does not. One that hides nothing reduces gradients, in
+        buckets, once all are there, and updates once all are reduced.
+        """
+        stack = stack or Stack("", overlaps=True, fills="all", splits_update=True)
+        hardware, fills, overlaps = self.hardware, stack.fills, stack.overlaps
+        sizes = SizeBuckets(
+            hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes,
+            may_coalesce=may_coalesce and not stack.copies,
+        )  # fmt: skip
+        waits = (SinkWaits(),) if overlaps else ()
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce"), BucketOwned("sums")
         gathers = Bucket.sized("all_gather"), BucketOwned("spread")
-        merging = (SinkWaits(), *reductions, SplitOptimizer(), SinkWaits(), *gathers)
+        split = (SplitOptimizer(),) if overlaps and stack.splits_update else ()
+        merging = (*waits, *reductions, *split, *waits, *gathers, AsyncTensorParallel(hardware))
+        bodies = (InBodies(hardware, fills), PeelPieces()) if overlaps else ()
         across = (CrossStep(),) if self.across_steps else ()
-        return (
-            sizes,
-            InBodies(self.hardware),
-            PeelPieces(),
-            *merging,
-            AsyncTensorParallel(self.hardware),
-            *across,
-            Overlap(self.hardware),
-            LimitInflight(),
-        )
+        overlap = (Overlap(hardware, fills),) if overlaps else ()
+        return (sizes, *bodies, *merging, *across, *overlap, LimitInflight())

@@ -19,8 +19,9 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
 from ..passes.base import run_passes
-from ..passes.bucket_sizes import resized, smaller_buckets
-from ..passes.fit_memory import FitMemory, Fitting
+from ..passes.bucket_sizes import smaller_buckets
+from ..passes.context import Context, Fitting
+from ..passes.fit_memory import FitMemory
 from ..passes.remat_frontier import choices, held_by
 from ..passes.rematerialize import rematerialized
 from ..passes.saved_tensors import SavedTensors
@@ -176,8 +177,12 @@ class FoldedFit:
         """Microseconds and peak bytes of the whole step with `classes` rematerialized."""
         if (way, classes) not in self.costs:
             programs = [rematerialized(step.saved, step.names(classes)) for step in (self.smaller, self.larger)]
-            passes = resized(smaller_buckets(self.fit.after)[way], traffic=self.folded.carried(self.pair, programs))
-            a, b = (run_passes(local, passes) for local in programs)
+            passes, context = (
+                smaller_buckets(self.fit.after)[way],
+                Context(traffic=self.folded.carried(self.pair, programs)),
+            )
+            passes = smaller_buckets(self.fit.after)[way]
+            a, b = (run_passes(local, passes, context=context) for local in programs)
             hardware, software = self.folded.hardware, self.folded.software
             took = software.simulate(a, hardware).step_us, software.simulate(b, hardware).step_us
             peaks = self.fit.peak(a).size_bytes, self.fit.peak(b).size_bytes

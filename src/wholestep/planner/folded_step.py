@@ -19,8 +19,9 @@ from ..hardware.hardware import Hardware
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
-from ..passes.bucket import CollectiveTraffic, collective_traffic
-from ..passes.bucket_sizes import expected_bytes, resized
+from ..passes.bucket import collective_traffic
+from ..passes.bucket_sizes import expected_bytes
+from ..passes.context import CollectiveTraffic, Context
 from ..plan.data_parallel import DataParallel
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
@@ -116,8 +117,8 @@ class FoldedStep:
         owned: bool = False,
     ) -> list[LocalGraph]:  # fmt: skip
         """The programs of a pair after `passes`, which size buckets for the whole step; edited if they are `owned`."""
-        passes = resized(passes, traffic=self.carried(pair, [local for _, local in steps]))
-        return [run_passes(local, passes, owned=owned) for _, local in steps]
+        context = Context(traffic=self.carried(pair, [local for _, local in steps]))
+        return [run_passes(local, passes, owned=owned, context=context) for _, local in steps]
 
     def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:
         """Costs of the whole step from programs that have been through all passes."""

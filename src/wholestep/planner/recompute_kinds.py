@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from ..backend.default_passes import as_run_by, default_passes
+from ..backend.default_passes import default_passes
 from ..cost.stack import Stack
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
@@ -23,8 +23,8 @@ def passes_of(
         PlanError: `memory_bytes` is not a size.
     """
     if kind == "auto":
-        return as_run_by(stack, default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes))
-    return (*recomputing(kind), *as_run_by(stack, default_passes(hardware)))
+        return default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes, stack=stack)
+    return (*recomputing(kind), *default_passes(hardware, stack=stack))
 
 
 def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:

@@ -14,7 +14,7 @@ from typing import cast
 
 from torch import nn
 
-from ..backend.default_passes import as_run_by, default_passes, stage_pipeline
+from ..backend.default_passes import default_passes
 from ..cost.block_runs import BlockCost
 from ..cost.compute import precision_of
 from ..cost.reserved import reserved_bytes
@@ -35,8 +35,9 @@ from ..mesh import Axis, Mesh
 from ..partition.stage_blocks import cuts_for, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
-from ..passes.bucket import CollectiveTraffic, collective_traffic
-from ..passes.bucket_sizes import SizeBuckets, resized
+from ..passes.bucket import collective_traffic
+from ..passes.bucket_sizes import SizeBuckets
+from ..passes.context import CollectiveTraffic, Context
 from ..passes.overlap import Overlap
 from ..passes.schedule import Schedule
 from ..plan.micro_batches import MicroBatches
@@ -57,7 +58,8 @@ _MOST = 4  # layers in a stage of the smaller short step
 
 def stage_passes(mesh: Mesh, axis: str, prices: BlockPrices) -> tuple[Pass, ...]:
     """The passes that `compile` applies to the program of a stage, with the overlap that a stack has."""
-    return as_run_by(prices.software.stack, stage_pipeline(mesh, axis, lambda: Schedule(prices.hardware)))
+    schedule = Schedule(prices.hardware) if mesh.size > mesh.axis_size(axis) else None
+    return default_passes(schedule=schedule, stack=prices.software.stack)
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,10 @@ class ShortStages:
         """The program of each stage after passes, with buckets that are sized for `traffic`."""
         programs = list[LocalGraph]()
         for stage, program in enumerate(self.programs(apart)):
-            sizes = passes if traffic is None else resized(passes, traffic=traffic[stage])
-            key = apart, stage, repr(sizes)
+            context = Context(traffic=None if traffic is None else traffic[stage])
+            key = apart, stage, repr(passes), context.traffic
             if key not in self.passed:
-                self.passed[key] = run_passes(program, sizes)
+                self.passed[key] = run_passes(program, passes, context=context)
             programs.append(self.passed[key])
         return programs
 
@@ -451,7 +453,7 @@ def _filling(
         return pair.layers
     at = len(traffic) // 2
     smaller, larger = (short.traffic()[at].reduced_bytes for short in pair.steps)
-    sized = replace(sizing, traffic=traffic[at])(pair.steps[0].programs(False)[at])
+    sized = sizing.within(pair.steps[0].programs(False)[at], Context(traffic=traffic[at]))
     assert sized.sizes is not None, "it has been sized"
     buckets_bytes, added_bytes = TUNING.folded_buckets * sized.sizes.bucket_bytes, max(larger - smaller, 1)
     several = max(min(ceil(buckets_bytes / added_bytes) if larger > smaller else 1, _MOST, most - 1), 1)

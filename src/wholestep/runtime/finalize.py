@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from ..backend.default_passes import default_passes, edited, stage_pipeline, with_fused_by
+from ..backend.default_passes import default_passes, edited
 from ..backend.gloo.exchange import exchanges
 from ..backend.rank_binding import bind
 from ..cache.step_cache import CachedChoices
@@ -21,8 +21,9 @@ from ..hardware.hardware import Hardware
 from ..partition.stage_program import channels_of, stage_program
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
-from ..passes.fit_memory import FitMemory, Fitting, fitted_with
-from ..passes.order_collectives import CallOrder, collectives_of, with_calls_in, with_order_from
+from ..passes.context import Context, Fitting
+from ..passes.fit_memory import FitMemory
+from ..passes.order_collectives import CallOrder, collectives_of
 from ..passes.order_stages import Said, as_said, in_order, note_orders, said_of
 from ..passes.other_schedules import TriedSchedule
 from ..passes.schedule import Schedule
@@ -99,7 +100,7 @@ class Finalizer:
             with self.stages.stage("memory"):
                 return replace(program, local=self._stage_within(full, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            local = run_passes(self.own_stage(full), self._agreed(plain, key), watch)
+            local = run_passes(self.own_stage(full), plain, watch, context=self._context(key))
             return replace(program, local=local, before=full)
 
     def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
@@ -146,9 +147,10 @@ class Finalizer:
                 self.fits[key] = replace(by_rank[self._first_of(stage)], way=max(rank_fit.way for rank_fit in by_rank))
             return self.fits[key]
 
-        fit = FitMemory(budget_bytes, self._hardware(), False, plain, peak, fitting, stage)
+        fit = FitMemory(budget_bytes, self._hardware(), False, stage=stage)
+        fit_context = Context(fitting=fitting, peak=peak, following=plain)
         try:
-            program = run_passes(fit(local), self._agreed(plain, key), watch)
+            program = run_passes(fit.within(local, fit_context), plain, watch, context=self._context(key))
             if (size := peak(program).size_bytes) > budget_bytes:
                 raise _over(f"stage {stage}", self.world.rank, size, budget_bytes)
         except PlanError as error:
@@ -194,12 +196,10 @@ class Finalizer:
 
     def passes(self, local: LocalGraph) -> tuple[Pass, ...]:
         """What schedules `local`, or a stage of it, without a budget."""
-        backend, axis = self.options.backend, local.stage_axis
-        if axis:
-            passes = stage_pipeline(self.world.mesh, axis, self._schedule, backend=backend)
-        else:
-            passes = default_passes(schedule=self._schedule(), backend=backend)
-        return edited(passes, self.options.user.passes)
+        mesh, axis = self.world.mesh, local.stage_axis
+        exchanges_nothing = axis and mesh.size == mesh.axis_size(axis)  # with ranks of its stage
+        schedule = None if exchanges_nothing else self._schedule()
+        return edited(default_passes(schedule=schedule, backend=self.options.backend), self.options.user.passes)
 
     def keep(self, key: str, before: LocalGraph, stays: TriedSchedule, choices: CachedChoices) -> None:
         """Programs known as `key` have this schedule from now on, in later starts too."""
@@ -209,12 +209,12 @@ class Finalizer:
         choices.store()
 
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
-        passes = self._agreed(self.passes(local), key)
+        passes = self.passes(local)
         self._recall(local, key)
         if key in self.tuned:
             local = replace(local, sizes=self.tuned[key][0])
         with self.stages.stage("schedule"):
-            return run_passes(local, passes, watch)
+            return run_passes(local, passes, watch, context=self._context(key))
 
     def _recall(self, local: LocalGraph, key: str) -> None:
         """Know what an earlier start found the fastest. All ranks compile what is not known as `key` yet."""
@@ -252,12 +252,12 @@ class Finalizer:
         plain = default_passes(
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
-        passes = fitted_with(edited(plain, self.options.user.passes), peak, fitting)  # it tries orders of its own
-        passes = self._agreed(passes, key)
+        passes = edited(plain, self.options.user.passes)
+        context = replace(self._context(key), fitting=fitting, peak=peak)
         failure = ""
         try:
             with self.stages.stage("memory"):
-                program = run_passes(local, passes, watch)
+                program = run_passes(local, passes, watch, context=context)
             size = peak(program).size_bytes
             if size > budget_bytes:
                 raise _over("the step", self.world.rank, size, budget_bytes)
@@ -269,10 +269,9 @@ class Finalizer:
                 rendezvous.all_equal(f"{label}/fits", {}, failure)
         return program
 
-    def _agreed(self, passes: Sequence[Pass], key: str) -> tuple[Pass, ...]:
-        """`passes` that decide alike on all ranks."""
-        fused = with_fused_by(passes, lambda names: self._fused(names, key))
-        return with_calls_in(with_order_from(fused, lambda local: self._order(local, key)), self._calls)
+    def _context(self, key: str) -> Context:
+        """What makes passes decide alike on all ranks."""
+        return Context(lambda local: self._order(local, key), self._calls, lambda names: self._fused(names, key))
 
     def _fused(self, names: Sequence[str], key: str) -> Set[str]:
         """The collectives that all ranks would fuse with products next to them."""

@@ -30,7 +30,7 @@ from ..errors import PlanError, first_line
 from ..graph.graph import LocalGraph
 from ..graph.sizes_in_graph import at_sizes
 from ..graph.text import human
-from ..passes.order_collectives import CallOrder, with_calls_in
+from ..passes.order_collectives import CallOrder
 from ..passes.other_schedules import TriedSchedule, blocks_to_try, orders_to_try, scheduled_with, schedules_to_try
 from ..planner.prediction import simulate as simulate_all
 from ..tuning import TUNING
@@ -289,13 +289,13 @@ class TurnTaker:
     def _make(self, number: int) -> None:
         tuner, tried, symbols = self.running.tuner, self.running.tried[number], self.program.capture.symbols
         finalizer, before, priced_on = tuner.finalizer, self.compiled.before, self.compiled.plan.hardware
-        passes = with_calls_in(finalizer.passes(before), CallOrder())
+        passes, calls = finalizer.passes(before), CallOrder()
 
         def ordered(full: LocalGraph) -> LocalGraph:
             return finalizer.ordered(full, self.running.key, tried.blocks, priced_on)
 
         def scheduled(full: LocalGraph) -> LocalGraph:
-            return scheduled_with(finalizer.own_stage(ordered(full)), passes, tried)
+            return scheduled_with(finalizer.own_stage(ordered(full)), passes, tried, calls)
 
         local = scheduled(before)
         for expected in self.compiled.planned:
