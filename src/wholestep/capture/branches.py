@@ -72,27 +72,27 @@ class Branches:
 
     inputs: Sequence[Input]
     assumed: tuple[bool, ...] | None
-    taken: list[TakenBranch] = field(default_factory=list[TakenBranch])
+    decided: list[TakenBranch] = field(default_factory=list[TakenBranch])
     values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @property
     def expected(self) -> tuple[bool, ...]:
         """What values were taken for so far; nothing of a trace with too many."""
-        return tuple(branch.expected for branch in self.taken) if len(self.taken) < MOST else ()
+        return tuple(branch.expected for branch in self.decided) if len(self.decided) < MOST else ()
 
     def take(self, value: torch.Tensor, where: str) -> bool | None:
         """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
         traced = None if self.assumed is None or _torch.inside_transform() else _torch.traced_node(value)
-        if self.assumed is None or traced is None or value.numel() != 1 or len(self.taken) == MOST:
+        if self.assumed is None or traced is None or value.numel() != 1 or len(self.decided) == MOST:
             return None
-        node, number = traced[0], len(self.taken)
+        node, number = traced[0], len(self.decided)
         if not self._depends_on_tensors(node):
             return None
         usual = node.target in _USUALLY_TRUE and value.dtype is torch.bool
         expected = self.assumed[number] if number < len(self.assumed) else usual
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
-        self.taken.append(TakenBranch(expected, where))
+        self.decided.append(TakenBranch(expected, where))
         return expected
 
     def _depends_on_tensors(self, node: Node) -> bool:

@@ -52,7 +52,7 @@ class Structure:
 
     def names(self) -> list[str]:
         """The path of each leaf, in order, as the user writes it."""
-        return [*_names(self.outline, "")]
+        return [path for path, is_leaf in _places(self.outline, "") if is_leaf]
 
     def lines(self) -> list[str]:
         """A text that is equal in every process for equal structures."""
@@ -246,25 +246,29 @@ def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
     return value
 
 
-def _names(outline: Any, path: str, plain: bool = True) -> Iterator[str]:
-    """`plain`: items of a dict are written as items, and not as attributes."""
+def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, bool]]:
+    """The path of each leaf (True) and of each object that can change (False), in order. `plain`: items of a dict are
+    written as items, and not as attributes.
+    """
     if isinstance(outline, str):
-        yield path
+        yield path, True
         return
     kind, keys, *below = outline
     if kind in (_AGAIN, _WEAK):
         return
     names, inner = below
     count = len(inner) - len(names)
+    if not issubclass(kind, tuple):
+        yield path, False
     fields: tuple[str, ...] = getattr(cast(Any, kind), "_fields", ()) if issubclass(kind, tuple) else ()
     for i, part in enumerate(inner):
         if i >= count:
             of_mapping = issubclass(kind, UserDict) and names[i - count] == "data"
-            yield from _names(part, path if of_mapping else f"{path}.{names[i - count]}", not of_mapping)
+            yield from _places(part, path if of_mapping else f"{path}.{names[i - count]}", not of_mapping)
         elif keys:
-            yield from _names(part, f"{path}[{keys[i]!r}]" if plain else f"{path}.{keys[i]}")
+            yield from _places(part, f"{path}[{keys[i]!r}]" if plain else f"{path}.{keys[i]}")
         else:
-            yield from _names(part, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
+            yield from _places(part, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
 
 
 def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
@@ -281,9 +285,15 @@ def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
 
 def leaf_names(fn: Callable[..., Any], structure: Structure) -> list[str]:
     """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
+    return [path for path, is_leaf in argument_places(fn, structure) if is_leaf]
+
+
+def argument_places(fn: Callable[..., Any], structure: Structure) -> list[tuple[str, bool]]:
+    """The name of each leaf of `(args, kwargs)` (True) and object that can change (False; of kwargs it is "")."""
     _, _, _, (args, kwargs) = structure.outline
-    names = argument_names(fn, len(args[3])) + list(kwargs[1])
-    return [path for name, part in zip(names, (*args[3], *kwargs[3]), strict=True) for path in _names(part, name)]
+    named = zip(argument_names(fn, len(args[3])), args[3], strict=True), zip(kwargs[1], kwargs[3], strict=True)
+    positional, by_name = ([place for name, part in parts for place in _places(part, name)] for parts in named)
+    return [*positional, ("", False), *by_name]
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:

@@ -127,20 +127,20 @@ def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[An
 @_torch.one_thread()
 def capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
-    whole: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
     changing: Promoted | None = None, dynamic: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Capture:  # fmt: skip
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
     Optimizer options that change between calls become inputs of the graph where the step computes with them as
-    tensors; other options are constants. The capture with the most inputs is tried first. `whole` gives the global
+    tensors; other options are constants. The capture with the most inputs is tried first. `shapes` gives the global
     shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
     Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
     between calls; they become state if the step can be captured that way. `dynamic` are dims of batch tensors, by name,
     whose sizes are symbols.
     """
-    options, whole, dynamic, carried = options or CaptureOptions(), whole or {}, dynamic or {}, carried or Promoted()
-    again = partial(capture_step, fn, args, kwargs, options, whole=whole, dynamic=dynamic)
+    options, shapes, dynamic, carried = options or CaptureOptions(), shapes or {}, dynamic or {}, carried or Promoted()
+    again = partial(capture_step, fn, args, kwargs, options, shapes=shapes, dynamic=dynamic)
     state, call, names = find_state(fn, args, kwargs, options.extra)
     arrays = {names[i] for i in call.arrays} - carried.arrays
     if torch.device(options.device or device_of(state)).type != "cpu":  # a GPU computes on its own memory
@@ -155,7 +155,7 @@ def capture_step(
             with overridden(state, options.module_overrides):
                 captured = along_branches(
                     options.branches,
-                    lambda branches, inputs=(numbers, whole, promoted, dynamic): _captured(
+                    lambda branches, inputs=(numbers, shapes, promoted, dynamic): _captured(
                         fn, args, kwargs, replace(options, branches=branches), *inputs
                     ),
                 )
@@ -185,19 +185,19 @@ def capture_step(
 @_torch.one_thread()
 def capture_again(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions, earlier: Capture,
-    whole: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Capture:  # fmt: skip
     """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
     dims = {} if earlier.symbols is None else earlier.symbols.record.by_name()
     options = replace(options, branches=tuple(branch.expected for branch in earlier.branches))
     state, *_ = find_state(fn, args, kwargs, options.extra)
     with overridden(state, options.module_overrides):
-        return _captured(fn, args, kwargs, options, earlier.hypers, whole, earlier.effects.carried, dims)
+        return _captured(fn, args, kwargs, options, earlier.hypers, shapes, earlier.effects.carried, dims)
 
 
 def _captured(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
-    numbers: Sequence[Hyper], whole: Mapping[str, tuple[int, ...]], promoted: Promoted,
+    numbers: Sequence[Hyper], shapes: Mapping[str, tuple[int, ...]], promoted: Promoted,
     dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (),
 ) -> Capture:  # fmt: skip
     """`repeated`: calls of cached functions that earlier traces have made."""
@@ -208,11 +208,11 @@ def _captured(
     reachable = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
     arguments = (args, dict(kwargs)), call, names
-    request = fn, *arguments, state, tuple(numbers), device, options, fused, whole, reachable, promoted
+    request = fn, *arguments, state, tuple(numbers), device, options, fused, shapes, reachable, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced = _trace_until_carried(Request(*request, dynamic=dynamic))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
-        return _captured(fn, args, kwargs, options, numbers, whole, promoted, dynamic, (*repeated, *new))
+        return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, (*repeated, *new))
     if again := [call for call in traced.watch.cached.new if call.changes]:
         raise again[0].error("makes an object again that its cache did not keep")
     _check_update(traced, state, options.keep_grads)
@@ -223,7 +223,7 @@ def _captured(
     if dynamic:
         effects.refuse_symbolic(traced.result_leaves)
     checked: tuple[str, ...] = ()
-    if branches := traced.branches.taken:
+    if branches := traced.branches.decided:
         first = sum(out.kind == "result" for out in graph.outputs) - len(branches)
         graph = check_branches(graph, branches, first, fused and not options.skip_nonfinite)
         effects = replace(effects, extra=effects.extra - len(branches))

@@ -51,7 +51,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Made:
+class Recipe:
     """A value that each call builds; its leaves are plain values, host numbers (`At`) or graph results (`Extra`)."""
 
     structure: Structure
@@ -65,22 +65,22 @@ class Made:
 
 @dataclass(frozen=True)
 class Write:
-    """An assignment at the end of a call; without `made`, the entry is deleted.
+    """An assignment at the end of a call; without `recipe`, the entry is deleted.
 
     `adds`: eager would add to a gradient that is there before the call.
     """
 
     place: Location
-    made: Made | None
+    recipe: Recipe | None
     adds: bool = False
 
 
 @dataclass(frozen=True)
 class Called:
-    """A callback at the end of a call: `fn(*args, **kwargs)` of `made`."""
+    """A callback at the end of a call: `fn(*args, **kwargs)` of `recipe`."""
 
     fn: Callable[..., object]
-    made: Made
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Effects:
     """Host work of each call, and the Python values that it assumes unchanged (`expected`).
 
     `extra` is the number of graph results that only the host needs. `rebound` names tensors that a call replaces by
-    new objects. `flags` are `(parameter, requires_grad)` pairs to set at the end. `arguments` holds the arguments of
-    the current call, whose items a step may assign. `unread` are paths of arguments that the step does not
-    read. `given` holds, by number of the leaf, arguments of the current call whose values may be any.
+    new objects. `flags` are `(parameter, requires_grad)` pairs to set at the end. `arguments` holds, by
+    number, the objects of the current call whose items a step may assign. `unread` are paths of arguments that the step
+    does not read. `open_arguments` holds, by number of the leaf, arguments of the current call whose values may be any.
     """
 
     program: HostProgram = field(default_factory=HostProgram)
@@ -101,9 +101,9 @@ class Effects:
     rebound: tuple[str, ...] = ()
     flags: tuple[tuple[str, bool], ...] = ()
     carried: Promoted = Promoted()
-    arguments: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    arguments: dict[int, Any] = field(default_factory=dict[int, Any])
     unread: tuple[str, ...] = ()
-    given: dict[int, Any] = field(default_factory=dict[int, Any])
+    open_arguments: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def is_unread(self, name: str) -> bool:
         """True for a leaf of the arguments, by name, that the step does not read."""
@@ -117,7 +117,7 @@ class Effects:
 
     def refuse_symbolic(self, results: Iterable[Any]) -> None:
         """Raise SizesFixedError if Python would get a symbolic number: among the results, or by an effect."""
-        values = [w.made for w in self.writes if w.made is not None] + [call.made for call in self.calls]
+        values = [w.recipe for w in self.writes if w.recipe is not None] + [call.recipe for call in self.calls]
         host = [argument for line in self.program.instructions for argument in line.args]
         leaves = (*results, *host, *(leaf for value in values for leaf in value.leaves))
         if any(isinstance(leaf, _torch.SYMBOLIC) for leaf in leaves):

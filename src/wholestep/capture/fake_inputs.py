@@ -22,15 +22,15 @@ from .state import Hyper, StepState
 
 @dataclass(frozen=True)
 class Request:
-    """Input of a trace: the function, its arguments (`given`), these taken apart (`call`, with `names`), its state.
+    """Input of a trace: the function, its `arguments`, these taken apart (`call`, with `names`), its state.
 
-    `whole` gives global shapes of batch tensors of which the call has parts. With `options.offload`, parameters and
-    optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
+    `full_shapes` gives global shapes of batch tensors of which the call has parts. With `options.offload`, parameters
+    and optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
     `dynamic` names the dims of batch tensors whose sizes are symbols.
     """
 
     fn: Callable[..., Any]
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     call: StepCall
     names: Sequence[str]
     state: StepState
@@ -38,7 +38,7 @@ class Request:
     device: str
     options: CaptureOptions
     fused: bool
-    whole: Mapping[str, tuple[int, ...]]
+    full_shapes: Mapping[str, tuple[int, ...]]
     reach: Reach
     promoted: Promoted
     find: str = ""
@@ -109,7 +109,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
         out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
     for name, leaf in zip(request.names, request.call.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
-            meta = with_shape(meta_of(leaf), request.whole.get(name, tuple(leaf.shape)))
+            meta = with_shape(meta_of(leaf), request.full_shapes.get(name, tuple(leaf.shape)))
             source, dims = Input(name, Role.BATCH, meta), dynamic_dims(meta, request.dynamic.get(name, ()))
             if dims:
                 out.add_dynamic(source, dims, leaf.requires_grad)

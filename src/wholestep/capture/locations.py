@@ -110,13 +110,6 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """A step of a route: to an attribute of an object, and not to an item."""
-
-    name: str
-
-
 @dataclass
 class TensorAttributes(Lookup):
     """The attributes of a tensor, which placement may replace."""
@@ -133,20 +126,15 @@ class TensorAttributes(Lookup):
 
 @dataclass
 class ArgumentItems(Lookup):
-    """The container to which the keys `route` lead among the arguments of the current call, by position or keyword;
-    with `attributes`, those of the object there.
-    """
+    """Object `number` among the arguments of the current call; with `attributes`, those of it."""
 
-    arguments: dict[Any, Any]
-    route: tuple[Any, ...]
+    arguments: dict[int, Any]
+    number: int
     attributes: bool = False
 
     def value(self) -> Any:
-        """The container or object in the current call."""
-        current: Any = self.arguments
-        for key in self.route:
-            current = Slots(current)[key.name] if isinstance(key, Attribute) else current[key]
-        return current
+        """The object in the current call."""
+        return self.arguments[self.number]
 
     def _now(self) -> Any:
         return Slots(self.value()) if self.attributes else self.value()
@@ -192,10 +180,10 @@ class Slots:
 class Reads:
     """What a function returns for a key, as an item."""
 
-    read: Callable[[Any], Any]
+    getter: Callable[[Any], Any]
 
     def __getitem__(self, key: Any) -> Any:
-        return self.read(key)
+        return self.getter(key)
 
 
 class Words(str):

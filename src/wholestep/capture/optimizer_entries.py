@@ -73,7 +73,7 @@ def remade(original: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
 class Entry:
     """The state of one parameter as a flat dict: a container is its `Structure`, and an item of it is `name.key`."""
 
-    held: dict[Any, Any]
+    table: dict[Any, Any]
 
     def leaves(self) -> dict[Any, Any]:
         """What is no container, by name."""
@@ -82,7 +82,7 @@ class Entry:
     def now(self) -> dict[Any, Any]:
         """What is no container, and the structures of those among the entries, by name."""
         walk = ((name, value) for name, _, _, value in self._walk())
-        return {n: _structure(v) for n, v in walk if type(v) not in _OPENED or n in self.held}
+        return {n: _structure(v) for n, v in walk if type(v) not in _OPENED or n in self.table}
 
     def __getitem__(self, name: Any) -> Any:
         holder, key = self.place(name)
@@ -94,11 +94,11 @@ class Entry:
 
     def pop(self, name: Any, default: Any) -> Any:
         """Delete an entry; an item goes with its container."""
-        return self.held.pop(name, default)
+        return self.table.pop(name, default)
 
     def structures(self) -> dict[Any, Structure]:
         """How the containers among the entries are built, by name."""
-        return {key: _structure(value) for key, value in self.held.items() if type(value) in _OPENED}
+        return {key: _structure(value) for key, value in self.table.items() if type(value) in _OPENED}
 
     def containers(self) -> Iterator[tuple[Any, Any, Any]]:
         """The containers, each with its place."""
@@ -106,13 +106,13 @@ class Entry:
 
     def copy(self, change: Callable[[Any], Any] = lambda value: value) -> dict[Any, Any]:
         """New containers of the same structure, with `change(value)` in the place of each leaf."""
-        call = take_apart(self.held, objects=False)
+        call = take_apart(self.table, objects=False)
         return put_together(call.structure, map(change, call.leaves))
 
     def has(self, name: Any) -> bool:
         """Whether there is such an entry, or item of one."""
         holder, key = self.place(name)
-        return holder is not self.held or key in self.held
+        return holder is not self.table or key in self.table
 
     def double(self) -> Any:
         """A name that two entries or items share; None without one."""
@@ -121,15 +121,15 @@ class Entry:
 
     def place(self, name: Any) -> tuple[Any, Any]:
         """The container that holds an entry or item, and its key there."""
-        if name in self.held or not isinstance(name, str) or "." not in name:
-            return self.held, name
-        return next(((holder, key) for path, holder, key, _ in self._walk() if path == name), (self.held, name))
+        if name in self.table or not isinstance(name, str) or "." not in name:
+            return self.table, name
+        return next(((holder, key) for path, holder, key, _ in self._walk() if path == name), (self.table, name))
 
     def _walk(self) -> Iterator[tuple[Any, Any, Any, Any]]:
-        for key, value in self.held.items():
-            yield key, self.held, key, value
+        for key, value in self.table.items():
+            yield key, self.table, key, value
             if type(value) in _OPENED:
-                yield from _inside(key, self.held, key, value, (id(value),))
+                yield from _inside(key, self.table, key, value, (id(value),))
 
 
 def _inside(

@@ -41,7 +41,7 @@ class _Scalar:
 class Counts:
     """The float64 scalars of one trace, by the identity of the tensor, and the `names` of their inputs."""
 
-    kept: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
+    scalars: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
     names: set[str] = field(default_factory=set[str])
 
     def put(self, optimizer: Optimizer, source: Input, param: Tensor, tensor: Tensor) -> None:
@@ -54,14 +54,14 @@ class Counts:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
             entry[source.key] = tensor.double()
             self.names.add(source.name)
-            self.kept[id(entry[source.key])] = _Scalar(entry[source.key], tensor.dtype, source.key, entry, group)
+            self.scalars[id(entry[source.key])] = _Scalar(entry[source.key], tensor.dtype, source.key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:
         """Run a call that would round otherwise than eager does; NotImplemented for all other calls."""
         name = getattr(func, "__name__", "")
         if func is torch.where and len(args) == 3 and not any(isinstance(a, Tensor) for a in args[1:]):
             return _where(*args) if _called_by_optimizer() else NotImplemented
-        scalars = self._written_scalars(args[0]) if self.kept and name in (*_MULTIPLIES, _COPIES) else []
+        scalars = self._written_scalars(args[0]) if self.scalars and name in (*_MULTIPLIES, _COPIES) else []
         if scalars and name in _MULTIPLIES:
             for scalar, factor in zip(scalars, _listed(args[1], len(scalars)), strict=True):
                 scalar.tensor.copy_(scalar.tensor.to(scalar.dtype) * _as_operand(factor, scalar.dtype))
@@ -74,7 +74,7 @@ class Counts:
 
     def _written_scalars(self, written: Any) -> list[_Scalar]:
         """Return the scalars that a call writes; nothing if it writes other tensors too."""
-        scalars = [self.kept.get(id(tensor)) for tensor in _listed(written, 1)]
+        scalars = [self.scalars.get(id(tensor)) for tensor in _listed(written, 1)]
         return [scalar for scalar in scalars if scalar] if all(scalars) else []
 
 

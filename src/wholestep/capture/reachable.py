@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, cast
@@ -43,7 +43,6 @@ from .locations import (
     MISSING,
     SIMPLE,
     ArgumentItems,
-    Attribute,
     GroupEntry,
     Location,
     Reads,
@@ -162,39 +161,25 @@ class Container:
                 Location("", self.holder, key).set(self.before.get(key, MISSING))
 
 
-def argument_containers(
-    called: Mapping[Any, Any], names: Sequence[str], arguments: dict[Any, Any], opened: Sequence[Any]
-) -> list[Container]:
-    """Return the containers among the arguments of a call, and the attributes of objects that are `opened`, which a
-    step may change for its caller.
-
-    `called` maps the position or keyword of an argument to its value; `names` are those of positions.
+def argument_containers(objects: Sequence[Any], paths: Sequence[str], arguments: dict[int, Any]) -> list[Container]:
+    """Return the containers among the `objects` of a call, and their attributes, which a step may change for its
+    caller. `arguments` will have those of the current call, by number.
     """
-    out: list[Container] = []
-    seen: dict[int, Any] = {id(value): value for value in opened}
-
-    def add(value: Any, path: str, route: tuple[Any, ...]) -> None:
-        form = form_of(cast("type[Any]", type(value)))
-        if form is None or (seen.pop(id(value), None) is None and form.items is not tuple):
-            return
-        keys, items = form.contents(value)
-        lookup = ArgumentItems(arguments, route)
-        if form.items not in (None, tuple):
+    containers: list[Container] = []
+    for number, (value, path) in enumerate(zip(objects, paths, strict=True)):
+        form, lookup = form_of(cast("type[Any]", type(value))), ArgumentItems(arguments, number)
+        if form is None or not path:
+            continue
+        if form.items is not None:
             copied = value.copy if form.items is deque else None
-            out.append(Container(path, value, "item", lookup=lookup, opaque=copied))
-        for key, item in zip(keys or range(len(items)), items, strict=True):
-            add(item, f"{path}[{key!r}]", (*route, key))
-        attributes, lookup = form.attributes(value), ArgumentItems(arguments, route, attributes=True)
+            containers.append(Container(path, value, "item", lookup=lookup, opaque=copied))
+        lookup = replace(lookup, attributes=True)
         if form.has_dict:
-            out.append(Container(path, dict_of(value), "attribute", owner=value, lookup=lookup))
+            containers.append(Container(path, dict_of(value), "attribute", owner=value, lookup=lookup))
         if form.slots:
-            out.append(Container(path, Slots(value), "attribute", frozenset(form.slots), owner=value, lookup=lookup))
-        for name, item in attributes.items():
-            add(item, f"{path}.{name}", (*route, Attribute(name)))
-
-    for name, value in called.items():
-        add(value, name if isinstance(name, str) else names[cast(int, name)], (name,))
-    return out
+            slots = frozenset(form.slots)
+            containers.append(Container(path, Slots(value), "attribute", slots, owner=value, lookup=lookup))
+    return containers
 
 
 @dataclass

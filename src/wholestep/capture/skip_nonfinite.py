@@ -76,7 +76,7 @@ def refuse_unskippable(state: StepState, effects: Effects) -> None:
     buffers = {(id(container), key): name for name, buffer in state.buffers.items() for container, key in buffer.places}
     for write in effects.writes:
         holder, key = write.place.holder, write.place.key
-        of_graph = write.made is not None and any(isinstance(leaf, Extra) for leaf in write.made.leaves)
+        of_graph = write.recipe is not None and any(isinstance(leaf, Extra) for leaf in write.recipe.leaves)
         name = write.place.path if of_graph and isinstance(holder, StateEntry) else buffers.get((id(holder), key))
         if name:
             text = f"a step that may be skipped replaces {name!r} by a tensor of another shape or dtype"

@@ -41,7 +41,7 @@ class _Call:
     """An `as_strided` call: `size` and `stride`, from element `start` of `source` in memory order."""
 
     source: Node
-    whole: Tensor
+    tensor: Tensor
     size: list[int]
     stride: list[int]
     start: int
@@ -49,7 +49,7 @@ class _Call:
 
     @property
     def is_plain(self) -> bool:
-        return not self.absolute and self.start == 0 and self.whole.is_contiguous()
+        return not self.absolute and self.start == 0 and self.tensor.is_contiguous()
 
 
 def _call(node: Node) -> _Call | None:
@@ -116,13 +116,13 @@ def insert_call(before: Node, target: Callable[..., Any], *args: Any, **kwargs: 
 
 def _rewritten(node: Node, call: _Call) -> Node:
     add = partial(insert_call, node)
-    order = sorted(range(call.whole.dim()), key=lambda d: (call.whole.shape[d] > 1, -call.whole.stride(d)))
+    order = sorted(range(call.tensor.dim()), key=lambda d: (call.tensor.shape[d] > 1, -call.tensor.stride(d)))
     contiguous = call.source
-    if not call.whole.is_contiguous():
+    if not call.tensor.is_contiguous():
         contiguous = add(aten.permute.default, contiguous, order)
     rows, end = contiguous, call.start + _extent(call.size, call.stride)
     if call.start:
-        rows = add(aten.view.default, contiguous, [call.whole.numel()])
+        rows = add(aten.view.default, contiguous, [call.tensor.numel()])
     part = add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows
     if node.target is not _SCATTER:
         view = add(aten.as_strided.default, part, call.size, call.stride)

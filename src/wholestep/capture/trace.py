@@ -24,7 +24,7 @@ from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .branches import Branches
-from .call_structure import LENGTHS, Structure, argument_names, in_place, take_apart
+from .call_structure import LENGTHS, Structure, argument_places, in_place, take_apart
 from .effects import RefusedError, SizesFixedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
@@ -89,8 +89,8 @@ def trace_step(request: Request) -> Traced:
 class Traced:
     """A raw capture. `module` returns the result tensors, then the new value of each input, then `created` state.
 
-    `reset`: parameters whose gradient is set to None before the step computes it. `read`: those whose gradient of the
-    last call the step reads. `cleared`: those whose gradient is None at the end. `updates`: an optimizer steps.
+    `reset`: parameters whose gradient is set to None before the step computes it. `read_grads`: those whose gradient of
+    the last call the step reads. `cleared`: those whose gradient is None at the end. `updates`: an optimizer steps.
     `values`: reads of the batch.
     """
 
@@ -98,7 +98,7 @@ class Traced:
     stand_ins: FakeInputs
     contributed: set[str] = field(default_factory=set[str])
     reset: set[str] = field(default_factory=set[str])
-    read: set[str] = field(default_factory=set[str])
+    read_grads: set[str] = field(default_factory=set[str])
     updates: bool = False
     cleared: list[str] = field(default_factory=list[str])
     created: list[Input] = field(default_factory=list[Input])
@@ -112,7 +112,7 @@ class Traced:
     def __post_init__(self) -> None:
         request, fakes = self.request, self.stand_ins
         pairs = zip(request.names, request.call.leaves, strict=True)
-        full_shapes = request.whole  # the values of a part do not determine a read of the whole
+        full_shapes = request.full_shapes  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in full_shapes or tuple(leaf.shape) == full_shapes[n]}
         self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
@@ -134,7 +134,7 @@ class Traced:
     def fresh_grads(self) -> bool:
         """True if the step resets every gradient before accumulating, reads none before that, and updates by them."""
         waits = bool(self.request.state.optimizers) and not self.updates
-        return self.contributed <= self.reset - self.read and not waits
+        return self.contributed <= self.reset - self.read_grads and not waits
 
     def trace(self) -> None:
         """Trace the step."""
@@ -176,7 +176,7 @@ class Traced:
         self.values = self.reader.values()
         placeholders = zip(self.stand_ins.inputs, self.module.graph.find_nodes(op="placeholder"), strict=True)
         used = (i for i, node in placeholders if any(user.op != "output" for user in node.users))
-        self.read |= {i.owner for i in used if i.role is Role.GRAD}
+        self.read_grads |= {i.owner for i in used if i.role is Role.GRAD}
 
     def _add_number(self, position: int, source: Input, fake: torch.Tensor) -> None:
         self.stand_ins.put(source, fake, position)
@@ -199,7 +199,7 @@ class Traced:
                 else v
                 for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
             ]
-            args, kwargs = inside.enter_context(in_place(request.given, request.call.structure, leaves))
+            args, kwargs = inside.enter_context(in_place(request.arguments, request.call.structure, leaves))
             zeros = {id(fakes[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(fakes[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
@@ -207,11 +207,10 @@ class Traced:
             self._fill_state(fakes, plain)
             self._mark_gradients(fakes)
             kwargs.pop(LENGTHS, None)
-            called: dict[Any, Any] = {**dict(enumerate(cast(tuple[Any, ...], args))), **kwargs}
-            names = argument_names(request.fn, len(args))
+            paths = [path for path, is_leaf in argument_places(request.fn, request.call.structure) if not is_leaf]
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
-            with modules, self.watch.watching(fakes, called, names, request.call.objects), calls, self.rounded:
+            with modules, self.watch.watching(fakes, request.call.objects, paths), calls, self.rounded:
                 call = take_apart(request.fn(*args, **kwargs), objects=False)
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
@@ -301,7 +300,7 @@ class Traced:
         """Record that the step reads a gradient that is not there yet; one that is there has users in the graph."""
         name = self.own.name_of(param)
         if name in self.request.state.params.keys() - self.reset - self.contributed:
-            self.read.add(name)
+            self.read_grads.add(name)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         state = self.request.state

@@ -30,7 +30,7 @@ from ..graph.meta import show_line
 from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
 from .assumptions import Assumption, about, contents, expect, owned_by_callbacks
 from .call_structure import Structure, take_apart
-from .effects import WAYS_OUT, Called, Effects, Extra, Made, Promoted, RefusedError, Write, recorded
+from .effects import WAYS_OUT, Called, Effects, Extra, Promoted, Recipe, RefusedError, Write, recorded
 from .function_caches import CachedCalls
 from .host_numbers import At, Numbers
 from .locations import (
@@ -125,7 +125,7 @@ class Watch:
     reach: Reach
     promoted: Promoted
     numbers: Numbers
-    own: OwnTensors
+    own_tensors: OwnTensors
     line: Callable[[], str]
     find: str = ""
     options: Sequence[tuple[torch.Tensor, Location, float]] = ()
@@ -133,12 +133,12 @@ class Watch:
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
-    given: dict[int, Any] = field(default_factory=dict[int, Any])
+    open_arguments: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
-        self._unobserved, self._arguments = set[type](), dict[Any, Any]()
+        self._unobserved, self._arguments = set[type](), dict[int, Any]()
         self._opened, self._unread = dict[int, Any](), list[str]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
@@ -168,17 +168,15 @@ class Watch:
 
     @contextmanager
     def watching(
-        self, fakes: Mapping[str, torch.Tensor], called: Mapping[Any, Any], names: Sequence[str], opened: Sequence[Any]
+        self, fakes: Mapping[str, torch.Tensor], objects: Sequence[Any], paths: Sequence[str]
     ) -> Generator[None]:
-        """Record the call of the step's function; `given` are the fakes by input name, `called` the arguments, `names`
-        those of positions. `opened` are the objects that hold leaves.
-        """
+        """Record the call of the step's function; `fakes` are by input name, `objects` those among the arguments."""
         changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
         self._inputs = {*fakes}
         changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
-        of_call = argument_containers(called, names, self._arguments, opened)
+        of_call = argument_containers(objects, paths, self._arguments)
         self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
-        self._restored = [*self.own.attributes(), *self._settings(), *self.reach.containers]
+        self._restored = [*self.own_tensors.attributes(), *self._settings(), *self.reach.containers]
         self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
         trainable = {name: fakes[name].requires_grad for name in self.state.params}
         patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
@@ -252,11 +250,11 @@ class Watch:
 
     def call(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a callback."""
-        self._called.append(Called(fn, self._made((args, kwargs), "")))
+        self._called.append(Called(fn, self._recipe((args, kwargs), "")))
 
     def assign(self, place: Location, value: Any) -> None:
         """Record an assignment at the end of a call; MISSING deletes the entry."""
-        self._writes.append(Write(place, None if value is MISSING else self._made(value, place.path)))
+        self._writes.append(Write(place, None if value is MISSING else self._recipe(value, place.path)))
 
     def assign_to_batch(self, batch: Mapping[str, tuple[int, torch.Tensor, bool]]) -> None:
         """Record the gradients that the step leaves at tensors of the batch, and that these require one.
@@ -265,10 +263,10 @@ class Watch:
         """
         for name, (index, tensor, reset) in batch.items():
             if tensor.grad is not None:
-                self.given[index], holder = None, ArgumentItems(self.given, (index,), attributes=True)
+                self.open_arguments[index], holder = None, ArgumentItems(self.open_arguments, index, attributes=True)
                 self.assign(Location(f"{name}.requires_grad", holder, "requires_grad"), True)
                 place = Location(f"{name}.grad", holder, "grad")
-                self._writes.append(Write(place, self._made(tensor.grad, place.path), adds=not reset))
+                self._writes.append(Write(place, self._recipe(tensor.grad, place.path), adds=not reset))
 
     def _refuse(self, error: CaptureError) -> NoReturn:
         self._refused = self._refused or error
@@ -307,8 +305,8 @@ class Watch:
         return [Container(path, None, "item", opaque=getter, refused=refused) for path, getter, refused in rows]
 
     def _compare(self, containers: Sequence[Container]) -> None:
-        watched = {id(c.holder.held) for c in containers if isinstance(c.holder, Entry)}
-        created = [c for c in self._state_entries() if id(c.holder.held) not in watched]
+        watched = {id(c.holder.table) for c in containers if isinstance(c.holder, Entry)}
+        created = [c for c in self._state_entries() if id(c.holder.table) not in watched]
         for container in created:
             container.original = container.before = {}
         for container in [*containers, *created]:
@@ -330,20 +328,20 @@ class Watch:
         entry, place = cast(Entry, container.holder), container.place_of(key)
         if before is not MISSING:
             self._expected.append(Assumption(place, "equal", before))
-        if key not in entry.held:
+        if key not in entry.table:
             return self.assign(place, MISSING)
         of = cast(StateEntry, container.lookup)
         label = list(self.state.optimizers)[of.optimizer]
         new = {id(v): state_name(of.owner, n, of.optimizer, label) for n, v in entry.leaves().items()}
         new = {at: name for at, name in new.items() if name not in self._inputs}
-        call = take_apart(entry.held[key], objects=False)
+        call = take_apart(entry.table[key], objects=False)
         leaves = tuple(
             Extra(new[id(v)])
             if id(v) in new and _torch.is_fake(v) and v not in self.numbers
             else self._leaf(v, place.path)
             for v in call.leaves
         )
-        self._writes.append(Write(place, Made(call.structure, leaves)))
+        self._writes.append(Write(place, Recipe(call.structure, leaves)))
         return None
 
     def _note_rebound(self, before: Any, after: Any, place: Location) -> None:
@@ -410,15 +408,16 @@ class Watch:
         if refused:
             raise RefusedError(path, before, after, *refused)
 
-    def _made(self, value: Any, path: str) -> Made:
+    def _recipe(self, value: Any, path: str) -> Recipe:
         call = take_apart(value, objects=False)
-        return Made(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
+        return Recipe(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
     def stand_in(self, index: int, name: str, value: Any, fake: torch.Tensor | None) -> Any:
         """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number. The
         contents of an array are those of `fake`.
         """
-        self.given[index], place = value, Location(name, Reads(lambda i: as_given(self.given[i])), index)
+        self.open_arguments[index] = value
+        place = Location(name, Reads(lambda i: as_given(self.open_arguments[i])), index)
         kind = np.ndarray if fake is not None else cast(type[Any], type(value))
         return self.numbers.read(place, value) if is_number(value) else Unread(kind, place, self._refuse_use, fake)
 
@@ -441,7 +440,7 @@ class Watch:
         if argument is not value:
             return argument
         refuse_text_of_tensors(value)
-        value = self.own.fake_of(value) if isinstance(value, torch.Tensor) else value
+        value = self.own_tensors.fake_of(value) if isinstance(value, torch.Tensor) else value
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
@@ -466,7 +465,7 @@ class Watch:
                 )
 
     def _is_traced(self, value: object) -> bool:
-        return _torch.is_fake(value) or self.own.name_of(value) is not None
+        return _torch.is_fake(value) or self.own_tensors.name_of(value) is not None
 
     def _holds_fake(self, value: Any) -> bool:
         seen, waiting = set(self.reach.seen), list[Any]([value])
@@ -506,15 +505,15 @@ class Watch:
 
     def effects(self, used: set[str], returned: Sequence[Any]) -> Effects:
         """Return the host effects of each call; `used` are the names of the graph's inputs, `returned` the results."""
-        leaves = [*returned, *(v for w in self._writes if w.made for v in w.made.leaves)]
-        leaves += [v for c in self._called for v in c.made.leaves]
+        leaves = [*returned, *(v for w in self._writes if w.recipe for v in w.recipe.leaves)]
+        leaves += [v for c in self._called for v in c.recipe.leaves]
         program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
         expected = [
             *self._expected, *self._outside.read.values(), *self._carried_numbers(), *self._read_places(),
         ]  # fmt: skip
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
-            tuple(self._flags), self.promoted, self._arguments, tuple(self._unread), self.given,
+            tuple(self._flags), self.promoted, self._arguments, tuple(self._unread), self.open_arguments,
         )  # fmt: skip
 
     def _read_while_absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:

@@ -54,7 +54,7 @@ def take(state: StepState) -> Snapshot:
         plain = values[label] = {"": {k: v for k, v in entries.items() if not isinstance(k, torch.Tensor)}}
         for owner, param in state.params.items():
             entry = Entry(entries.get(param.tensor, {}))
-            rest = {k: v for k, v in entry.copy(_unless_tensor).items() if not isinstance(entry.held[k], torch.Tensor)}
+            rest = {k: v for k, v in entry.copy(_unless_tensor).items() if not isinstance(entry.table[k], torch.Tensor)}
             plain |= {owner: rest} if rest else {}
             for key, value in entry.leaves().items():
                 if not isinstance(value, torch.Tensor):

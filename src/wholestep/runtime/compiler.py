@@ -279,7 +279,7 @@ class Compiler:
         options = replace(self.options.capture, device=self.world.device, branches=self.branches)
         carried, changing = self._carried, self._changing
         return capture_step(
-            self.fn, args, kwargs, options, whole=shapes, carried=carried, changing=changing, dynamic=dims
+            self.fn, args, kwargs, options, shapes=shapes, carried=carried, changing=changing, dynamic=dims
         )
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:

@@ -223,7 +223,7 @@ class Guards:
         self._leaves = [
             TensorGuard.of(leaf, dims.get(i, ()))
             if isinstance(leaf, torch.Tensor)
-            else _guard_of(leaf, unread(name), i in self._effects.given)
+            else _guard_of(leaf, unread(name), i in self._effects.open_arguments)
             for i, (leaf, name) in enumerate(zip(leaves, inputs.names, strict=True))
         ]
         self.shapes = batch_shapes(inputs)
@@ -282,8 +282,8 @@ class Guards:
                     return Miss(f"argument {name} is {actual}, it was {was}{detail * actual.endswith(was)}")
             elif leaf is not guard and not _same_value(leaf, guard):
                 return self._miss_of(name, leaf, guard, leaves)
-        for i in self._effects.given:
-            self._effects.given[i] = leaves[i]
+        for i in self._effects.open_arguments:
+            self._effects.open_arguments[i] = leaves[i]
         if shared := self._shared(leaves):
             return Miss(shared)
         if now != self._ambient:

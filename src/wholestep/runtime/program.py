@@ -102,7 +102,7 @@ class Program:
         ]
         self._built = self._structures()
         self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        leaves = (leaf for write in effects.writes if write.made for leaf in write.made.leaves)
+        leaves = (leaf for write in effects.writes if write.recipe for leaf in write.recipe.leaves)
         self._in_containers = {leaf.index for leaf in leaves if isinstance(leaf, Extra)}
         self.bind_state()
 
@@ -319,8 +319,8 @@ class Program:
 
     def _prepare(self, leaves: Sequence[Any]) -> None:
         """Compute the host's numbers, and take the values of tensors that the step replaces."""
-        for i in self.capture.effects.given:
-            self.capture.effects.given[i] = leaves[i]
+        for i in self.capture.effects.open_arguments:
+            self.capture.effects.open_arguments[i] = leaves[i]
         for place in self._gradients:
             if place.get() is not None:
                 problem = f"{place.path} is set before a step that adds to it"
@@ -342,12 +342,12 @@ class Program:
             self._slots[i] = container, key, tensor
         effects = self.capture.effects
         for write in effects.writes:
-            write.place.set(MISSING if write.made is None else write.made.value(self._host, extra))
+            write.place.set(MISSING if write.recipe is None else write.recipe.value(self._host, extra))
         for name, flag in effects.flags:
             self.capture.state.params[name].tensor.requires_grad_(flag)
         self.phase = Phase.ACTS
         for called in effects.calls:
-            args, kwargs = called.made.value(self._host, extra)
+            args, kwargs = called.recipe.value(self._host, extra)
             called.fn(*args, **kwargs)
         effects.arguments.clear()
 

@@ -20,7 +20,7 @@ import torch
 from .. import _torch
 from ..capture.capture import Capture, capture_again
 from ..capture.capture_options import CaptureOptions
-from ..capture.effects import Effects, Extra, Made, Write
+from ..capture.effects import Effects, Extra, Recipe, Write
 from ..capture.host_numbers import At
 from ..capture.locations import MISSING, SIMPLE, Location
 from ..distributed.rendezvous import Rendezvous
@@ -171,18 +171,18 @@ def _host_lines(captured: Capture) -> Iterator[str]:
     for choice in effects.program.decisions:
         yield f"the choice {choice.expected} at {choice.where}"
     for write in (write for write in effects.writes if not _is_done(write)):
-        yield f"{write.place.path} = {'nothing' if write.made is None else _made(write.made)}"
+        yield f"{write.place.path} = {'nothing' if write.recipe is None else _recipe(write.recipe)}"
     for call in effects.calls:
-        yield f"the call {_name(call.fn)}{_made(call.made)}"
+        yield f"the call {_name(call.fn)}{_recipe(call.recipe)}"
     yield f"{len(effects.rebound)} replaced tensors, flags {effects.flags}, gradients cleared {captured.cleared_grads}"
 
 
 def _is_done(write: Write) -> bool:
     """Whether its place holds already what a write assigns: a trace does not see such a write."""
     now = write.place.get()
-    if write.made is None or any(isinstance(leaf, (At, Extra)) for leaf in write.made.leaves):
-        return write.made is None and now is MISSING
-    then = write.made.value((), {})
+    if write.recipe is None or any(isinstance(leaf, (At, Extra)) for leaf in write.recipe.leaves):
+        return write.recipe is None and now is MISSING
+    then = write.recipe.value((), {})
     return now is then or (isinstance(now, SIMPLE) and type(now) is type(then) and now == then)
 
 
@@ -192,7 +192,7 @@ def _called(line: partial[Any]) -> str:
     return f"{_name(line.func)}{where}({', '.join(map(_text, line.args))})"
 
 
-def _made(recipe: Made) -> str:
+def _recipe(recipe: Recipe) -> str:
     return f"({', '.join(map(_text, recipe.leaves))})"
 
 

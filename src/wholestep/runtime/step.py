@@ -137,7 +137,8 @@ class CompiledStep:
                 if self._clock is not None:
                     self._clock.reset(program.world.device)
                 if program.acts:
-                    program.capture.effects.arguments.update({**dict(enumerate(args)), **kwargs})
+                    objects = call.objects or take_apart((args, kwargs)).objects  # a padded call has none
+                    program.capture.effects.arguments.update(enumerate(objects))
                 try:
                     with uninterrupted():
                         result = program(call.leaves)
