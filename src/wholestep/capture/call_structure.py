@@ -48,16 +48,21 @@ class Structure:
     @property
     def is_plain(self) -> bool:
         """True for tuples, lists and dicts, which can be built without the classes of a user."""
-        return all(kind in (tuple, list, dict) for _, kind in _kinds(self.outline, ""))
+        return all(kind in (_LEAF, tuple, list, dict) or isinstance(kind, tuple) for _, kind in self._places())
 
     def names(self) -> list[str]:
         """The path of each leaf, in order, as the user writes it."""
-        return [path for path, is_leaf in _places(self.outline, "") if is_leaf]
+        return [path for path, kind in self._places() if isinstance(kind, str)]
 
     def lines(self) -> list[str]:
         """A text that is equal in every process for equal structures."""
-        kinds = [f"{name}{kind.__module__}.{kind.__qualname__}" for name, kind in _kinds(self.outline, "")]
-        return kinds + self.names()
+        return [
+            f"{path} is {kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else f"{path} is {kind}"
+            for path, kind in self._places()
+        ]
+
+    def _places(self) -> Iterator[tuple[str, Any]]:
+        return _places(self.outline, "")
 
 
 @dataclass(frozen=True)
@@ -246,20 +251,16 @@ def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
     return value
 
 
-def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, bool]]:
-    """The path of each leaf (True) and of each object that can change (False), in order. `plain`: items of a dict are
-    written as items, and not as attributes.
+def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, Any]]:
+    """The path of each leaf, and that it is one; and of each container and object, and its class, or the number of the
+    object that it is. `plain`: items of a dict are written as items, and not as attributes.
     """
-    if isinstance(outline, str):
-        yield path, True
+    if isinstance(outline, str) or outline[0] in (_AGAIN, _WEAK):
+        yield path, outline
         return
-    kind, keys, *below = outline
-    if kind in (_AGAIN, _WEAK):
-        return
-    names, inner = below
+    kind, keys, names, inner = outline
     count = len(inner) - len(names)
-    if not issubclass(kind, tuple):
-        yield path, False
+    yield path, kind
     fields: tuple[str, ...] = getattr(cast(Any, kind), "_fields", ()) if issubclass(kind, tuple) else ()
     for i, part in enumerate(inner):
         if i >= count:
@@ -271,29 +272,17 @@ def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, 
             yield from _places(part, f"{path}.{fields[i]}" if i < len(fields) else f"{path}[{i}]")
 
 
-def _kinds(outline: Any, path: str) -> Iterator[tuple[str, type]]:
-    """The class of each container, object and array, with its place."""
-    if outline == _ARRAY:
-        yield f"{path} is a ", np.ndarray
-    if isinstance(outline, str) or outline[0] in (_AGAIN, _WEAK):
-        return
-    kind, keys, names, inner = outline
-    yield f"{path} {keys} {names} is a ", kind
-    for i, part in enumerate(inner):
-        yield from _kinds(part, f"{path}.{i}")
-
-
-def leaf_names(fn: Callable[..., Any], structure: Structure) -> list[str]:
-    """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument."""
-    return [path for path, is_leaf in argument_places(fn, structure) if is_leaf]
-
-
-def argument_places(fn: Callable[..., Any], structure: Structure) -> list[tuple[str, bool]]:
-    """The name of each leaf of `(args, kwargs)` (True) and object that can change (False; of kwargs it is "")."""
+def leaf_names(fn: Callable[..., Any], structure: Structure, objects: bool = False) -> list[str]:
+    """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument; or instead the
+    `objects` that can change: kwargs is "".
+    """
     _, _, _, (args, kwargs) = structure.outline
     named = zip(argument_names(fn, len(args[3])), args[3], strict=True), zip(kwargs[1], kwargs[3], strict=True)
     positional, by_name = ([place for name, part in parts for place in _places(part, name)] for parts in named)
-    return [*positional, ("", False), *by_name]
+    places = [*positional, ("", dict), *by_name]
+    if objects:
+        return [path for path, kind in places if isinstance(kind, type) and not issubclass(kind, tuple)]
+    return [path for path, kind in places if isinstance(kind, str)]
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:

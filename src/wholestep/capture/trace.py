@@ -24,7 +24,7 @@ from . import cuda_attention
 from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .branches import Branches
-from .call_structure import LENGTHS, Structure, argument_places, in_place, take_apart
+from .call_structure import LENGTHS, Structure, in_place, leaf_names, take_apart
 from .effects import RefusedError, SizesFixedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
@@ -207,7 +207,7 @@ class Traced:
             self._fill_state(fakes, plain)
             self._mark_gradients(fakes)
             kwargs.pop(LENGTHS, None)
-            paths = [path for path, is_leaf in argument_places(request.fn, request.call.structure) if not is_leaf]
+            paths = leaf_names(request.fn, request.call.structure, objects=True)
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
             with modules, self.watch.watching(fakes, request.call.objects, paths), calls, self.rounded:
