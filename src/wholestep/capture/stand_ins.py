@@ -141,7 +141,7 @@ def text_of_tensor(line: str) -> str:
     return f"{_MARK}{line}{_MARK}"
 
 
-def refuse_text_of_tensors(value: object) -> None:
+def refuse_tensor_text(value: object) -> None:
     """Raise CaptureError if `value` is text with a `text_of_tensor`."""
     if isinstance(value, str) and _MARK in value:
         raise error_of_text("a tensor", value.split(_MARK)[1])

@@ -51,22 +51,8 @@ from .lr_schedulers import Schedulers
 from .optimizer_entries import Entry, Items
 from .outside import Outside
 from .own_tensors import OwnTensors
-from .reachable import (
-    Container,
-    Reach,
-    argument_containers,
-    changeable,
-    state_containers,
-)
-from .stand_ins import (
-    OF_ARRAYS,
-    RefusedIterator,
-    Unread,
-    as_given,
-    is_foreign_iterator,
-    place_of,
-    refuse_text_of_tensors,
-)
+from .reachable import Container, Reach, argument_containers, changeable, state_containers
+from .stand_ins import OF_ARRAYS, RefusedIterator, Unread, as_given, is_foreign_iterator, place_of, refuse_tensor_text
 from .state import StepState, state_name
 from .wrappers import attributes_of
 
@@ -439,7 +425,7 @@ class Watch:
         argument = self.argument(value)
         if argument is not value:
             return argument
-        refuse_text_of_tensors(value)
+        refuse_tensor_text(value)
         value = self.own_tensors.fake_of(value) if isinstance(value, torch.Tensor) else value
         if _torch.is_fake(value):
             self.extra.append(value)
@@ -456,7 +442,7 @@ class Watch:
     def refuse_made(self, results: Sequence[Any]) -> None:
         """Raise CaptureError if a result is an object that the step made and that holds a tensor of the trace."""
         for value in results:
-            refuse_text_of_tensors(value)
+            refuse_tensor_text(value)
             if not isinstance(value, (*SIMPLE, torch.Tensor, type)) and self._holds_fake(value):
                 raise CaptureError(
                     f"the step returns a {type(value).__name__} that holds tensors: later calls would return it again",
