@@ -1521,6 +1521,24 @@ class SettingOfTorch(World):
         return loss
 
 
+@refused("torch's grad mode")
+class SettingOfTorchBehindABlock(World):
+    def step(self, x):
+        with torch.no_grad():
+            x = x * 2
+        loss = self.update(x)
+        torch.set_grad_enabled(False)  # here
+        return loss
+
+
+@refused("the parameter groups of SGD")
+class GroupAddedInTheStep(World):
+    def step(self, x):
+        loss = self.update(x)
+        self.optimizer.add_param_group({"params": [torch.nn.Parameter(x.new_ones(()))]})  # here
+        return loss
+
+
 # -- objects of classes that people write for a loop -----------------------------------------------------------------
 class Meter:
     """An average that starts as an int and becomes a tensor, as in the examples of torch."""

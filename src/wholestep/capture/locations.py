@@ -132,12 +132,9 @@ class ArgumentItems(Lookup):
     number: int
     attributes: bool = False
 
-    def value(self) -> Any:
-        """The object in the current call."""
-        return self.arguments[self.number]
-
     def _now(self) -> Any:
-        return Slots(self.value()) if self.attributes else self.value()
+        value = self.arguments[self.number]
+        return Slots(value) if self.attributes else value
 
 
 @dataclass

@@ -125,7 +125,7 @@ class Watch:
         self._called: list[Called] = []
         self._reads, self._assigned = set[tuple[int, str]](), set[tuple[int, str]]()
         self._unobserved, self._arguments = set[type](), dict[int, Any]()
-        self._opened, self._unread = dict[int, Any](), list[str]()
+        self._numbers_of_objects, self._unread = dict[int, int](), list[str]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
         self._rebound: list[str] = []
@@ -161,7 +161,7 @@ class Watch:
         self._inputs = {*fakes}
         changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
         of_call = argument_containers(objects, paths, self._arguments)
-        self._opened = {id(c.owner if c.owner is not None else c.holder): c.lookup for c in of_call}
+        self._numbers_of_objects = {id(value): number for number, value in enumerate(objects)}
         self._restored = [*self.own_tensors.attributes(), *self._settings(), *self.reach.containers]
         self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
         trainable = {name: fakes[name].requires_grad for name in self.state.params}
@@ -418,8 +418,10 @@ class Watch:
         """A number, or an object that the call is given, as what each call takes in its place; else the value."""
         if (place := place_of(value)) is not None:
             return self.numbers.taken(place.get)
-        lookup = cast(ArgumentItems | None, self._opened.get(id(value)))
-        return self.numbers.argument(value) if lookup is None else self.numbers.taken(lookup.value)
+        number = self._numbers_of_objects.get(id(value))
+        if number is None:
+            return self.numbers.argument(value)
+        return self.numbers.taken(functools.partial(self._arguments.__getitem__, number))
 
     def _leaf(self, value: Any, path: str) -> Any:
         argument = self.argument(value)
