@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -465,6 +466,8 @@ def test_the_timeline_has_all_stages_and_their_bubbles(tmp_path: Path) -> None:
     _, local = planned(2, 4)
     found = ws.timeline(local, hardware)
     assert found.streams == ("stage 0", "stage 1")
+    twelve = tuple(replace(found.spans[0], stream=f"stage {n}", stage=n) for n in range(12))
+    assert replace(found, spans=twelve).streams == tuple(f"stage {n}" for n in range(12)), "by number"
     assert [span.name for span in found.spans if span.stream == "stage 0" and " of piece " in span.name][:3] == [
         "stage 0, forward 0 of piece 0", "stage 0, forward 0 of piece 1", "stage 0, backward 2 of piece 0",
     ]  # fmt: skip

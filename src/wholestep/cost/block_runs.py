@@ -42,7 +42,8 @@ class BlockCost:
     stage that each goes to, and its microseconds. `holds_bytes`: of what it leaves to later blocks of its piece.
     `frees_bytes`: of what earlier ones have left, and it reads last. `work_bytes`: the most that it adds to what is
     there when it begins. `waited_us`: the part of `us` in which it waits for collectives. `first`, `last`:
-    what its first and its last run take, where collectives run beside these (`passes.peel_pieces`).
+    what its first and its last run take, where collectives run beside these (`passes.peel_pieces`). `label`: what it is
+    in its stage. `chunk`: the number of its stage among those of its rank.
     """
 
     stage: int
@@ -59,6 +60,8 @@ class BlockCost:
     first: Spent | None = None
     last: Spent | None = None
     frees_bytes: int = 0
+    label: str = ""
+    chunk: int = 0
 
     @property
     def steady(self) -> BlockCost:

@@ -68,7 +68,7 @@ def block_costs(
             holds, frees, work = memory.of(block)
             costs[block.name] = BlockCost(
                 stage, clock.now + ends_us, block.level, block.is_backward, block.is_filler, needs, after, sends, holds,
-                work, clock.waited, frees_bytes=frees,
+                work, clock.waited, frees_bytes=frees, label=block.label,
             )  # fmt: skip
     return costs
 

@@ -202,7 +202,6 @@ class _Walk:
         self.clock = self.prices.clock(bare.graph)
         remaining, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
         for node in bare.graph.nodes:
-            name = node.name.removesuffix("_send")
             if node.op != "call_function":
                 continue
             if node in ran:
@@ -215,8 +214,8 @@ class _Walk:
                 if not is_inside:
                     self.alone[at], self.loose = self.alone[at].plus(self.loose), Spent()
                 continue
-            if name in self.position:
-                at = self.position[name] + 1
+            if node.name in self.position:
+                at = self.position[node.name] + 1
                 if not is_collective(node):
                     continue
             if (key := _run_of(node)) is not None:

@@ -144,7 +144,7 @@ def staged_step(
             waited[rank] += sum(run.waited_us for run in spent)
             if us > 0:
                 what, phase = _between(exchanges, at, rank)
-                spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, phase))
+                spans.append(Span(what, what, f"{STAGE}{rank}", now[rank], us, phase, stage=rank))
                 now[rank] += us
 
     for at, exchange in enumerate(exchanges):
@@ -153,9 +153,8 @@ def staged_step(
             begin = min(now)
             delayed = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now], crowd)
             loop = replace(delayed, peak_bytes=loop.peak_bytes)
-            stages = {name: int(name.partition(",")[0].removeprefix(STAGE)) for name in costs}
             for rank, block, _, _, end in loop.spans:
-                stage = stages[block]
+                stage = rank + costs[block].chunk * ranks
                 ends[stage] = max(ends.get(stage, begin), begin + end)
                 now[rank] = max(now[rank], begin + end)
             spans += _of_blocks(loop, costs, begin)
@@ -167,9 +166,7 @@ def staged_step(
             now[exchange.target] = max(now[exchange.target], now[exchange.source])
     spend(len(exchanges))
     step_us = max(now)
-    ran = [0.0] * ranks
-    for span in spans:
-        ran[int(span.stream.removeprefix(STAGE))] += span.us
+    ran = [sum(span.us for span in spans if span.stage == rank) for rank in range(ranks)]
     by_rank = tuple(_stage(rank, works[rank], loop, ran[rank], waited[rank], step_us) for rank in range(ranks))
     arithmetic = [
         sum(pieces * work.piece_us[i] + work.once_us[i] for several in works for work, _ in several) / ranks
@@ -223,12 +220,9 @@ def _ordered(
 def _of_blocks(loop: OrderResult, costs: Mapping[str, BlockCost], begin: float) -> list[Span]:
     spans: list[Span] = []
     for stage, name, piece, start, end in loop.spans:
-        short = name.partition(", ")[2]
-        kind = "weights" if costs[name].is_filler else "backward" if costs[name].is_backward else "forward"
-        phase = "forward" if kind == "forward" else "backward"
-        spans.append(
-            Span(f"{name} of piece {piece}", short or kind, f"{STAGE}{stage}", begin + start, end - start, phase)
-        )
+        cost, of_piece, stream = costs[name], f"{name} of piece {piece}", f"{STAGE}{stage}"
+        phase = "backward" if cost.is_backward or cost.is_filler else "forward"
+        spans.append(Span(of_piece, cost.label, stream, begin + start, end - start, phase, stage=stage))
     return spans
 
 
@@ -271,28 +265,29 @@ def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, Bloc
     last, blocks = len(works) - 1, dict[str, BlockCost]()
     halves = [_halves(work, stage == last, apart) for stage, work in enumerate(works)]
     for stage, (forward, backward, weights) in enumerate(halves):
-        at, turn = f"stage {stage}, ", stage == last
-        names = {"forward": f"{at}forward", "backward": at + ("forward and backward" if turn else "backward")}
+        labels = {"forward": "forward", "backward": "forward and backward" if stage == last else "backward"}
+        names = {kind: f"{STAGE}{stage}, {label}" for kind, label in labels.items()}
         before, behind = (halves[stage - 1] if stage else None), (halves[stage + 1] if stage < last else None)
         up = tuple(_message(stage - 1, stage, i) for i in range(len((before[0] or before[1]).sends if before else ())))
         down = tuple(_message(stage + 1, stage, i) for i in range(len(behind[1].sends if behind else ())))
-        shared = {"stage": stage % ranks, "is_filler": False}
+        shared = {"stage": stage % ranks, "chunk": stage // ranks}
         if forward is not None:
             sends = tuple(
                 (_message(stage, stage + 1, i), (stage + 1) % ranks, s[2]) for i, s in enumerate(forward.sends)
             )
             blocks[names["forward"]] = replace(
-                forward, level=stage, is_backward=False, needs=up, after=(), sends=sends, **shared
+                forward, level=stage, label="forward", is_backward=False, needs=up, after=(), sends=sends, **shared
             )
         sends = tuple((_message(stage, stage - 1, i), (stage - 1) % ranks, s[2]) for i, s in enumerate(backward.sends))
         needs, after = (up, ()) if forward is None else (down, (names["forward"],))
-        level = 2 * last - stage
+        shared["level"] = 2 * last - stage
         blocks[names["backward"]] = replace(
-            backward, level=level, is_backward=True, needs=needs, after=after, sends=sends, **shared
+            backward, label=labels["backward"], is_backward=True, needs=needs, after=after, sends=sends, **shared
         )
         if weights is not None:
             after = tuple(name for name in names.values() if name in blocks)
-            blocks[f"{at}weights"] = replace(weights, stage=stage % ranks, level=level, needs=(), after=after, sends=())
+            name = f"{STAGE}{stage}, weights"
+            blocks[name] = replace(weights, label="weights", needs=(), after=after, sends=(), **shared)
     return blocks
 
 

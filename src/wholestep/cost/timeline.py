@@ -39,6 +39,7 @@ class Span:
         phase: forward, backward or update.
         module: path of the module whose forward it belongs to.
         size_bytes: of the largest buffer of a collective; of the result of an op.
+        stage: of a pipeline, whose stream it is.
 
     Example:
         >>> longest = max(ws.timeline(local, ws.Hardware.preset("dgx-h100")).spans, key=lambda span: span.us)
@@ -52,6 +53,7 @@ class Span:
     phase: str = ""
     module: str = ""
     size_bytes: int = 0
+    stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,18 @@ class Timeline:
     @property
     def streams(self) -> tuple[str, ...]:
         """`compute`, `wait`, and the axes with collectives; of a pipeline its stages."""
-        axes = dict.fromkeys(span.stream for span in self.spans)
-        if stages := [stream for stream in axes if stream.startswith(STAGE)]:
-            return tuple(sorted(stages))
-        return (COMPUTE, WAIT, *(stream for stream in axes if stream not in (COMPUTE, WAIT)))
+        stages = {span.stage for span in self.spans if span.stage is not None}
+        return tuple(f"{STAGE}{stage}" for stage in sorted(stages)) or (COMPUTE, WAIT, *self.axes)
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes with collectives."""
+        ops = (COMPUTE, WAIT)
+        return [*dict.fromkeys(s.stream for s in self.spans if s.stage is None and s.stream not in ops)]
+
+    def shown(self, stream: str) -> str:
+        """A stream for people."""
+        return f"axis {stream}" if stream in self.axes else stream
 
     def save(self, path: str | Path, *others: Timeline) -> None:
         """Write a Chrome trace, for Perfetto and chrome://tracing, with the timelines `others` below this one. Missing
@@ -92,7 +102,7 @@ class Timeline:
 
     def __str__(self) -> str:
         step = self.simulated.step_us
-        if self.streams[0].startswith(STAGE):
+        if COMPUTE not in self.streams:
             busy = ((stream, self.busy_us(stream)) for stream in self.streams)
             rows = [f"{stream}: busy {seconds(us / 1e6)} ({us / step:.0%})" for stream, us in busy]
             idle = f"a stage does nothing for {self.simulated.exposed_us / step:.0%} of it"
@@ -102,7 +112,7 @@ class Timeline:
             f"{seconds(self.simulated.exposed_us / 1e6)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
             f"model FLOPs utilization {self.simulated.mfu:.1%}"
         ]
-        for axis in self.streams[2:]:
+        for axis in self.axes:
             sent = [span for span in self.spans if span.stream == axis]
             kinds = dict.fromkeys(span.op for span in sent)
             parts = ", ".join(f"{sum(s.op == kind for s in sent)} {kind}" for kind in kinds)
@@ -155,11 +165,6 @@ def op_name(node: Node) -> str:
     return name.split("::")[-1].removeprefix("aten.").split(".")[0]
 
 
-def title(stream: str) -> str:
-    """The name of a stream for people."""
-    return stream if stream in (COMPUTE, WAIT) or stream.startswith(STAGE) else f"axis {stream}"
-
-
 def phase(node: Node) -> str:
     """forward, backward, or update: nodes that depend on complete gradients."""
     return "update" if meta.is_batch_invariant(node) else "backward" if meta.is_backward(node) else "forward"
@@ -170,7 +175,7 @@ def _events(step_timeline: Timeline, process: int) -> Iterable[dict[str, Any]]:
     yield _named("process_name", process, 0, step_timeline.title)
     threads = {stream: number for number, stream in enumerate(step_timeline.streams)}
     for stream, number in threads.items():
-        yield _named("thread_name", process, number, title(stream))
+        yield _named("thread_name", process, number, step_timeline.shown(stream))
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
     for span in step_timeline.spans:
         details = {"node": span.name, "phase": span.phase, "module": span.module, "bytes": span.size_bytes}

@@ -36,6 +36,11 @@ class StageBlock:
     scheduled: tuple[object, Graph] | None = None
 
     @property
+    def label(self) -> str:
+        """What it is in its stage."""
+        return f"{'backward' if self.is_backward else 'forward'} {self.level}{', weights' * self.is_filler}"
+
+    @property
     def as_run(self) -> StageBlock:
         """This block with the body that runs, as far as that is known."""
         return self if self.scheduled is None else self.with_body(self.scheduled[1])

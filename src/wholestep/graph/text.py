@@ -136,8 +136,8 @@ def _orders(stages: StageParts) -> list[str]:
     """The blocks of each stage in their order."""
     lines = [f"  order {stages.order}:"]
     for part in stages.parts:
-        short = {block.name: block.name.partition(", ")[2] for block in part.blocks}
-        runs = [f"{short[action.name]}[{action.piece}]" for action in part.actions if action.kind == "run"]
+        labels = {block.name: block.label for block in part.blocks}
+        runs = [f"{labels[action.name]}[{action.piece}]" for action in part.actions if action.kind == "run"]
         lines.append(f"    stage {part.stage}: {'; '.join(runs)}")
     return lines
 

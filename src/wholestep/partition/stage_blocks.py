@@ -340,13 +340,13 @@ class StageCut:
         backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
         if (stage, *key) in self.was_backward:
             backward = self.was_backward[stage, *key]
-        name = f"stage {stage}, {'backward' if backward else 'forward'} {key[0]}{', weights' if key[1] else ''}"
-        if key[1]:
-            self.only.add(name)
         by_name = {n.name: name for name, n in takes.items()}
-        return StageBlock(
-            name, body, tuple(map(by_name.__getitem__, order)), tuple(n.name for n in gives), key[0], backward, key[1]
-        )
+        reads, ends = tuple(map(by_name.__getitem__, order)), tuple(n.name for n in gives)
+        block = StageBlock("", body, reads, ends, key[0], backward, key[1])
+        block = replace(block, name=f"stage {stage}, {block.label}")
+        if block.is_filler:
+            self.only.add(block.name)
+        return block
 
     def costs(self, axis: str, prices: BlockPrices, as_run: bool = False) -> dict[str, BlockCost]:
         """What each block takes; `as_run`: with the body that passes have made for it."""

@@ -161,8 +161,8 @@ class _Program:
         value, source, target, shape, axis = cast("tuple[Node, int, int, Any, str]", node.args)
         tensor = meta.one_tensor(node)
         if source == self.stage:
-            new = add_call(self.graph, send, (self._read(value), target, self.tags[node], axis), tensor, node,
-                           f"{node.name}_send")  # fmt: skip
+            args = self._read(value), target, self.tags[node], axis
+            new = add_call(self.graph, send, args, tensor, node, node.name)
             meta.set_tensors(new, ())
             meta.set_kept(new)
         elif target == self.stage:

@@ -128,29 +128,28 @@ def measured_timeline(
 
 def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]:
     """What the stage of `local` computed in one call that began at `begin`. Between spans it waits for other stages."""
-    stream, nodes = f"{STAGE}{local.stage}", {node.name: node for node in local.graph.nodes}
-    spans = list[Span]()
+    nodes, spans = {node.name: node for node in local.graph.nodes}, list[Span]()
+    blocks = {block.name: block for node in nodes.values() if (part := part_of(node)) for block in part.blocks}
 
     def note(name: str, op: str, start: float, end: float, phase: str, module: str = "") -> None:
-        spans.append(Span(name, op, stream, (start - begin) * 1e6, (end - start) * 1e6, phase, module))
+        times = (start - begin) * 1e6, (end - start) * 1e6
+        spans.append(Span(name, op, f"{STAGE}{local.stage}", *times, phase, module, stage=local.stage))
 
-    for block, piece, start, end in clock.blocks:
-        short = block.partition(", ")[2]
-        note(f"{short} of piece {piece}", short, start, end, _phase(short))
+    def note_run(name: str, piece: int | None, start: float, end: float, module: str = "") -> None:
+        label, is_backward = blocks[name].label, blocks[name].is_backward
+        note(f"{label} of piece {piece}", label, start, end, "backward" if is_backward else "forward", module)
+
+    for run in clock.blocks:
+        note_run(*run)
     for name, start, end in clock.spans:
         node = nodes.get(name)
         if node is None or is_wait(node) or part_of(node) or node.target in POINT_TO_POINT:
             continue
         if (block := meta.block(node)) is not None:  # a run of a block that is written out
-            short = block.partition(", ")[2]
-            note(f"{short} of piece {meta.piece(node)}", short, start, end, _phase(short), meta.module_path(node))
+            note_run(block, meta.piece(node), start, end, meta.module_path(node))
         else:
             note(name, op_name(node), start, end, phase(node), meta.module_path(node))
     return sorted(spans, key=lambda span: span.start_us)
-
-
-def _phase(block: str) -> str:
-    return "forward" if block.startswith("forward") else "backward"
 
 
 def measured_stages(stages: Sequence[Sequence[Span]], seconds: float, local: LocalGraph) -> Timeline:
@@ -177,7 +176,7 @@ def _by_class(timeline: Timeline) -> dict[str, float]:
         if span.stream in (COMPUTE, WAIT):
             name = f"wait for {span.op}" if span.stream == WAIT else span.op
             total[name] = total.get(name, 0.0) + span.us
-        elif span.stream.startswith(STAGE):
+        elif span.stage is not None:
             name = f"{span.stream}: {span.phase}"
             total[name] = total.get(name, 0.0) + span.us
     return total

@@ -11,7 +11,7 @@ from ..cost.software import OWN, Software
 from ..cost.stack import Stack
 from ..cost.stage_costs import BlockPrices
 from ..cost.staged import StageOfStep
-from ..cost.timeline import Timeline, title
+from ..cost.timeline import Timeline
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
@@ -80,7 +80,7 @@ def report(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"human": human, "time": _shown_us, "title": title}
+    environment.filters |= {"human": human, "time": _shown_us}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
     capacity = hardware.memory_bytes

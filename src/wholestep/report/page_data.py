@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..cost.simulation import kind_of
-from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, phase, title
+from ..cost.timeline import COMPUTE, WAIT, Timeline, phase
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Role
 from ..graph.nodes import communicates, is_wait, node_at
@@ -86,7 +86,7 @@ def by_op(timeline: Timeline) -> list[tuple[str, int, float]]:
     """(op, count, microseconds) of the computing stream, the longest first; of a pipeline, blocks of all stages."""
     totals: dict[str, tuple[int, float]] = {}
     for span in timeline.spans:
-        if span.stream == COMPUTE or span.stream.startswith(STAGE):
+        if span.stream == COMPUTE or span.stage is not None:
             count, us = totals.get(span.op, (0, 0.0))
             totals[span.op] = (count + 1, us + span.us)
     return sorted(((op, *rest) for op, rest in totals.items()), key=lambda row: (-row[2], row[0]))
@@ -153,14 +153,10 @@ def lanes(predicted: Timeline, measured: Timeline | None = None) -> dict[str, An
         return words.setdefault(word, len(words))
 
     shown = [(predicted, "")] if measured is None else [(predicted, ""), (measured, ", measured")]
-    drawn: dict[tuple[str, str], list[Span]] = {(s, of): [] for run, of in shown for s in run.streams}
-    for run, of in shown:
-        for span in run.spans:
-            drawn[span.stream, of].append(span)
     rows = [
         {
-            "title": f"{title(stream)}{of}",
-            "kind": stream if stream in (COMPUTE, WAIT) else COMPUTE if stream.startswith(STAGE) else "axis",
+            "title": f"{run.shown(stream)}{of}",
+            "kind": "axis" if stream in run.axes else WAIT if stream == WAIT else COMPUTE,
             "start": [round(s.start_us, 3) for s in spans],
             "us": [round(s.us, 3) for s in spans],
             "node": [s.name for s in spans],
@@ -169,8 +165,8 @@ def lanes(predicted: Timeline, measured: Timeline | None = None) -> dict[str, An
             "module": [number(s.module) for s in spans],
             "bytes": [s.size_bytes for s in spans],
         }
-        for (stream, of), spans in drawn.items()
-    ]
+        for run, of in shown for stream in run.streams for spans in [[s for s in run.spans if s.stream == stream]]
+    ]  # fmt: skip
     return {"step": round(max(run.simulated.step_us for run, _ in shown), 3), "lanes": rows, "words": list(words)}
 
 
