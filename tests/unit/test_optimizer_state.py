@@ -139,6 +139,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Ten
     "later": (lambda p: {"m": None, "n": 0}, _come_later),
     "grows": (lambda p: {"m": []}, _grow),
     "number": (lambda p: {"m": [0, torch.zeros_like(p), None]}, _count),
+    "gradient": (lambda p: {"grad": torch.zeros_like(p)}, lambda s, grad: s["grad"].mul_(0.9).add_(grad)),
 }
 
 

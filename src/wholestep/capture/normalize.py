@@ -281,7 +281,8 @@ def _name_outputs(graph: Graph, traced: Traced, keep_grads: bool) -> list[Output
     outputs = [(Output("result", str(i)), value) for i, value in enumerate(values[:count])]
     for i, value in zip(updated, values[count:], strict=True):
         if value is not placeholders.get(i.name) and not (drop_grads and i.role is Role.GRAD):
-            outputs.append((Output("update", i.name), value))
+            number = i.optimizer if i.role is Role.STATE else None
+            outputs.append((Output("update", i.name, i.owner, i.key, number), value))
     node.args = (tuple(value for _, value in outputs),)
     return [output for output, _ in outputs]
 

@@ -50,9 +50,8 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
         if old is not None and role in _KEPT:
             place = After(updates.last(new))
             new = updates.kept(new, old) or place.call(aten.where.self, flags[0], old, new)
-        elif created and not out.target.endswith("/grad"):
-            owner, _, key = out.target.rpartition("/")
-            text = f"a step that may be skipped creates {key.partition('@')[0]!r} of {owner!r}, state of its optimizer"
+        elif created and out.optimizer is not None:
+            text = f"a step that may be skipped creates {out.key!r} of {out.owner!r}, state of its optimizer"
             raise CaptureError(text, _NEEDED, "call the step once without on_nonfinite, or use another optimizer")
         elif created and not fresh_grads:
             place = After(updates.last(new))

@@ -57,10 +57,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a graph: a result of the step, the new value of input `target`, or the next call's `target`."""
+    """One output of a graph: a result of the step, the new value of input `target`, or the next call's `target`.
+
+    Of optimizer state, `owner`, `key` and `optimizer` are those of an `Input`; a gradient has an `owner` alone.
+    """
 
     kind: str  # "result" | "update" | "carry"
     target: str
+    owner: str = ""
+    key: str = ""
+    optimizer: int | None = None
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,6 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if repeated:
         raise GraphError(f"two inputs are called {repeated[0]!r}", "distinct names")
-    created = {o.target for o in outputs if o.kind == "update"} - set(names)
-    stray = sorted(t for t in created if "/" not in t)
+    stray = sorted(o.target for o in outputs if o.kind == "update" and not o.owner and o.target not in {*names})
     if stray:
         raise GraphError(f"an output updates {stray[0]!r}, which is no input", "inputs, or state that the step creates")

@@ -210,7 +210,7 @@ def _created(
     for output, node in graph.results():
         tensor = meta.tensor(node)
         if output.kind == "update" and output.target not in rest and tensor is not None:
-            owner = output.target.rpartition("/")[0]
+            owner = output.owner
             layout = grad_targets[owner] if tensor.shape == shapes[owner] else replicated(len(tensor.shape))
             if tensor.shape and owner_axis:
                 layout = layout.put(owner_axis, grad_targets[owner].owner_on(owner_axis) or layout.state(owner_axis))

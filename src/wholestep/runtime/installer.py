@@ -58,7 +58,8 @@ class Installer:
         timeout_s = self._options.user.agree_timeout_s
         refuse_torn(params_of(state))
         with self._stages.stage("place"):
-            place(state, program.plan, world, strategies.options.sync_state and self.state is None)
+            sync = strategies.options.sync_state and self.state is None
+            place(state, program.plan, program.capture.graph.outputs, world, sync)
             if world.devices is not None or offload is not None:
                 gather_before_eager_call(state.modules, timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._optimizers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from ..capture.state import StepState, StepTensor
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
 from ..errors import StateError
-from ..graph.graph import Input, LocalGraph, Role
+from ..graph.graph import Input, LocalGraph, Output, Role
 from ..layout import Layout, cut, replicated
 from ..passes.contiguous_shards import buckets
 from ..plan.plan import Plan
@@ -27,14 +27,15 @@ from ..plan.plan import Plan
 _PLACED = "_wholestep_layout"
 
 
-def place(state: StepState, plan: Plan, world: World, sync: bool) -> None:
+def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World, sync: bool) -> None:
     """Shard parameters and optimizer state as planned; what is placed already stays. `sync` starts from the first
     rank's values. Parameters on `meta` are initialized here, one module at a time.
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
     sharded = {i.owner or i.name for i in plan.inputs if is_apart(plan.storage[i.name])}
-    sharded |= {name.rpartition("/")[0] for name, layout in plan.created_storage.items() if is_apart(layout)}
+    created = ((out.owner, plan.created_storage.get(out.target)) for out in updates)
+    sharded |= {owner for owner, layout in created if layout is not None and is_apart(layout)}
     for name, param in state.params.items():
         if _PLACED in vars(param.tensor) or isinstance(param.tensor, DTensor):
             continue

@@ -89,13 +89,14 @@ class Program:
         self._first_nonfinite = len(results) - results.count(NONFINITE)
         self._count = self._all_results - effects.extra
         self._first_created = len(results)
-        self._created = [o.target for o in self.local.outputs if o.kind == "update"]
+        self._created = {o.target: o for o in self.local.outputs if o.kind == "update"}
         ends = [(out, node) for out, node in self.capture.graph.results() if out.target in self._created]
         self._created_shapes = {out.target: meta.one_tensor(node).shape for out, node in ends}
         self._single = list(self.capture.result_leaves) == [TensorLeaf] and self.capture.results.is_leaf
         drawing = kept_if_it_raises if draws_random(self.local) else None
         self._drawing = drawing if self.stream is None else self.stream.drawing
-        self._makes = [self._made_by(name) for name in self._created if not name.endswith("/grad")]
+        outputs = self._created.values()
+        self._makes = [(o.optimizer, o.owner, o.key) for o in outputs if o.optimizer is not None]
         params = self.capture.state.params
         self._params = [
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
@@ -233,12 +234,6 @@ class Program:
         }  # fmt: skip
         return {at: built for at, built in structures.items() if built}
 
-    def _made_by(self, name: str) -> tuple[int, str, str]:
-        """Number of the optimizer, parameter and key of state that the step creates."""
-        owner, _, key = name.rpartition("/")
-        key, _, label = key.partition("@")
-        return list(self.capture.state.optimizers).index(label) if label else 0, owner, key
-
     def gather_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat inputs of `run` for a call with these leaves."""
         leaves = leaves if self.shard_batch is None else self.shard_batch(leaves)
@@ -359,19 +354,19 @@ class Program:
         state = self.capture.state
         optimizers = list(state.optimizers.values())
         for name, tensor in created.items():
-            number, owner, key = self._made_by(name)
-            value: torch.Tensor = tensor
-            param = state.params[owner].tensor
+            value, out = tensor, self._created[name]
+            param = state.params[out.owner].tensor
             layout = self.plan.created_storage[name]
             as_param = isinstance(param, DTensor) and tensor.dim()
             if self.world.devices is not None and (is_apart(layout) or as_param):
                 shape = torch.Size(self._created_shapes[name])
                 value = wrap(tensor, self.world.devices, placements(layout, self.world.mesh), shape)
-            if key == "grad":
+            if out.optimizer is None:
                 param.grad = value
             elif name in self._in_containers:
                 inside[name] = value
-                optimizers[number].state[param].setdefault(key.partition(".")[0])  # in the order of the optimizer
+                first = out.key.partition(".")[0]
+                optimizers[out.optimizer].state[param].setdefault(first)  # in the order of the optimizer
             else:
-                optimizers[number].state[param][key] = value
+                optimizers[out.optimizer].state[param][out.key] = value
         return inside

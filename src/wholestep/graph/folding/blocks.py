@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from ... import _torch
 from ...tuning import TUNING
 from .. import meta
-from ..graph import Input, Role, TrainGraph
+from ..graph import Input, Output, Role, TrainGraph
 from ..nodes import node_at, operands
 from ..op_kinds import is_list_op
 from ..ops import GRAD_READY
@@ -183,7 +183,7 @@ def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, nam
     updates: dict[str, dict[int, object]] = {}
     owners = {i.name: places[n][0] for i, n in graph.placeholders() if n in places}
     for output, node in graph.results():
-        block = owner_block(output.target, owners) if output.kind == "update" else None
+        block = owner_block(output, owners) if output.kind == "update" else None
         where = places.get(node) if isinstance(node, Node) else None
         if block is None:
             if where is not None and where[0] not in (0, count - 1):
@@ -196,6 +196,6 @@ def _check_outputs(graph: TrainGraph, places: dict[Node, Place], count: int, nam
             raise NoRepeatsError(f"{target} is not updated alike in all layers ({len(graph.inputs)} inputs)")
 
 
-def owner_block(target: str, owners: dict[str, int]) -> int | None:
+def owner_block(output: Output, owners: dict[str, int]) -> int | None:
     """The block of an input that is updated, or of the parameter whose state or gradient the step creates."""
-    return owners.get(target, owners.get(target.rpartition("/")[0]))
+    return owners.get(output.target, owners.get(output.owner))

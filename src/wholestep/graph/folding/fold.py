@@ -63,11 +63,12 @@ class _Fold:
         for i, _, block in self._laid_out([*map(self._block, nodes)]):
             self._copy(nodes[i], block)
         owners = {i.name: self.repeats.places[n][0] for i, n in pairs if n in self.repeats.places}
-        owned = [owner_block(out.target, owners) if out.kind == "update" else None for out, _ in results]
+        owned = [owner_block(out, owners) if out.kind == "update" else None for out, _ in results]
         outputs, returned = list[Output](), list[Any]()
         for i, old, block in self._laid_out(owned):
             out, node = results[i]
-            outputs.append(replace(out, target=self._named(out.target, old, block)))
+            names = self._named(out.target, old, block), self._named(out.owner, old, block)
+            outputs.append(replace(out, target=names[0], owner=names[1]))
             returned.append(self._read(node, old, block) if isinstance(node, Node) else node)
         self.new.output(tuple(returned))
         if self.count > self.repeats.count:
