@@ -85,8 +85,7 @@ class Timeline:
     @property
     def axes(self) -> list[str]:
         """The axes with collectives."""
-        ops = (COMPUTE, WAIT)
-        return [*dict.fromkeys(s.stream for s in self.spans if s.stage is None and s.stream not in ops)]
+        return [*dict.fromkeys(s.stream for s in self.spans if s.stage is None and s.stream not in (COMPUTE, WAIT))]
 
     def shown(self, stream: str) -> str:
         """A stream for people."""

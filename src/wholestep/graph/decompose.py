@@ -66,16 +66,11 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
             at[node] = copy_node(node, new, at.__getitem__)
     if merged:
         drop_dead(new)
-    present = {n.name for n in new.nodes}
-    losses = tuple(name if name in present else _last(new, name) for name in graph.losses)
-    expanded = replace(graph, graph=new, losses=tuple(filter(None, losses)))
+    present, ends = {*new.nodes}, {node.name: end for node, end in at.items()}
+    losses = tuple(ends[name].name for name in graph.losses if ends.get(name) in present)
+    expanded = replace(graph, graph=new, losses=losses)
     check_train_graph(expanded)
     return expanded
-
-
-def _last(graph: Graph, name: str) -> str:
-    parts = [n.name for n in graph.nodes if n.name.startswith(f"{name}__")]
-    return parts[-1] if parts else ""
 
 
 def _decomposition(node: Node) -> Graph | None:

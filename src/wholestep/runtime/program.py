@@ -95,8 +95,7 @@ class Program:
         self._single = list(self.capture.result_leaves) == [TensorLeaf] and self.capture.results.is_leaf
         drawing = kept_if_it_raises if draws_random(self.local) else None
         self._drawing = drawing if self.stream is None else self.stream.drawing
-        outputs = self._created.values()
-        self._makes = [(o.optimizer, o.owner, o.key) for o in outputs if o.optimizer is not None]
+        self._makes = [o for o in self._created.values() if o.optimizer is not None]
         params = self.capture.state.params
         self._params = [
             h.tensor for n, h in params.items() if self.capture.fresh_grads or n in self.capture.cleared_grads
@@ -216,9 +215,9 @@ class Program:
 
     def _appeared(self) -> str:
         """Which optimizer state the program does not expect, and has perhaps created; empty if there is none."""
-        for number, owner, key in self._makes:
-            if self._entry(number, owner).has(key):
-                return f"optimizer state {key!r} of {owner!r} exists now"
+        for out in self._makes:
+            if self._entry(out.optimizer or 0, out.owner).has(out.key):
+                return f"optimizer state {out.key!r} of {out.owner!r} exists now"
         return "" if self._structures() == self._built else "a list, tuple or dict of optimizer state holds other items"
 
     def _entry(self, optimizer: int, owner: str) -> Entry:
