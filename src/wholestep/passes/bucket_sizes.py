@@ -82,12 +82,16 @@ def resized(passes: Sequence[Pass], **fields: object) -> tuple[Pass, ...]:
     return tuple(replace(pass_, **fields) if isinstance(pass_, SizeBuckets) else pass_ for pass_ in passes)
 
 
+def sizing_of(passes: Sequence[Pass]) -> SizeBuckets | None:
+    """The pass that decides sizes."""
+    return next((pass_ for pass_ in passes if isinstance(pass_, SizeBuckets)), None)
+
+
 def smaller_buckets(passes: Sequence[Pass]) -> list[tuple[Pass, ...]]:
     """`passes`, then variants with smaller buckets and fewer in flight, in the last of which no gradient of a weight
     waits; sizes that the user gave do not change.
     """
-    variants = [tuple(passes)]
-    sizing = next((pass_ for pass_ in passes if isinstance(pass_, SizeBuckets)), None)
+    variants, sizing = [tuple(passes)], sizing_of(passes)
     if sizing is None:
         return variants
     most = sizing.bucket_bytes or sizing.hardware.bucket_bytes

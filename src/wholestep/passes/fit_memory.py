@@ -18,7 +18,7 @@ from ..hardware.hardware import Hardware
 from ..partition.stage_program import POINT_TO_POINT, stage_program
 from ..tuning import TUNING
 from .base import InContext, Pass, run_passes
-from .bucket_sizes import SizeBuckets, smaller_buckets
+from .bucket_sizes import sizing_of, smaller_buckets
 from .context import Context, Fitting
 from .recompute import Peak, PeakWith, budget_error, choose, fitted
 from .remat_frontier import RematChoice
@@ -135,7 +135,9 @@ class FitMemory(InContext):
         if not 0 < way < len(ways):
             text = f"the compile cache names number {way} of the ways to fit a budget"
             raise PlanError(text, f"one from 0 to {len(ways) - 1}", "delete its entry")
-        return next(pass_ for pass_ in ways[way] if isinstance(pass_, SizeBuckets))(replace(local, sizes=None))
+        sizing = sizing_of(ways[way])
+        assert sizing is not None, "it has several ways"
+        return sizing(replace(local, sizes=None))
 
     def _us(self, ran: LocalGraph) -> float:
         return simulate(ran, self.hardware).step_us if self.stage is None else _alone_us(ran, self.hardware)

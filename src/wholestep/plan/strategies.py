@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar, cast
@@ -62,6 +62,16 @@ class Strategies:
         """True if the number of pieces is to be chosen."""
         return self.micro_batches is not None and self.micro_batches.pieces == "auto"
 
+    @property
+    def open_parts(self) -> list[TensorParallel]:
+        """The parts whose layouts are to be solved for."""
+        return [part for part in self.parts if isinstance(part, TensorParallel) and part.is_open]
+
+    def with_open(self, change: Callable[[TensorParallel], Strategy]) -> Strategies:
+        """These strategies with `open_parts` changed."""
+        changed = {id(part): change(part) for part in self.open_parts}
+        return Strategies(tuple(changed.get(id(part), part) for part in self.parts))
+
     def in_pieces(self, micro_batches: MicroBatches) -> Strategies:
         """These strategies with `micro_batches` in place of their micro-batches."""
         parts = tuple(part for part in self.parts if not isinstance(part, MicroBatches))
@@ -84,6 +94,11 @@ class Strategies:
     def pipeline(self) -> Pipeline | None:
         """The strategy that cuts the step into stages."""
         return next((part for part in self.parts if isinstance(part, Pipeline)), None)
+
+    @property
+    def beside_stages(self) -> tuple[Strategy, ...]:
+        """The strategies that neither cut the step into stages nor the batch into pieces."""
+        return tuple(part for part in self.parts if not isinstance(part, (Pipeline, MicroBatches)))
 
     def staged(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> Strategies:
         """These strategies with the parameters of each stage by name."""

@@ -13,10 +13,11 @@ from ..errors import ConstraintError, PlanError, WholestepError, shown
 from ..graph.graph import Input, Role, TrainGraph
 from ..layout import AxisState, Layout, replicated
 from ..mesh import Mesh
-from ..plan.data_parallel import STORAGE_OPTIONS, DataParallel, PerParameterStorage, StorageOption, storage_of, stored
+from ..plan.data_parallel import STORAGE_OPTIONS, PerParameterStorage, StorageOption, storage_of, stored
 from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
+from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import TensorParallel
 from .candidates import Template
 from .ilp.axis_constraints import AxisConstraints, axis_constraints, state_text
@@ -71,7 +72,7 @@ class Constraints:
     def template(self, graph: TrainGraph, mesh: Mesh, template: Template) -> Template:
         """`template` with another storage option for each parameter whose style breaks a constraint."""
         parts = template.strategies
-        data = next((p for p in parts if isinstance(p, DataParallel)), None) if isinstance(parts, tuple) else None
+        data = Strategies(parts).data if isinstance(parts, tuple) else None
         if data is None or isinstance(data, PerParameterStorage) or isinstance(parts, WholestepError):
             return template
         try:

@@ -92,11 +92,7 @@ def _with_auto_solved(
     strategies: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None
 ) -> Strategies:
     """`strategies` with `SolvedLayouts` in place of `TensorParallel("auto")`; what is placed already stays."""
-    parts = (
-        _solved(part, strategies, graph, mesh, placed or {}) if isinstance(part, TensorParallel) and part.is_open
-        else part for part in strategies.parts
-    )  # fmt: skip
-    return Strategies(tuple(parts))
+    return strategies.with_open(lambda part: _solved(part, strategies, graph, mesh, placed or {}))
 
 
 def _solved(

@@ -36,11 +36,10 @@ from ..partition.stage_blocks import cuts_for, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import collective_traffic
-from ..passes.bucket_sizes import SizeBuckets
+from ..passes.bucket_sizes import sizing_of
 from ..passes.context import CollectiveTraffic, Context
 from ..passes.overlap import Overlap
 from ..passes.schedule import Schedule
-from ..plan.micro_batches import MicroBatches
 from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
@@ -82,10 +81,7 @@ class StagedSetup:
     @property
     def pieces(self) -> int:
         """Micro-batches. Raises PlanError where their number is left open."""
-        pieces = next((part.pieces for part in self.strategies.parts if isinstance(part, MicroBatches)), 1)
-        if not isinstance(pieces, int):
-            raise PlanError("a pipeline with MicroBatches('auto')", "a number of micro-batches", "give micro_batches=")
-        return pieces
+        return self.strategies.pieces
 
     @property
     def ranks(self) -> int:
@@ -102,8 +98,7 @@ class StagedSetup:
         stage_axis = self.pipeline.axis
         mesh = Mesh(tuple(Axis(axis.name, len(stages)) if axis.name == stage_axis else axis for axis in self.mesh.axes))
         pipe = Pipeline(stage_axis, stages, _PIECES, "gpipe")
-        parts = tuple(part for part in self.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
-        return mesh, compose([*parts, pipe])
+        return mesh, compose([*self.strategies.beside_stages, pipe])
 
 
 @dataclass
@@ -421,7 +416,7 @@ class ShortPipelines:
         count, folded = count or min(setup.stages, _SHORT), self._folded(batch, _SHORT * pair[1])
         if folded is None:
             return None
-        parts = tuple(part for part in setup.strategies.parts if not isinstance(part, (Pipeline, MicroBatches)))
+        parts = setup.strategies.beside_stages
         steps: list[ShortStages] = []
         for each in pair:
             mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
@@ -448,7 +443,7 @@ def _filling(
     """Numbers of layers in a stage that fill a few buckets, so that it matters little at which one closes; no more than
     there are, `most`. Where nothing overlaps, one layer tells as much as several.
     """
-    sizing = next((pass_ for pass_ in passes if isinstance(pass_, SizeBuckets)), None)
+    sizing = sizing_of(passes)
     if sizing is None or not any(isinstance(pass_, Overlap) for pass_ in passes):
         return pair.layers
     at = len(traffic) // 2

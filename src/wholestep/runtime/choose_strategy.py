@@ -22,7 +22,6 @@ from ..plan.decision import Objective
 from ..plan.micro_batches import MicroBatches
 from ..plan.plan_file import decode_parts, encode_parts
 from ..plan.strategies import Strategies, compose
-from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..planner.auto import Auto
 from ..planner.piece_search import PieceSearch
@@ -36,20 +35,9 @@ _DELETE = "delete the entry"
 _STORES = {"style", "axis", "reshard_after_forward", "keep_gathered_bytes"}
 
 
-def open_parts(strategies: Strategies) -> list[TensorParallel]:
-    """The parts whose layouts are to be solved for."""
-    return [part for part in strategies.parts if isinstance(part, TensorParallel) and part.is_open]
-
-
 def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
     """`strategies`, with layouts solved for on `hardware` where it is not given."""
-
-    def filled(part: Strategy) -> Strategy:
-        if isinstance(part, TensorParallel) and part.is_open and part.hardware is None:
-            return replace(part, hardware=hardware)
-        return part
-
-    return Strategies(tuple(map(filled, strategies.parts)))
+    return strategies.with_open(lambda part: replace(part, hardware=part.hardware or hardware))
 
 
 def choose_strategy(

@@ -29,7 +29,6 @@ from ..plan.plan import Plan
 from ..plan.plan_form import check_form
 from ..plan.strategies import Strategies, compose
 from ..plan.strategy import Strategy
-from ..plan.tensor_parallel import TensorParallel
 from ..planner.auto import Auto
 from ..planner.piece_search import PieceSearch
 from ..precision import Float8, MixedPrecision
@@ -345,7 +344,7 @@ def _piece_search(
     """What chooses the number of micro-batches. Raises PlanError: without a budget, or layouts are to be found too."""
     if budget is None:
         assert strategies.pieces, "it raises"
-    if any(isinstance(part, TensorParallel) and part.is_open for part in strategies.parts):
+    if strategies.open_parts:
         problem, needed = 'MicroBatches("auto") with TensorParallel("auto")', "one of them to choose"
         raise PlanError(problem, needed, 'give Auto(tensor=TensorParallel("auto"), micro_batches=...), or a number')
     return PieceSearch(strategies, budget or 0, may_regather, options.hardware)

@@ -39,7 +39,7 @@ from ..plan.plan_file import decode_parts, encode_parts
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
 from ..typed_json import parse
-from .choose_strategy import choose_strategy, open_parts, same_numbers, with_hardware
+from .choose_strategy import choose_strategy, same_numbers, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .finalize import Finalizer
@@ -314,7 +314,7 @@ class Compiler:
             with self.stages.stage("choose"):
                 choice = choose_strategy(options.auto, captured, self.finalizer, label)
             self._choice, self._strategies, self._chosen_on = choice
-        open_to_solve = open_parts(self.strategies) if mesh.size > 1 else []
+        open_to_solve = self.strategies.open_parts if mesh.size > 1 else []
         priced_on = options.plan.hardware if options.plan is not None else options.user.hardware
         priced_on = self._chosen_on if self._choice else priced_on
         stages = self.strategies.pipeline
