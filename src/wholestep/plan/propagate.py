@@ -146,7 +146,8 @@ class _Propagation:
                 outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, tensors, strict=True)]
                 continue
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            if states.count(REPLICATED) == len(states) and not (varies or axis in pinned or self.at_home(node, axis)):
+            whole = states.count(REPLICATED) == len(states)
+            if whole and not (varies or axis in pinned or self.at_home(node, axis, whole)):
                 continue
             if varies:
                 why = "varies"
@@ -189,14 +190,15 @@ class _Propagation:
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
 
-    def at_home(self, node: Node, axis: str) -> str:
-        """The factor that `node`, a gradient, alone has, and along which its parameter is sharded; empty for others."""
+    def at_home(self, node: Node, axis: str, whole: bool) -> str:
+        """The factor of a gradient along which its parameter is sharded, if operands lack it or are `whole`, or ""."""
         home = self.homes.get(node)
-        state = REPLICATED if home is None or axis in self.situation.storage else home.state(axis)
+        state = REPLICATED if home is None or (axis in self.situation.storage and not whole) else home.state(axis)
         rule = find_rule(node) if state.kind == "S" else None
         if rule is None:
             return ""
-        terms = [(group.outputs[0], rule.made_factors(group)) for group in rule.groups if 0 in group.outputs]
+        groups = [g for g in rule.groups if 0 in g.outputs]
+        terms = [(g.outputs[0], (*rule.made_factors(g), *(g.factors if whole else ()))) for g in groups]
         return next((f for term, factors in terms if (f := term[state.dim]) in factors), None) or ""
 
     def _at_owner(
@@ -434,8 +436,8 @@ class _CallOnAxis:
             # such a program is for one number of blocks: for that only samples and tokens are shared
             if factor and (self.axis in self.run.batch_axes or not group.is_counted_by_symbols(factor)):
                 factors[factor] = None
-        home = self.run.at_home(self.node, self.axis)
-        return [*factors, home] if home in self.rule.made_factors(group) else list(factors)
+        home = self.run.at_home(self.node, self.axis, self.states.count(REPLICATED) == len(self.states))
+        return [*factors, home] if home in self.rule.made_factors(group) or home in group.factors else list(factors)
 
     def _allowed(self, operand: int, want: AxisState) -> bool:
         """True if a partial value may be reduced to `want`: to its target layout or to a replicated one."""
