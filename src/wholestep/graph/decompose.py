@@ -124,5 +124,6 @@ def _inline(node: Node, body: Graph, new: Graph, at: dict[Node, Any]) -> Any:
             copied = new.create_node("call_function", part.target, args, kwargs, name=f"{node.name}__{part.name}")
             meta.copy(part, copied)
             meta.copy_origin(node, copied)
+            meta.set_part_of(copied, meta.part_of(node))
             inner[part] = copied
     raise AssertionError("a traced graph ends in an output")

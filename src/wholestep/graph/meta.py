@@ -317,7 +317,6 @@ set_strided, is_strided = _flag("wholestep_strided")
 set_recomputed, is_recomputed = _flag("wholestep_again")
 """Whether a node recomputes the value of another node."""
 
-
 set_sums_gradients, sums_gradients = _flag("wholestep_sums_gradients")
 """Whether a node of a local graph adds the gradients of one parameter from several backwards."""
 
@@ -371,6 +370,16 @@ def piece(node: Node) -> int | None:
 def block(node: Node) -> str | None:
     """Return the block of a stage whose run, outside of loops, a node is a part of; None for most."""
     return node.meta.get("wholestep_block")
+
+
+def set_part_of(node: Node, op: str) -> None:
+    """Record the captured op that was decomposed into `node` and others."""
+    node.meta["wholestep_part_of"] = op
+
+
+def part_of(node: Node) -> str:
+    """Return the name of the captured op that was decomposed into `node` and others; its own if none was."""
+    return node.meta.get("wholestep_part_of", node.name)
 
 
 def copy_origin(source: Node, target: Node) -> None:

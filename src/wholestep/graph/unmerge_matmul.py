@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -47,10 +47,8 @@ def write(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[Node, Node]:
     left, right = (_transposed(node, transposed, at[node], new, product) for node, transposed in factors(product) or ())
     tensor = meta.one_tensor(product)
     shape = (*meta.one_tensor(left).shape[:-1], meta.one_tensor(right).shape[-1])
-    name = f"{product.name}__product"
-    unmerged = add_call(new, aten.matmul.default, (left, right), meta.contiguous(shape, tensor), product, name)
-    name = f"{product.name}__merged"
-    return unmerged, add_call(new, aten.view.default, (unmerged, list(tensor.shape)), tensor, product, name)
+    unmerged = _part(new, aten.matmul.default, (left, right), meta.contiguous(shape, tensor), product, "product")
+    return unmerged, _part(new, aten.view.default, (unmerged, list(tensor.shape)), tensor, product, "merged")
 
 
 def undoes(view: Node, unmerged: Node) -> bool:
@@ -83,7 +81,13 @@ def _transposed(source: Node, transposed: bool, twin: Node, new: Graph, origin: 
     *lead, rows, columns = range(len(plain.shape))
     order = [*lead, columns, rows]
     swapped = replace(plain, shape=tuple(plain.shape[d] for d in order), stride=tuple(plain.stride[d] for d in order))
-    return add_call(new, aten.transpose.int, (twin, -2, -1), swapped, origin, f"{origin.name}__{source.name}_t")
+    return _part(new, aten.transpose.int, (twin, -2, -1), swapped, origin, f"{source.name}_t")
+
+
+def _part(new: Graph, target: Any, args: Any, tensor: meta.TensorMeta, origin: Node, name: str) -> Node:
+    part = add_call(new, target, args, tensor, origin, f"{origin.name}__{name}")
+    meta.set_part_of(part, meta.part_of(origin))
+    return part
 
 
 def _shape(node: Node) -> tuple[int, ...]:

@@ -30,25 +30,19 @@ class AxisConstraints:
 
     def mark(self, name: str) -> object:
         """Equal for nodes and parameters with the same constraint."""
-        return self._state(name), self._is_replicated(name)
+        return self.states.get(name), name in self.replicated
 
     def allows(self, node: Node, name: str, option: Option) -> bool:
-        """True for an option that the constraints leave to a node, or to the parameter called `name`."""
-        required = self._state(name)
-        if required is not None and not any(user.name.startswith(f"{_decomposed_op(name)}__") for user in node.users):
+        """True for an option that the constraints leave to a node of the captured op, or the parameter, `name`."""
+        required = self.states.get(name)
+        if required is not None and not any(meta.part_of(user) == name for user in node.users):
             return option.gives.get(0) == required[0]
         states = (*option.gives.values(), *option.takes.values())
-        return not self._is_replicated(name) or all(s.kind != "S" for s in states)
-
-    def _state(self, name: str) -> tuple[AxisState, str] | None:
-        return self.states.get(name) or self.states.get(_decomposed_op(name))
-
-    def _is_replicated(self, name: str) -> bool:
-        return name in self.replicated or _decomposed_op(name) in self.replicated
+        return name not in self.replicated or all(s.kind != "S" for s in states)
 
     def infeasible(self, name: str) -> PlanError:
         """The error for a choice without an option that is allowed."""
-        state, pattern = self._state(name) or (REPLICATED, name)
+        state, pattern = self.states.get(name, (REPLICATED, name))
         return PlanError(
             f"{pattern!r} is to be {state_text(state)}: %{name} has no such layout",
             "a dim that the op's rule, or the parameter, can cut over the axis",
@@ -126,11 +120,6 @@ def made_by(node: Node) -> tuple[Node, int]:
         start += meta.picked(node).start
         node = node_at(node, 0)
     return node, start
-
-
-def _decomposed_op(name: str) -> str:
-    """The name of the op that an op of its decomposition replaces."""
-    return name.partition("__")[0]
 
 
 def state_text(state: AxisState) -> str:

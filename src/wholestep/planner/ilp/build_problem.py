@@ -100,7 +100,7 @@ class ProblemBuilder:
         marks |= {n: ("gradient", self._mark(str(n.args[1]))) for n in self.grads}
         fixed = {n: i for n, i in self.inputs.items() if i.role is not Role.PARAM and i.name in self.spec.rest}
         marks |= {n: i.name for n, i in fixed.items()}
-        marks |= {n: self.spec.constraints.mark(n.name) for n in self.calls}
+        marks |= {n: self.spec.constraints.mark(meta.part_of(n)) for n in self.calls}
         self.number = node_classes([*self.params.values(), *fixed, *self.calls, *self.grads], marks)
         self.members: dict[int, list[Node]] = {}
         for node in [*self.params.values(), *fixed, *self.calls]:
@@ -166,7 +166,7 @@ class ProblemBuilder:
         return Problem(tuple(self.choices), tuple(values), fixed=StepLoad(rest=float(fixed)))
 
     def _add(self, node: Node, options: Sequence[Option]) -> None:
-        name = self.inputs[node].name if node in self.inputs else node.name
+        name = self.inputs[node].name if node in self.inputs else meta.part_of(node)
         allowed = tuple(o for o in options if self.spec.constraints.allows(node, name, o))
         if not allowed:
             raise self.spec.constraints.infeasible(name)

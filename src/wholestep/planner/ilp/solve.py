@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...graph import meta
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
 from ...graph.text import seconds
@@ -40,14 +41,9 @@ class IlpResult:
     def layouts(self, tensor: TensorParallel) -> SolvedLayouts:
         """The layouts as a strategy in place of `tensor`."""
         return SolvedLayouts(
-            tensor.axis,
-            self.params,
-            self.pins,
-            str(self),
-            tensor.input_dim,
-            tensor.async_tp,
+            tensor.axis, self.params, self.pins, str(self), tensor.input_dim, tensor.async_tp,
             tensor.reshard_after_forward,
-        )
+        )  # fmt: skip
 
     def __str__(self) -> str:
         solution = self.solution
@@ -71,7 +67,7 @@ def solve_layouts(
     first = every.solve(budgets[0], gap) or every.solve(None, gap)
     if first is None:
         return []
-    needed = _needed(first, names)
+    needed = _needed(every.builder.graph, first, names)
     program = every if len(needed) == len(names) else _LayoutProgram.of(graph, spec, needed)
     solved = [program.solve(budget, gap) for budget in budgets]
     return [layouts for layouts in solved if layouts is not None]
@@ -83,11 +79,10 @@ def decomposable(graph: TrainGraph) -> list[str]:
     return [n.name for n in nodes if can_expand(n)]
 
 
-def _needed(solved: IlpResult, names: Sequence[str]) -> list[str]:
+def _needed(graph: TrainGraph, solved: IlpResult, names: Sequence[str]) -> list[str]:
     """The ops of `names` whose decomposition has partial values inside."""
-    partial = set(solved.pins.results)
-    parts = {name: [n for n in solved.pins.op_strategies if n.startswith(f"{name}__")] for name in names}
-    return [name for name in names if any(part in partial for part in parts[name])]
+    decomposed = {meta.part_of(node) for node in graph.graph.nodes if node.name in solved.pins.results}
+    return [name for name in names if name in decomposed]
 
 
 @dataclass(frozen=True)
