@@ -2292,7 +2292,10 @@ class UniqueOfAConstant(World):
     def step(self, x):
         values, inverse, counts = torch.unique(LABELS, return_inverse=True, return_counts=True)
         factor = sum(x[label == LABELS].mean() for label in values.tolist())
-        return self.update(x, factor + (inverse * counts[inverse]).sum()), values, counts
+        sizes = torch.tensor([[8, 8], [4, 8]])  # of crops, by which DINO groups them
+        runs = torch.unique_consecutive(sizes, return_inverse=True, return_counts=True)
+        loss = self.update(x, factor + (inverse * counts[inverse]).sum() + runs[2].tolist()[0])
+        return loss, values, counts, *runs, torch.unique_consecutive(LABELS, dim=0)
 
 
 LIBRARY: dict[str, Any] = {"torch": torch}
@@ -2579,7 +2582,19 @@ class _Raises:
     param_groups = state = cache_clear = gradient_state = optimizer
 
 
-STRANGERS = [_AnswersNone(scale=1.0), _AnswersFunctions(), _Raises(), mock.Mock(scale=1.0), mock.MagicMock(scale=1.0)]
+class _ClassWithoutUpdate(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name == "update":  # code of the step names it, of another object
+            pytest.fail("asked for what the class does not define")
+        raise AttributeError(name)
+
+
+class _WithoutUpdate(metaclass=_ClassWithoutUpdate):
+    scale = 1.0
+
+
+STRANGERS: list[Any] = [_AnswersNone(scale=1.0), _AnswersFunctions(), _Raises(), _WithoutUpdate()]
+STRANGERS += [mock.Mock(scale=1.0), mock.MagicMock(scale=1.0)]
 
 
 @pytest.mark.parametrize("place", ["closure", "argument", "attribute", "class"])

@@ -304,8 +304,8 @@ class _Search:
             self._unnamed = [row for row in self._unnamed if row[0] not in self._names]
             for value, path in named:
                 self.visit(value, path)
-        names = sorted(self._names)
-        places = [Location(f"{kind.__name__}.{name}", Slots(kind), name) for kind in self._classes for name in names]
+        named = {kind: self._names & {*type.__dir__(kind), *type.__dir__(type(kind))} for kind in self._classes}
+        places = [Location(f"{k.__name__}.{name}", Slots(k), name) for k in named for name in sorted(named[k])]
         self.found.methods += [place for place in places if is_own_function(place.get())]
         static = [Location(p.path, Reads(functools.partial(_defined, p.holder.owner)), p.key) for p in places]
         self.found.methods += [place for place in static if isinstance(place.get(), (property, classmethod))]
