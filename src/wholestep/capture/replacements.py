@@ -6,6 +6,7 @@ in private modules of torch are in `_torch/replaced.py`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
@@ -228,13 +229,9 @@ def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
         with _torch.outside_of_trace():
             return value.item()
 
-    def nonzero(x: Tensor) -> Any:
-        return _nonzero(x, value_of)
-
     def masked_select(x: Tensor, mask: Tensor) -> Any:
         both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
-        positions = _nonzero(both[1], value_of)
-        return NotImplemented if positions is NotImplemented else both[0][positions.unbind(1)]
+        return NotImplemented if (rows := _nonzero(both[1], value_of)) is NotImplemented else both[0][rows.unbind(1)]
 
     def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         if not any(_is_mask(i) for i in indices):
@@ -258,23 +255,26 @@ def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
         weights = weights if weights.dtype == torch.float32 else weights.double()
         return weights.new_zeros(size).index_add(0, x, weights)
 
-    def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
-        if not x.numel():
-            return NotImplemented
-        ordered, order = x.reshape(-1).sort(stable=True)
-        begins = torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
-        positions = _nonzero(begins, value_of)
+    def unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
+        flat = x.reshape(-1)
+        begins = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
+        positions = _nonzero(begins, value_of) if x.numel() and (dim is None or x.dim() == 1) else NotImplemented
         if positions is NotImplemented:
             return NotImplemented
-        first = positions[:, 0]
-        numbers = torch.empty_like(order).scatter(0, order, begins.cumsum(0) - 1).view(x.shape)
-        return ordered[first], numbers, torch.cat([first[1:], first.new_full((1,), x.numel())]) - first
+        first, end = cast(Tensor, positions[:, 0]), flat.new_full((1,), x.numel(), dtype=torch.int64)
+        return flat[first], (begins.cumsum(0) - 1).view(x.shape), torch.cat([first[1:], end]) - first
+
+    def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+        ordered, order = x.reshape(-1).sort(stable=True)
+        runs = unique_consecutive(ordered)
+        return runs if runs is NotImplemented else (runs[0], order.scatter(0, order, runs[1]).view(x.shape), runs[2])
 
     return {
         aten._local_scalar_dense.default: read,
         aten._unique2.default: unique,
+        aten.unique_consecutive.default: unique_consecutive,
         aten.bincount.default: bincount,
-        aten.nonzero.default: nonzero,
+        aten.nonzero.default: functools.partial(_nonzero, value_of=value_of),
         aten.masked_select.default: masked_select,
         aten.index.Tensor: index,
         aten._ctc_loss.Tensor: _ctc_loss,
