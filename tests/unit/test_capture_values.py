@@ -112,8 +112,11 @@ def test_sizes_from_a_list_and_from_a_mask() -> None:
         lambda out, batch: out.sum() if float(batch["x"].sum()) > 0 else -out.sum(),
         lambda out, batch: out.sum() * torch.randint(0, 9, ()).item(),
         lambda out, batch: out.sum() * batch["ids"].clone().copy_(out[0, 0].detach()).sum().item(),
+        lambda out, batch: out.sum() * float(np.linalg.norm(out.detach())),
+        lambda out, batch: out.sum() * complex(out.detach().sum()).real,
+        lambda out, batch: out.sum() * (1.0 in out),
     ],
-    ids=["weights", "floats", "chance", "weights-in-place"],
+    ids=["weights", "floats", "chance", "weights-in-place", "numpy", "complex", "in"],
 )
 def test_other_values_are_refused_with_the_line(read: Any) -> None:
     step, model, optimizer = compiled(read)

@@ -44,14 +44,12 @@ from .traced_modules import modules_seen
 from .watch import Watch
 
 _READS: dict[Any, str] = {
-    torch.Tensor.item: "item()",
-    torch.Tensor.tolist: "tolist()",
-    torch.Tensor.numpy: "numpy()",
-    torch.Tensor.__bool__: "bool(), which `if`, `while` and `and` call",
-    torch.Tensor.__float__: "float()",
-    torch.Tensor.__int__: "int()",
+    torch.Tensor.item: "item()", torch.Tensor.tolist: "tolist()", torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy()", torch.Tensor.__dlpack__: "DLPack", torch.Tensor.__contains__: "`in`",
+    torch.Tensor.__bool__: "bool(), which `if`, `while` and `and` call", torch.Tensor.is_nonzero: "is_nonzero()",
+    torch.Tensor.__float__: "float()", torch.Tensor.__int__: "int()", torch.Tensor.__complex__: "complex()",
     torch.Tensor.__index__: "use as an index",
-}
+}  # fmt: skip
 _IN_PLACE: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")

@@ -11,11 +11,13 @@ from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STAGES = (
     os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(np.__file__) + os.sep,
     *(os.path.join(_ROOT, d) + os.sep for d in ("_torch", "capture", "graph", "distributed", "runtime", "plan")),
 )
 _TYPED = "<stdin>", "<console>", "<python-input-", "<ipython-input-", "<doctest "  # files of what was typed
@@ -35,7 +37,7 @@ installed code is watched as the user's is.
 
 @cache  # a trace asks for each frame of each call
 def is_user_file(file: str) -> bool:
-    """Return whether a source file, or what was typed, belongs neither to torch nor to the stages of wholestep."""
+    """Return whether a source file, or what was typed, belongs neither to torch, numpy nor wholestep."""
     return not any(part in file for part in _STAGES) and (not file.startswith("<") or file.startswith(_TYPED))
 
 
