@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WARN_FILE, MAX_FILE = 400, 500
 WARN_FUNCTION, MAX_FUNCTION = 60, 80
-BUDGET = 66_941
+BUDGET = 66_942
 LONGEST_SHOWN = 10
 LAYOUT_TOKENS = {
     tokenize.COMMENT,

@@ -179,6 +179,27 @@ def test_a_step_with_branches_is_captured_once_for_each(monkeypatch: pytest.Monk
         ws.compile(endless)(model, optimizer, torch.ones(2, 3))
 
 
+def test_conditions_on_the_batch_are_taken_as_they_are_in_the_call() -> None:
+    """One capture for all of a call, as the times of a solver; another call that takes others has one of its own."""
+
+    def fn(model: nn.Module, optimizer: Optimizer, x: Tensor, times: Tensor) -> Tensor:
+        h, times = model(x), times * 2.0
+        assert (times[1:] > times[:-1]).all()
+        for time in times:
+            h = h * 0.5 if time > 1 else h + time
+        return update(optimizer, h.square().mean())
+
+    torch.manual_seed(0)
+    ours = nn.Linear(3, 2).double()
+    theirs = copy.deepcopy(ours)
+    mine, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs))
+    step = ws.compile(fn)
+    for call, captures in enumerate((1, 1, 2, 2, 2)):
+        x, times = inputs(call % 3).double(), torch.linspace(0.0, 1.0, 6).double() + 0.01 * call + 0.3 * (call > 1)
+        torch.testing.assert_close(step(ours, mine, x, times), fn(theirs, expected, x, times), rtol=1e-12, atol=0.0)
+        assert step.captures == captures
+
+
 def test_the_stages_assume_branches_only_if_they_are_told_to() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -57,31 +57,32 @@ class Reader:
     def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
         traced = _torch.traced_node(tensor.clone())  # a copy: later in-place ops do not change it
-        if traced is None:
-            return None
-        node, self._root = traced
-        part = self._part([node])
-        if part is None:
-            return None
-        value = _run(*part)[0]
-        self._nodes.append(node)
-        self.reads.append(Read(value, where))
+        value = None if traced is None else self.now(*traced, floats=False)
+        if traced is not None and value is not None:
+            self._nodes.append(traced[0])
+            self.reads.append(Read(value, where))
         return value
+
+    def now(self, node: Node, root: Any, floats: bool = True) -> torch.Tensor | None:
+        """Return the value in this call of what depends on the batch only; without `floats`, on its integers only."""
+        self._root = root
+        part = self._part([node], floats)
+        return None if part is None else _run(*part)[0]
 
     def values(self) -> ReadValues | None:
         """Return the values read so far, as a program that computes them for other batches; None if there are none."""
         part = self._part(self._nodes) if self._nodes else None
         return None if part is None else ReadValues(part[0], tuple(self._given()), tuple(self.reads))
 
-    def _given(self) -> dict[str, torch.Tensor]:
+    def _given(self, floats: bool = False) -> dict[str, torch.Tensor]:
         tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
-        return {n: t for n, t in tensors.items() if not t.is_floating_point() and not t.is_complex()}
+        return {n: t for n, t in tensors.items() if floats or not (t.is_floating_point() or t.is_complex())}
 
-    def _part(self, targets: Sequence[Node]) -> tuple[GraphModule, list[torch.Tensor]] | None:
-        """Extract the program that computes `wanted` from integers of the batch; None if it needs other inputs."""
-        integers, new, copied = self._given(), Graph(), dict[Node, Node]()
+    def _part(self, targets: Sequence[Node], floats: bool = False) -> tuple[GraphModule, list[torch.Tensor]] | None:
+        """Extract the program that computes `targets` from the batch; None if it needs other inputs."""
+        given, new, copied = self._given(floats), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
-        inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(integers)}
+        inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
         placeholders = iter(self.inputs)
         for node in targets[0].graph.nodes:
             if node.op == "placeholder":
@@ -100,7 +101,7 @@ class Reader:
             return None
         new.output(tuple(copied[node] for node in targets))
         new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_mutating(n))
-        return GraphModule(self._root, new), list(integers.values())
+        return GraphModule(self._root, new), list(given.values())
 
 
 class _Copying(Interpreter):

@@ -68,10 +68,11 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
 
 @dataclass
 class Branches:
-    """The branches of one trace. It takes the `assumed` ones first; None: it assumes no value."""
+    """The branches of one trace: the `assumed` ones (None: it assumes none), then those of values that `now` knows."""
 
     inputs: Sequence[Input]
     assumed: tuple[bool, ...] | None
+    now: Callable[[Node, Any], torch.Tensor | None]
     decided: list[TakenBranch] = field(default_factory=list[TakenBranch])
     values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
@@ -88,8 +89,9 @@ class Branches:
         node, number = traced[0], len(self.decided)
         if not self._depends_on_tensors(node):
             return None
-        usual = node.target in _USUALLY_TRUE and value.dtype is torch.bool
-        expected = self.assumed[number] if number < len(self.assumed) else usual
+        now = None if number < len(self.assumed) else self.now(*traced)
+        likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
+        expected = self.assumed[number] if number < len(self.assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
         self.decided.append(TakenBranch(expected, where))
