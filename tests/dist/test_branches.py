@@ -49,3 +49,33 @@ def test_ranks_take_one_branch_or_none(semantics: str) -> None:
     second = "ranks, or micro-batches, take"[:25] if semantics == "per_rank" else raised
     for said in run_ranks(_train, 2, semantics):
         assert said == ["ran", raised, second, "ran"]
+
+
+def signed(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    h = model(x) if x.sum() > 0 else -model(x)
+    loss = h.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _differ_at_once(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    step, optimizer = ws.compile(signed), torch.optim.SGD(model.parameters(), lr=0.1)
+    said: list[str] = []
+    for signs in ((1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)):
+        try:
+            step(model, optimizer, signs[rank] * torch.full((2, 3), 1.0 + rank))
+            said.append("ran")
+        except ws.CaptureError as error:
+            said.append(f"{error.found} {error.where}")
+    return said
+
+
+def test_ranks_that_differ_on_their_batches_in_the_first_call() -> None:
+    """They try the same program first, so that all are told the line; later calls run."""
+    for first, *later in run_ranks(_differ_at_once, 2):
+        assert first.startswith("ranks, or micro-batches, take different branches")
+        assert "h = model(x) if x.sum() > 0" in first
+        assert later == ["ran", "ran"]

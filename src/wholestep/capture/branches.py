@@ -16,6 +16,7 @@ from ..errors import CaptureError
 from ..graph.graph import BRANCHES, Input, Output, Role, TrainGraph
 from ..graph.ops import OVER_RANKS
 from ..tuning import TUNING
+from .capture_options import CaptureOptions
 from .skip_nonfinite import After, Updates
 
 aten = torch.ops.aten
@@ -68,10 +69,10 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
 
 @dataclass
 class Branches:
-    """The branches of one trace: the `assumed` ones (None: it assumes none), then those of values that `now` knows."""
+    """The branches of one trace, along those of its `options`; `now` returns a value of the batch as it is."""
 
     inputs: Sequence[Input]
-    assumed: tuple[bool, ...] | None
+    options: CaptureOptions
     now: Callable[[Node, Any], torch.Tensor | None]
     decided: list[TakenBranch] = field(default_factory=list[TakenBranch])
     values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -83,15 +84,16 @@ class Branches:
 
     def take(self, value: torch.Tensor, where: str) -> bool | None:
         """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
-        traced = None if self.assumed is None or _torch.inside_transform() else _torch.traced_node(value)
-        if self.assumed is None or traced is None or value.numel() != 1 or len(self.decided) == MOST:
+        assumed = self.options.branches
+        traced = None if assumed is None or _torch.inside_transform() else _torch.traced_node(value)
+        if assumed is None or traced is None or value.numel() != 1 or len(self.decided) == MOST:
             return None
         node, number = traced[0], len(self.decided)
         if not self._depends_on_tensors(node):
             return None
-        now = None if number < len(self.assumed) else self.now(*traced)
+        now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
         likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
-        expected = self.assumed[number] if number < len(self.assumed) else likely
+        expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
         self.decided.append(TakenBranch(expected, where))

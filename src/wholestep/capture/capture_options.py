@@ -29,6 +29,7 @@ class CaptureOptions:
         skip_nonfinite: the step leaves its state as it was if its loss or a gradient is not finite.
         branches: what `if tensor:` takes the tensor for, in order; behind these, whatever lets the trace go on. A graph
             that has assumed something says in its last result whether that was so. Without it, `if tensor:` is refused.
+        branches_of_batch: behind `branches`, a value of the batch alone is taken as it is: where no rank has another.
         module_overrides: replacements for submodules during the trace, by path (globs allowed).
         model: modules of the step that are neither arguments nor closure variables, which are found automatically.
         optimizer: optimizers, likewise.
@@ -52,6 +53,7 @@ class CaptureOptions:
     keep_grads: bool = False
     skip_nonfinite: bool = False
     branches: tuple[bool, ...] | None = None
+    branches_of_batch: bool = False
     module_overrides: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     model: Modules | None = None
     optimizer: Optimizers | None = None

@@ -115,7 +115,7 @@ class Traced:
         self.reader = Reader(fakes.inputs, batch)
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
-        self.branches = Branches(fakes.inputs, request.options.branches, self.reader.now)
+        self.branches = Branches(fakes.inputs, request.options, self.reader.now)
         self.own = OwnTensors(_calling_text)
         self.watch = Watch(
             request.state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find

@@ -276,7 +276,8 @@ class Compiler:
         dims: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Capture:  # fmt: skip
         note_changed(numbers)
-        options = replace(self.options.capture, device=self.world.device, branches=self.branches)
+        alone, device = self.world.mesh.size == 1, self.world.device
+        options = replace(self.options.capture, device=device, branches=self.branches, branches_of_batch=alone)
         carried, changing = self._carried, self._changing
         return capture_step(
             self.fn, args, kwargs, options, shapes=shapes, carried=carried, changing=changing, dynamic=dims
@@ -380,9 +381,7 @@ _OURS = str(Path(__file__).parent.parent)
 
 
 def warn_of_plan(planned: Plan, world: World) -> None:
-    """Warn on the first rank, at the user's line that calls the step: of losses that depend on the semantics, and where
-    ranks repeat a tenth of the products.
-    """
+    """Warn on the first rank, at the user's line, of losses that depend on the semantics and of repeated work."""
     if world.rank or world.mesh.size == 1:
         return
     if planned.notes:
