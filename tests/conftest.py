@@ -110,13 +110,18 @@ def few(values: Iterable[Any], of: Callable[[Any], Mapping[str, Any]]) -> list[A
     return [one if n in chosen else pytest.param(one, marks=pytest.mark.full) for n, one in enumerate(values)]
 
 
-def mark_crosses(items: list[pytest.Item]) -> None:
-    """Mark `full` what a test marked `usual` does not name, and what `covering` leaves out of one marked `crossed`."""
+def mark_crosses(items: list[pytest.Item]) -> dict[str, set[str]]:
+    """Mark `full` what a test marked `usual` does not name, and what `covering` leaves out of one marked `crossed`.
+    Returns the cases that tests marked `usual` name and do not have.
+    """
     crosses: dict[str, list[pytest.Function]] = {}
+    unknown: dict[str, set[str]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
             continue
         usual = item.get_closest_marker("usual")
+        if usual:
+            unknown.setdefault(item.nodeid.partition("[")[0], {*usual.args}).discard(item.callspec.id)
         if usual and item.callspec.id not in usual.args:
             item.add_marker("full")
             continue
@@ -127,6 +132,7 @@ def mark_crosses(items: list[pytest.Item]) -> None:
         for number, one in enumerate(cross):
             if number not in chosen:
                 one.add_marker("full")
+    return {test: cases for test, cases in unknown.items() if cases}
 
 
 def leaves_out_full(config: pytest.Config) -> bool:
@@ -145,7 +151,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its tier, which is its folder; leave out what is marked `full` unless `-m` names it."""
     no_gpu = pytest.mark.skip(reason="no GPU")
-    mark_crosses(items)
+    unknown = mark_crosses(items)
+    if unknown and not any("[" in arg for arg in config.args):
+        raise pytest.UsageError(f"usual(...) names cases that are none: {unknown}")
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if tier in TIERS:

@@ -1,6 +1,7 @@
 """`semantics="global"` on gloo ranks: uneven parts, whole batches, random numbers, against one device in float64."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,36 @@ def test_resumes_with_the_random_numbers_it_would_have_drawn(tmp_path: Path) -> 
     for losses in run_ranks(_resumes, 2, str(tmp_path / "run")):
         assert losses[2:4] == losses[4:6]
         assert losses[2] != losses[3]
+
+
+class Sorts(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).sort(0)[0])
+
+
+def _repeats(rank: int, world: int) -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model = Sorts(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    other = copy.deepcopy(model)
+    mine, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    step = ws.compile(mean_square, parallel=ws.DataParallel("fully_shard", semantics="global"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(3):
+            x = torch.randn(6, 6, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            step(model, mine, x.chunk(world)[rank])
+            mean_square(other, expected, x)
+    said = [str(warning.message) for warning in caught if "of the products" in str(warning.message)]
+    with ws.whole(model):
+        return said, max(
+            float((a - b).abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+
+
+def test_what_every_rank_repeats_is_said_once_and_gradients_are_computed_in_parts() -> None:
+    """The gradient of the last weight is a part of a product of whole tensors on each rank."""
+    (first, worst), (second, other) = run_ranks(_repeats, 2)
+    assert max(worst, other) < 1e-13
+    assert (len(first), second) == (1, [])
+    assert first[0].startswith("every rank of dp repeats 33% of the products\n    33% since aten.sort at ")
+    assert "return self[1](self[0](x).sort(0)[0])" in first[0]

@@ -116,6 +116,13 @@ def test_what_is_full_runs_where_it_is_named(
     pytester.runpytest_inprocess(*options, plugins=[conftest]).assert_outcomes(passed=passed, deselected=left)
 
 
+def test_a_usual_case_that_is_none_is_an_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CROSSED.replace('usual("two")', 'usual("three")'))
+    result = pytester.runpytest_inprocess(plugins=[conftest])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*names cases that are none: *test_of_cases*three*"])
+
+
 def test_no_test_begins_without_time(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(CROSSED)
     pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=6, deselected=11)
