@@ -51,8 +51,8 @@ def list_schedule(
 
 @dataclass
 class _Listed:
-    """What a list schedule picks; its options are those of `list_schedule`. Of each stage: `block_counts`, the blocks
-    of a piece that are no fillers, `flying`, of pieces in flight those that are left, and `begun`, how many have begun.
+    """State of a list schedule, with the options of `list_schedule`. Per stage: `block_counts`, blocks of a micro-batch
+    without fillers; `flying`, blocks left of each micro-batch in flight; `begun`, the number of micro-batches begun.
     """
 
     blocks: Mapping[str, BlockCost]

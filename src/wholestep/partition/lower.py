@@ -450,8 +450,8 @@ def _takes_any_strides(node: Node) -> bool:
 
 
 def _is_row_major(node: Node, inputs: Sequence[Node]) -> bool:
-    """Return whether a piece of the result of `node` is row-major in memory: for kernels that write rows; for views and
-    ops on elements, if all that they read is. `inputs`: what is read for it.
+    """Return whether a shard of the result of `node` is row-major in memory: kernels that write rows make it so; views
+    and elementwise ops do if all of their `inputs` are.
     """
     form, name = node.kwargs.get("memory_format"), packet_name(node.target)
     if name in _WRITE_ROWS or form is torch.contiguous_format:

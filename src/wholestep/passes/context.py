@@ -34,7 +34,7 @@ class Context:
     Args:
         order: returns the names of the collectives of a program in the order of all ranks.
         calls: puts the calls of a program into the order of another one.
-        fused: takes the names of the collectives that this rank would fuse; returns those that all ranks would.
+        fused: maps the collectives that this rank would fuse, by name, to those that all ranks fuse.
         fitting: broadcasts the first rank's result of the given function, for the given program, to all ranks.
         peak: peak memory of a finished program.
         traffic: what the collectives of the whole step carry, where the program is a part.

@@ -59,9 +59,7 @@ class Schedule:
         return self.passes_of(None, True)
 
     def passes_of(self, stack: Stack | None, may_coalesce: bool) -> tuple[Pass, ...]:
-        """The passes, without those that do what `stack` does not. One that hides nothing reduces gradients, in
-        buckets, once all are there, and updates once all are reduced.
-        """
+        """The passes of this schedule, or of a `stack`: one that does not overlap reduces all after the backward."""
         stack = stack or Stack("", overlaps=True, fills="all", splits_update=True)
         hardware, fills, overlaps = self.hardware, stack.fills, stack.overlaps
         sizes = SizeBuckets(

@@ -70,7 +70,7 @@ def _encoded(value: Any, table: dict[Layout, int]) -> Any:
 def decode(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `encode`: each field as its type in `kinds`. Raises PlanError naming a field that cannot be read."""
     data = dict[str, Any](objective=None, strategies=None, async_axes=[], owners={}) | {**data}
-    data, fields = dict[str, Any](owner_axis="", update_owners={}, precision=None) | data, dict[str, Any]()
+    data, fields = dict[str, Any](owner_axis="", update_owners={}, precision=None, repeated=[]) | data, dict[str, Any]()
     readers = _READERS
     for name, kind in {"layouts": tuple[Layout, ...], **kinds}.items():
         if name not in data:

@@ -39,8 +39,7 @@ class RepeatedWork:
 def repeated_work(
     graph: TrainGraph, decisions: Mapping[str, Decision], storage: Mapping[str, Layout], axes: Sequence[str]
 ) -> tuple[RepeatedWork, ...]:
-    """The repeated work along each of `axes`, by the layouts of a plan's decisions about `graph` and of its inputs;
-    none along an axis that divides all of it.
+    """The repeated work along each of `axes` that does not divide all, by the layouts of decisions and inputs.
 
     A product is repeated along an axis that shards none of its operands. It starts at the first operation on the way
     to it that takes a sharded tensor and has it whole, or at the product itself, if nothing was sharded before it.

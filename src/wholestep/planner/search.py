@@ -47,8 +47,8 @@ class Search:
     copies: dict[object, Ahead[list[tuple[Candidate, Any]]]] = field(default_factory=dict[object, Any])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None) -> SearchResult:
-        """The best of `candidates`, and of those that `further` makes from their outcomes. Raises PlanError if
-        none can be planned, or none fits: then it names the one that needs the fewest bytes.
+        """The best of `candidates` and of those that `further` derives from their outcomes. Raises PlanError if none
+        can be planned, or none fits; it then names the candidate that needs the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)
