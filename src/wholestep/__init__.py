@@ -1,141 +1,37 @@
 """wholestep: write a training step for one device, get the program that every rank of a mesh runs."""
 
-from .graph.gc_control import collector_paused
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-with collector_paused():  # modules are no garbage, and torch has many
-    from . import collectives
-    from .backend.default_passes import default_passes
-    from .backend.inductor.inductor_backend import Inductor
-    from .backend.protocol import Backend
-    from .capture import CaptureOptions
-    from .capture.effects import callback
-    from .checkpoint.checkpoint import Checkpoint, load, save
-    from .checkpoint.export import export
-    from .checkpoint.memory_copies import MemoryCopies
-    from .compile import capture, compile
-    from .cost.kernel_times import KernelTimes
-    from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
-    from .cost.simulation import SimulationResult
-    from .cost.stack import Stack
-    from .cost.timeline import Span, Timeline
-    from .ddp.backend import ddp_backend
-    from .errors import (
-        BackendError,
-        BudgetError,
-        CacheError,
-        CaptureError,
-        CheckpointError,
-        ConstraintError,
-        GraphError,
-        LayoutError,
-        MeshError,
-        NonFiniteError,
-        PlanError,
-        RankFailedError,
-        RankMismatchError,
-        RuleError,
-        StateError,
-        StoreError,
-        WholestepError,
-    )
-    from .graph.graph import LocalGraph, TrainGraph
-    from .hardware.hardware import Hardware
-    from .layout import Layout
-    from .mesh import Axis, Mesh
-    from .partition.stage_program import stage_program
-    from .passes.base import run_passes
-    from .passes.order_stages import partition
-    from .passes.recompute import Recompute
-    from .passes.schedule import Schedule
-    from .plan.data_parallel import DataParallel
-    from .plan.micro_batches import MicroBatches
-    from .plan.pad_to import PadTo
-    from .plan.pipelines import Pipeline
-    from .plan.plan import Plan
-    from .plan.tensor_parallel import TensorParallel
-    from .planner.auto import Auto
-    from .planner.prediction import simulate, timeline
-    from .planner.resolve import plan
-    from .precision import Float8, MixedPrecision
-    from .report.page import report
-    from .rules.registry import rule
-    from .rules.testing.check import CheckResult, check_rule
-    from .runtime.step import CompiledStep
-    from .runtime.whole_tensors import whole
-    from .typed_values import check_arguments_of
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403  # its `__all__` says which
+    from .public import __all__ as __all__
 
 __version__ = "0.1.0.dev0"
+_NAMED_AS_ROOMS = {"capture", "collectives", "compile", "partition", "plan", "report"}
+_ROOMS = {entry.stem for entry in Path(__file__).parent.iterdir()} - _NAMED_AS_ROOMS
 
-__all__ = [
-    "Auto",
-    "Axis",
-    "Backend",
-    "BackendError",
-    "BudgetError",
-    "CacheError",
-    "CaptureError",
-    "CaptureOptions",
-    "CheckResult",
-    "Checkpoint",
-    "CheckpointError",
-    "CompiledStep",
-    "ConstraintError",
-    "DataParallel",
-    "Float8",
-    "GraphError",
-    "Hardware",
-    "Inductor",
-    "KernelTimes",
-    "Layout",
-    "LayoutError",
-    "LiveTensor",
-    "LocalGraph",
-    "MemoryCopies",
-    "Mesh",
-    "MeshError",
-    "MicroBatches",
-    "MixedPrecision",
-    "NonFiniteError",
-    "PadTo",
-    "PeakMemory",
-    "Pipeline",
-    "Plan",
-    "PlanError",
-    "RankFailedError",
-    "RankMismatchError",
-    "Recompute",
-    "RuleError",
-    "Schedule",
-    "SimulationResult",
-    "Span",
-    "Stack",
-    "StateError",
-    "StoreError",
-    "TensorParallel",
-    "Timeline",
-    "TrainGraph",
-    "WholestepError",
-    "callback",
-    "capture",
-    "check_rule",
-    "collectives",
-    "compile",
-    "ddp_backend",
-    "default_passes",
-    "export",
-    "load",
-    "memory_curve",
-    "partition",
-    "peak_memory",
-    "plan",
-    "report",
-    "rule",
-    "run_passes",
-    "save",
-    "simulate",
-    "stage_program",
-    "timeline",
-    "whole",
-]
 
-check_arguments_of(globals(), __all__)
+class _Package(ModuleType):
+    """Imports `public` where the first public name is asked for: `import wholestep` alone takes no time."""
+
+    def __getattr__(self, name: str) -> Any:
+        is_other = name in _ROOMS or (name.startswith("_") and name != "__all__")
+        public = {} if is_other else vars(import_module(".public", self.__name__))
+        if name not in public:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return public[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Python binds each room that is imported; a public name stays what it is."""
+        if name not in _NAMED_AS_ROOMS or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.__all__]
+
+
+sys.modules[__name__].__class__ = _Package

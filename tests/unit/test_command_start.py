@@ -10,7 +10,7 @@ import pytest
 
 START = """
 import sys
-from wholestep_command import main
+from wholestep.cli import main
 sys.argv[0] = "wholestep"
 try:
     main()

@@ -5,17 +5,21 @@ import each other in no circle, not even inside functions. Two modules or two pu
 """
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+import wholestep as ws
+
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
 SUPPORT = "errors typed_json typed_values precision units tuning sizes _torch mesh layout graph dtensor"
 SUPPORT += " rules hardware cost reshard"
 STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
-READERS = "compile report __init__ cli __main__"
+READERS = "compile report public __init__ cli __main__"
 
 # A unit imports units that stand before it.
 ORDER = [*SUPPORT.split(), *STAGES.split(), *READERS.split()]
@@ -223,6 +227,31 @@ def test_a_circle_through_a_function_is_found_and_one_through_types_is_none() ->
 def test_a_name_that_is_there_twice_is_found() -> None:
     twice = {"w/a/x.py": "class A: ...", "w/b/x.py": "class _P: ...", "w/b/y.py": "class A: ...\nclass _P: ..."}
     assert shared_names(twice) == ["A is in w/a/x.py, w/b/y.py", "x.py is in w/a/x.py, w/b/x.py"]
+
+
+FIRST_LINES = """
+import sys
+before = set(sys.modules)
+import wholestep as ws
+print(sorted(n for n in set(sys.modules) - before if n.partition(".")[0] not in sys.stdlib_module_names))
+import wholestep.capture.capture, wholestep.collectives, wholestep.compile, wholestep.partition.lower
+import wholestep.plan.plan, wholestep.report.page
+print("wholestep.public" in sys.modules)
+print(sorted(name for name in ws.__all__ if type(getattr(ws, name)) is type(sys)))
+print(ws.plan(1, "dp=1") if "wholestep.public" in sys.modules else "")
+"""
+
+
+def test_the_first_public_name_imports_the_others_and_torch() -> None:
+    """`import wholestep` imports itself alone; that a room is imported hides no public name behind it."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_LINES], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines() == ["['wholestep']", "False", "['collectives']"], ran.stderr
+    assert "needed: graph of type TrainGraph" in ran.stderr
+
+
+def test_names_that_are_rooms_too_are_known() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir()}
+    assert vars(ws)["_NAMED_AS_ROOMS"] == rooms & set(ws.__all__)
 
 
 BAD = [

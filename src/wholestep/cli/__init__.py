@@ -1,9 +1,9 @@
 """The command line."""
 
 import gc
-import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, ParamSpec, TypeVar
 
@@ -21,15 +21,11 @@ R = TypeVar("R")
 
 
 def loaded(command: Callable[P, R]) -> Callable[P, R]:
-    """`command`, which first imports all of wholestep: `--help` does not need that (`wholestep_command`)."""
+    """`command`, which first imports all of wholestep, and torch: `--help` needs neither."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        package = sys.modules["wholestep"]
-        if not hasattr(package, "__all__"):
-            assert package.__spec__ is not None, "it was found"
-            assert package.__spec__.loader is not None, "it is a package of files"
-            package.__spec__.loader.exec_module(package)
+        import_module("wholestep.public")
         return command(*args, **kwargs)
 
     return run

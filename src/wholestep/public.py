@@ -1,0 +1,79 @@
+"""All public names. The package loads them where the first one is asked for."""
+
+from .graph.gc_control import collector_paused
+
+with collector_paused():  # modules are no garbage, and torch has many
+    from . import collectives
+    from .backend.default_passes import default_passes
+    from .backend.inductor.inductor_backend import Inductor
+    from .backend.protocol import Backend
+    from .capture import CaptureOptions
+    from .capture.effects import callback
+    from .checkpoint.checkpoint import Checkpoint, load, save
+    from .checkpoint.export import export
+    from .checkpoint.memory_copies import MemoryCopies
+    from .compile import capture, compile
+    from .cost.kernel_times import KernelTimes
+    from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
+    from .cost.simulation import SimulationResult
+    from .cost.stack import Stack
+    from .cost.timeline import Span, Timeline
+    from .ddp.backend import ddp_backend
+    from .errors import (
+        BackendError,
+        BudgetError,
+        CacheError,
+        CaptureError,
+        CheckpointError,
+        ConstraintError,
+        GraphError,
+        LayoutError,
+        MeshError,
+        NonFiniteError,
+        PlanError,
+        RankFailedError,
+        RankMismatchError,
+        RuleError,
+        StateError,
+        StoreError,
+        WholestepError,
+    )
+    from .graph.graph import LocalGraph, TrainGraph
+    from .hardware.hardware import Hardware
+    from .layout import Layout
+    from .mesh import Axis, Mesh
+    from .partition.stage_program import stage_program
+    from .passes.base import run_passes
+    from .passes.order_stages import partition
+    from .passes.recompute import Recompute
+    from .passes.schedule import Schedule
+    from .plan.data_parallel import DataParallel
+    from .plan.micro_batches import MicroBatches
+    from .plan.pad_to import PadTo
+    from .plan.pipelines import Pipeline
+    from .plan.plan import Plan
+    from .plan.tensor_parallel import TensorParallel
+    from .planner.auto import Auto
+    from .planner.prediction import simulate, timeline
+    from .planner.resolve import plan
+    from .precision import Float8, MixedPrecision
+    from .report.page import report
+    from .rules.registry import rule
+    from .rules.testing.check import CheckResult, check_rule
+    from .runtime.step import CompiledStep
+    from .runtime.whole_tensors import whole
+    from .typed_values import check_arguments_of
+
+__all__ = [
+    "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
+    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ConstraintError", "DataParallel", "Float8",
+    "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout", "LayoutError", "LiveTensor", "LocalGraph",
+    "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision", "NonFiniteError", "PadTo", "PeakMemory",
+    "Pipeline", "Plan", "PlanError", "RankFailedError", "RankMismatchError", "Recompute", "RuleError", "Schedule",
+    "SimulationResult", "Span", "Stack", "StateError", "StoreError", "TensorParallel", "Timeline", "TrainGraph",
+    "WholestepError", "callback", "capture", "check_rule", "collectives", "compile", "ddp_backend", "default_passes",
+    "export", "load", "memory_curve", "partition", "peak_memory", "plan", "report", "rule", "run_passes", "save",
+    "simulate", "stage_program", "timeline", "whole",
+]  # fmt: skip
+
+check_arguments_of(globals(), __all__)
