@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 
 
+@cache
 def count_our_collectives() -> None:
     """Make torch's CommDebugMode count `all_gather_into_tensor_out` and `all_reduce_`, which its table lacks."""
     with contextlib.suppress(ImportError, AttributeError):

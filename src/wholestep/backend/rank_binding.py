@@ -69,7 +69,6 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
     With `exchange`, a reduce-scatter is an all-to-all and a local sum. That moves (W-1)/W of the tensor, where gloo's
     own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
     """
-    _torch.count_our_collectives()
     graph = of_owner(local.graph, coordinate[local.owner_axis]) if local.owner_axis else copy_graph(local.graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for spec, layout, node in zip(local.inputs, local.layouts, placeholders, strict=True):
@@ -101,6 +100,7 @@ def _bind(
         elif part := part_of(node):
             node.target = _bound_part(part, coordinate, groups, exchange, bodies)
         elif is_collective(node):
+            _torch.count_our_collectives()
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
             if node_at(node, 0).target is coalesce:
