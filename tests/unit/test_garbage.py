@@ -57,6 +57,26 @@ def test_a_collector_that_the_user_has_turned_off_stays_off() -> None:
     assert gc.get_stats()[2]["collections"] == collections
 
 
+def test_no_collection_runs_in_a_compile_but_at_its_end() -> None:
+    with collected_after():
+        collections = [stats["collections"] for stats in gc.get_stats()]
+        held = [[i] for i in range(120 * gc.get_threshold()[0])]
+        assert [stats["collections"] for stats in gc.get_stats()] == collections
+    assert held
+    assert gc.isenabled()
+
+
+def test_a_search_inside_a_pause_frees_its_garbage() -> None:
+    with collected_after():
+        with existing_objects_frozen():
+            lost = weakref.ref(Cycle())
+            held = [[i] for i in range(120 * gc.get_threshold()[0])]
+            assert lost() is None
+        assert not gc.isenabled()
+    assert held
+    assert gc.isenabled()
+
+
 def test_a_capture_forgets_the_source_files_that_it_read() -> None:
     """Lines that are of no file stay: nothing can read them again."""
     linecache.clearcache()

@@ -97,12 +97,9 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
 
 
 def _check_runs(
-    stage: int,
-    actions: Sequence[Action],
-    messages: Mapping[str, Message],
-    blocks: Mapping[str, StageBlock],
+    stage: int, actions: Sequence[Action], messages: Mapping[str, Message], blocks: Mapping[str, StageBlock],
     pieces: int,
-) -> None:
+) -> None:  # fmt: skip
     """Each block runs once for each piece, and values are read and sent once they are there."""
     values = {*messages, *(name for block in blocks.values() for name in block.gives)}
     have, pending = set[_Key](), {(name, piece) for name in blocks for piece in range(pieces)}

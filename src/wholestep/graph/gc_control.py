@@ -6,7 +6,7 @@ import gc
 import linecache
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 _MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
@@ -36,28 +36,29 @@ def collector_paused() -> Generator[None]:
 
 @contextmanager
 def collected_after() -> Generator[None]:
-    """Run the garbage collector at the end of this context if there are so many new objects that it would go through
-    all objects in some later call of a step, which can take longer than the step.
+    """Pause the garbage collector inside this context, and run it at the end if there are so many new objects that it
+    would go through all objects in some later call of a step, which can take longer than the step.
     """
     before = sys.getallocatedblocks()
-    yield
-    if gc.isenabled() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
-        gc.collect()
+    with collector_paused():
+        yield
+        if _enabled.get() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
+            gc.collect()
 
 
 @contextmanager
 def existing_objects_frozen() -> Generator[None]:
     """Exclude existing objects from garbage collection inside this context or decorated function: the collector frees
-    the discarded graphs of a search without a walk over the others. Nested uses have no effect.
+    the discarded graphs of a search without a walk over the others, in a pause too. Nested uses have no effect.
     """
-    if gc.get_freeze_count():
+    with ExitStack() as at_end:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            at_end.callback(gc.unfreeze)
+        if _enabled.get() and not gc.isenabled():
+            gc.enable()
+            at_end.callback(gc.disable)
         yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

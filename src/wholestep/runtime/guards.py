@@ -67,13 +67,10 @@ class TensorGuard:
 
     def fits(self, value: Any) -> bool:
         """True when `value` is such a tensor."""
+        if not isinstance(value, torch.Tensor) or value.dim() != len(self.shape):
+            return False
         return (
-            isinstance(value, torch.Tensor)
-            and (
-                value.dim() == len(self.shape)
-                if self.dims
-                else value.shape == self.shape and value.stride() == self.stride
-            )
+            (bool(self.dims) or (value.shape == self.shape and value.stride() == self.stride))
             and value.dtype is self.dtype
             and value.device == self.device
             and value.requires_grad == self.requires_grad

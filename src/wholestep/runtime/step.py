@@ -26,7 +26,7 @@ from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join, watch
 from ..distributed.rendezvous import Rendezvous
 from ..errors import CaptureError, PlanError, WholestepError
-from ..graph.gc_control import collected_after, source_lines_dropped
+from ..graph.gc_control import collected_after, collector_paused, source_lines_dropped
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
 from ..passes.schedule import Schedule
@@ -501,7 +501,7 @@ class CompiledStep:
         assert compiler is not None, "joined"
         ranks = compiler.consistency
         busy = ACTIVITY.doing(f"tracing {self.__name__} again", self.options.user.agree_timeout_s)
-        with self._stages.reporting(), busy, self._stages.stage("trace again"):
+        with self._stages.reporting(), busy, self._stages.stage("trace again"), collector_paused():
             flush_pending()  # on all ranks: what a trace calls would do it, with tensors of the trace in their places
             try:
                 self._verification.verify(self.calls + 1, program, inputs, compiler.rendezvous, ranks.label)

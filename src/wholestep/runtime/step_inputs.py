@@ -233,12 +233,9 @@ class GivenSizes:
 
 
 def batch_sharder(
-    strategies: Strategies,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    world: World,
+    strategies: Strategies, names: Sequence[str], leaves: Sequence[Any], world: World,
     known_sizes: Callable[[], KnownSizes],
-) -> BatchSharder | None:
+) -> BatchSharder | None:  # fmt: skip
     """How batches of this kind are sharded; None where each rank runs on its own batch. Ranks whose parts may differ
     in size use `known_sizes`.
     """

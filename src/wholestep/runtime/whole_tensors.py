@@ -27,12 +27,8 @@ _INSIDE = "`with ws.whole(...)`"
 
 @contextmanager
 def whole(
-    model: Modules,
-    optimizer: Optimizers | None = None,
-    *,
-    writeback: bool = True,
-    timeout: float = 120.0,
-) -> Generator[None]:
+    model: Modules, optimizer: Optimizers | None = None, *, writeback: bool = True, timeout: float = 120.0,
+) -> Generator[None]:  # fmt: skip
     """Inside the block, every rank has plain, whole tensors to read and write: for EMA, surgery, export.
 
     `model.parameters()` are plain `nn.Parameter`s then, `state_dict()` holds plain tensors, and the optimizer's groups
