@@ -84,12 +84,14 @@ def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
     values = at_sizes(copied.graph, sizes)
     with _torch.fake_results_bounded(), _torch.fake_mode():
         for node in copied.graph.nodes:
-            meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, sizes)))
+            meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, values)))
     return replace(copied, inputs=_inputs(copied, values))
 
 
-def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards) -> TrainGraph:
-    """Return a copy whose numbers have the values of these sizes, and still their expressions, with a new record."""
+def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> TrainGraph:
+    """Return a copy whose numbers have the values of these sizes; with a new record, still their expressions. Fake
+    values stay those of the symbols.
+    """
     copied = _copied(train)
     values = at_sizes(copied.graph, sizes, record)
     return replace(copied, inputs=_inputs(copied, values))
@@ -144,17 +146,13 @@ def _inputs(train: TrainGraph, filled: Callable[[Any], Any]) -> tuple[Input, ...
     return tuple(replace(program_input, meta=_filled_in(program_input.meta, filled)) for program_input in train.inputs)
 
 
-def _fake(leaf: Any, sizes: Mapping[str, int]) -> Any:
+def _fake(leaf: Any, filled: Callable[[Any], Any]) -> Any:
     """Return a fake tensor of fixed sizes for one of symbolic sizes."""
     if not isinstance(leaf, Tensor):
         return leaf
     traced = meta.meta_of(leaf)
-    shape, stride = ([_value(n, sizes) for n in numbers] for numbers in (traced.shape, traced.stride))
+    shape, stride = (list(map(filled, numbers)) for numbers in (traced.shape, traced.stride))
     return torch.empty_strided(shape, stride, dtype=traced.dtype, device=traced.device)
-
-
-def _value(number: int, sizes: Mapping[str, int]) -> int:
-    return evaluate(number.text, sizes) if isinstance(number, SizeInt) else number
 
 
 def _filled_in(tensor: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:

@@ -27,7 +27,7 @@ from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
 from ..graph.nodes import node_at
-from ..graph.sizes_in_graph import at_sizes, instantiated
+from ..graph.sizes_in_graph import at_sizes, planned_at
 from ..graph.stage_part import StagePart, part_of
 from ..sizes import evaluator
 from ..tuning import TUNING
@@ -263,7 +263,7 @@ def hints_of(captured: Capture) -> dict[str, int]:
 
 def refuse_other_graph(symbolic: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
     """Raise SizesFixedError unless a graph with symbols is, at these sizes, the graph captured for them."""
-    filled = instantiated(symbolic, sizes)
+    filled = planned_at(symbolic, sizes)
     ours, theirs = (str(graph).splitlines() for graph in (filled, fixed))
     if ours != theirs:
         differing = (line for line in theirs if line not in {*ours} and line.strip().startswith("%"))
