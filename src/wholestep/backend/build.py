@@ -50,13 +50,9 @@ def backend_of(backend: Backend | str) -> Backend:
 
 
 def compiled(
-    backend: Backend,
-    graph: Graph,
-    inputs: Sequence[Input],
-    example_inputs: Sequence[Any],
-    clock: NodeClock | None = None,
-    recordings: Recordings | None = None,
-) -> Run:
+    backend: Backend, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any],
+    clock: NodeClock | None = None, recordings: Recordings | None = None,
+) -> Run:  # fmt: skip
     """`graph`, bound to a rank, as a function from inputs like `example_inputs` to outputs. With `recordings`, it is
     recorded where it can be.
     """

@@ -24,9 +24,10 @@ def with_host_choices(graph: Graph) -> Graph:
     which has an in-place form, is computed in the memory of the old value unless that stays.
     """
     host_flags: dict[Node, Node] = {}
-    uses = _Uses(graph)
-    for node in list(graph.nodes):
-        if node.target is not WHERE_INTO or meta.one_tensor(node).device != "cpu":
+    choices = graph.find_nodes(op="call_function", target=WHERE_INTO)
+    uses = _Uses(graph) if choices else None
+    for node in choices:
+        if uses is None or meta.one_tensor(node).device != "cpu":
             continue
         flag, old, new = (node_at(node, i) for i in range(3))
         if meta.one_tensor(flag).shape:
@@ -50,13 +51,8 @@ def unless(skipped: bool, update: Callable[..., Tensor], old: Tensor, *args: Any
 
 
 def updated(
-    skipped: bool,
-    inplace: Callable[..., Tensor],
-    fresh: Callable[..., Tensor],
-    old: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
+    skipped: bool, inplace: Callable[..., Tensor], fresh: Callable[..., Tensor], old: Tensor, *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Return an op's result: in the memory of `old`, or in memory of its own if the old value stays."""
     return fresh(old, *args, **kwargs) if skipped else inplace(old, *args, **kwargs)
 

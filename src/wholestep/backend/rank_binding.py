@@ -119,7 +119,7 @@ def _bind(
             ends = (here, args[1]) if node.target is send else (args[3], here)
             node.args = (*args[:-1], _group_of(groups, str(args[-1]), *ends))
         else:
-            node.args, node.kwargs = _arguments(node, coordinate, pieces)
+            _torch.set_operands(node, *_arguments(node, coordinate, pieces))
 
 
 def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[Any, Any]:

@@ -154,9 +154,8 @@ class _Walk:
     def run(self) -> None:
         for node in list(self.module.graph.nodes):
             self.before = self.origin = node
-            if self.version:
-                node.args = torch.fx.map_arg(node.args, self.current)
-                node.kwargs = torch.fx.map_arg(node.kwargs, self.current)
+            if self.version and any(self.current(operand) is not operand for operand in node.all_input_nodes):
+                _torch.set_operands(node, *torch.fx.map_arg((node.args, node.kwargs), self.current))
             if _torch.is_getitem(node.target):
                 self._visit_item(node)
             elif is_mutating(node):

@@ -121,13 +121,9 @@ class Installer:
         )
 
     def compiled(
-        self,
-        local: LocalGraph,
-        world: World,
-        example_inputs: Sequence[Any],
-        clock: NodeClock | None,
+        self, local: LocalGraph, world: World, example_inputs: Sequence[Any], clock: NodeClock | None,
         recordings: Recordings | None = None,
-    ) -> Run:
+    ) -> Run:  # fmt: skip
         """`local` as a function on this rank."""
         bound = bound_to_rank(local, world)
         return compiled(self._options.backend, bound.graph, local.inputs, example_inputs, clock, recordings)

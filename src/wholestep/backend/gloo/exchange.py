@@ -55,7 +55,8 @@ def in_buckets(graph: Graph) -> None:
             sent = next(iter(node.users))
             scatters = sent.target is funcol.reduce_scatter_tensor.default
             node.target, node.args = join_rows, (node.args[0], sent.args[2] if scatters else 1)
-        node.target = copies.get(node.target, node.target)
+        if node.target in copies:
+            node.target = copies[node.target]
 
 
 def to_exchange(graph: Graph, node: Node) -> None:
