@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import wholestep as ws
 from tests.backends import Interpreted, Plain
@@ -37,6 +38,49 @@ def test_a_backend_from_outside_computes_what_eager_does(name: str, recipe: str)
     assert len(mine.no_grad) == 1 + 3
     assert all(mine.no_grad)
     assert mine.clocks == [None]
+
+
+@torch.library.custom_op("wholestep_tests::columns", mutates_args=())
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """A kernel whose result is not laid out as its shape function says."""
+    return x.t().clone(memory_format=torch.contiguous_format).t()
+
+
+@columns.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("wholestep_tests::columns_of_two", mutates_args=())
+def columns_of_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of two results is such a one."""
+    return x + 1, columns(x + 2)
+
+
+@columns_of_two.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 5, 3, 5, 4)], ids=["one-size", "sizes"])
+def test_results_have_the_strides_of_the_trace_in_each_call(sizes: tuple[int, ...]) -> None:
+    strides: list[tuple[int, ...]] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> Any:
+        plain, second = columns_of_two(x)
+        return columns(x), plain, second, columns(x).as_strided((2, 3), (3, 1)), model(x)
+
+    compiled = ws.compile(step, mesh="dp=1", dynamic=len(set(sizes)) > 1)
+    model = nn.Linear(4, 2)
+    for rows in sizes:
+        x = torch.arange(rows * 4.0).reshape(rows, 4)
+        whole, plain, second, first, _ = compiled(model, x)
+        assert torch.equal(whole, x)
+        assert torch.equal(plain, x + 1)
+        assert torch.equal(second, x + 2)
+        assert torch.equal(first, x.as_strided((2, 3), (3, 1)))
+        strides += [tensor.stride() for tensor in (whole, plain, second)]
+    assert set(strides) == {(4, 1)}
 
 
 def test_capabilities_decide_the_graph_and_the_passes() -> None:

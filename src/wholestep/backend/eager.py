@@ -5,9 +5,12 @@ Numbers that follow from sizes of the batch are computed at the head of the func
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -25,13 +28,14 @@ from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
-from .reached import LANDMARKS, Landmarks
+from .reached import GO_TO, LANDMARKS, Landmarks
 
 _PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
+Layout = tuple[str, tuple[int, ...] | None, "list[tuple[Any, Layout | None]]"]
+"""Of a node: its name, the strides of its result in the trace, and the layouts of items that nodes select from it."""
+_Function = Callable[[Sequence[Any], int], list[Any]]
 _MOST_SIZES = 4096  # of which it is known that they were checked; more are checked again
-Mend = tuple[Callable[[Any, Any], Any], tuple[int, ...]]
-"""What checks or mends the strides of a result, and the strides that it should have."""
 
 
 class WaitClock:
@@ -116,8 +120,8 @@ class _Eager:
     that it is given, and frees each with its last reader: what a piece has kept goes while its backward runs.
 
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
-    functions about them. The first call with certain sizes finds those nodes; from then on their results are copied
-    into shape.
+    functions about them. The first call with certain sizes finds those nodes: each function that it calls is in one
+    that checks and mends its results. From then on results of those nodes are copied into shape.
     """
 
     def __init__(
@@ -128,8 +132,10 @@ class _Eager:
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
         self._blocks: dict[Graph, RunBody] = {}
-        self._sizes, self._texts = _sizes_in(graph)
-        self._check_run = self._run = self._compile(first=True)
+        self._strides = {node: meta.traced_stride(node) for node in graph.nodes}
+        self._sizes, self._texts = _sizes_in(self._strides)
+        self._values_at = evaluator([*self._texts], [*self._sizes.dims] if self._sizes is not None else [])
+        self._compile()
         self._checked = set[tuple[int, ...]]()
 
     def __call__(self, inputs: Sequence[Any], piece: int = 0) -> list[Any]:
@@ -137,46 +143,65 @@ class _Eager:
         if now in self._checked:
             return self._run(inputs, piece)
         wrong_before = len(self._wrong)
+        self._values_now = dict(zip(self._texts, self._values_at(*now), strict=True))
+        self._go_to(0)
         out = self._check_run(inputs, piece)
-        if not self._checked or len(self._wrong) > wrong_before:
-            self._run = self._compile(first=False)
+        if len(self._wrong) > wrong_before:
+            self._compile()
         if self._sizes is None:
             self._check_run = self._run
-            self._graph, self._loops, self._blocks = Graph(), {}, {}  # it is not compiled again
+            self._graph, self._loops, self._blocks, self._strides, self._layouts = Graph(), {}, {}, {}, {}
         if len(self._checked) >= _MOST_SIZES:
             self._checked.clear()
         self._checked.add(now)
         return out
 
-    def _compile(self, first: bool) -> Callable[[Any, int], list[Any]]:
+    def _compile(self) -> None:
         self._constants: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[tuple[str, int], str] = {}
         self._waits: dict[int, str] = {}
         self._numbered: list[tuple[int, Node]] = []
-        self.source = self._write(self._check if first else self._mend)
-        scope: dict[str, Any] = {**self._constants, WAITS: self._waits}
+        self.source = self._write()
+        scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int}
         if not self._is_body:
             scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph, self.source)
-        exec(compile(self.source, "<wholestep eager>", "exec"), scope)
-        return torch.no_grad()(scope["run"])
+        first = {name: partial(self._fit, value) for name, value in scope.items() if name.startswith("_f")}
+        code = compile(self.source, "<wholestep eager>", "exec")
+        self._run: _Function = _defined(code, scope)
+        self._check_run: _Function = _defined(code, {**scope, **first, GO_TO: self._go_to})
+        calls = [(line, node) for line, node in self._numbered if not _torch.is_getitem(node.target)]
+        self._layouts = {line: self._layout(node) for line, node in calls}
 
-    def _mend(self, node: Node) -> Mend | None:
-        return (meta.with_stride, self._wrong[node.name]) if node.name in self._wrong else None
+    def _layout(self, node: Node) -> Layout | None:
+        items = [(user.args[1], self._layout(user)) for user in node.users if _torch.is_getitem(user.target)]
+        stride = None if is_mutating(node) or is_wait(node) or not node.users else self._strides[node]
+        return (node.name, stride, items) if items or stride is not None else None
 
-    def _check(self, node: Node) -> Mend | None:
-        stride = None if node.op != "call_function" or is_mutating(node) or is_wait(node) else meta.traced_stride(node)
-        if stride is None:
-            return None
+    def _go_to(self, line: int) -> None:
+        """The next function to be called is that of this line, or of the first one after it that calls one."""
+        self._expected = (layout for number, layout in self._layouts.items() if number >= line)
 
-        def check(tensor: torch.Tensor | None, now: tuple[int, ...]) -> torch.Tensor | None:
-            mended = None if tensor is None else meta.with_stride(tensor, now)  # None: a gradient not asked for
-            if mended is not tensor:
-                self._wrong[node.name] = stride
+    def _fit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layout = next(self._expected)  # before the call, which may raise
+        return self._mended(call(*args, **kwargs), layout)
+
+    def _mended(self, value: Any, layout: Layout | None) -> Any:
+        """A result in the strides that the trace recorded."""
+        name, stride, selected = layout or ("", None, [])
+        if isinstance(value, torch.Tensor) and stride is not None:
+            now = tuple(self._values_now[step.text] if isinstance(step, SizeInt) else step for step in stride)
+            mended = meta.with_stride(value, now)
+            if mended is not value:
+                self._wrong[name] = stride
             return mended
+        if not isinstance(value, (list, tuple)):  # None: a gradient that was not asked for
+            return value
+        items = list(were := cast(Sequence[Any], value))
+        for index, item in selected:
+            items[index] = self._mended(were[index], item)
+        return items if any(map(operator.is_not, items, were)) else were
 
-        return check, stride
-
-    def _write(self, mend: Callable[[Node], Mend | None]) -> str:
+    def _write(self) -> str:
         nodes = list(self._graph.nodes)
         last = {operand: node for node in nodes for operand in operands(node)}
         dying: dict[Node, list[str]] = {}
@@ -196,14 +221,14 @@ class _Eager:
                 if is_wait(node):
                     self._waits[len(lines) + 1] = node_at(node, 0).name
                 self._numbered.append((len(lines) + 1, node))
-                lines.append(f"    {self._line(node, mend(node) if node.users else None)}")
+                lines.append(f"    {self._line(node)}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
             if node in dying:
                 lines.append(f"    del {', '.join(sorted(set(dying[node])))}")
         return "\n".join(lines) + "\n"
 
-    def _line(self, node: Node, mend: Mend | None) -> str:
+    def _line(self, node: Node) -> str:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
@@ -211,7 +236,8 @@ class _Eager:
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
-        call = f"{self._constant(mend[0], 'f')}({call}, {self._value(mend[1])})" if mend else call
+        if node.name in self._wrong:
+            call = f"{self._constant(meta.with_stride, 'c')}({call}, {self._value(self._wrong[node.name])})"
         return f"{node.name} = {call}" if node.users else call
 
     def _bodies(self, node: Node) -> RunLoop | RunStage | None:
@@ -245,7 +271,7 @@ class _Eager:
         return self._constant(value, "c")
 
     def _constant(self, value: Any, prefix: str) -> str:
-        key = id(value)
+        key = prefix, id(value)
         if key not in self._names:
             self._names[key] = f"_{prefix}{len(self._constants)}"
             self._constants[self._names[key]] = value
@@ -310,13 +336,9 @@ class RunStage:
     """
 
     def __init__(
-        self,
-        part: StagePart,
-        send: Start = _torch.start_send,
-        receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], RunBody] = op_by_op,
-        clock: NodeClock | None = None,
-    ) -> None:
+        self, part: StagePart, send: Start = _torch.start_send, receive: Start = _torch.start_receive,
+        compile: Callable[[Graph], RunBody] = op_by_op, clock: NodeClock | None = None,
+    ) -> None:  # fmt: skip
         self._part, self._send, self._receive = part.with_bodies([Graph() for _ in part.blocks]), send, receive
         self._blocks = {block.name: (block.takes, block.gives, compile(block.body)) for block in part.running}
         if clock is not None:
@@ -395,12 +417,17 @@ def _shapes_of(shapes: Shapes) -> Callable[[], Shapes]:
     return lambda: dict(zip(shapes, values(*record.now), strict=True))
 
 
+def _defined(code: CodeType, scope: dict[str, Any]) -> _Function:
+    exec(code, scope)
+    return torch.no_grad()(scope["run"])
+
+
 def _texts(shape: Sequence[int]) -> str:
     return "".join(f"{size.text if isinstance(size, SizeInt) else int(size)}, " for size in shape)
 
 
-def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:
-    """The sizes that arguments of a bound graph follow from, and a name for each expression of them."""
+def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuards | None, dict[str, str]]:
+    """The sizes that arguments and strides of the nodes follow from, and a name for each expression of them."""
     guards: list[SizeGuards] = []
     texts: dict[str, str] = {}
 
@@ -412,6 +439,6 @@ def _sizes_in(graph: Graph) -> tuple[SizeGuards | None, dict[str, str]]:
             texts.setdefault(leaf.text, f"_n{len(texts)}")
         return leaf
 
-    for node in graph.nodes:
-        map_aggregate(cast(Any, (node.args, node.kwargs, meta.traced_stride(node) or ())), note)
+    for node, stride in strides.items():
+        map_aggregate(cast(Any, (node.args, node.kwargs, stride or ())), note)
     return guards[0] if guards else None, texts

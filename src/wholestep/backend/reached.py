@@ -24,6 +24,7 @@ from ..rules.registry import is_random
 from .host_choices import CHOICES
 
 LANDMARKS = "wholestep_landmarks"  # a global of a generated function
+GO_TO = "wholestep_go_to"  # another one: a function that says which line is next, where lines are left out
 _NEVER = 1 << 60
 
 
@@ -42,7 +43,7 @@ class Landmarks:
     def of(lines: Sequence[tuple[int, Node]], graph: Graph, source: str) -> Landmarks:
         """Those of the calls of a graph, which are in these lines of its source."""
         writers, text = _writers(graph), source.splitlines()
-        late = {line: text[line - 1].strip() for line, node in lines if meta.is_late(node)}
+        late = {line: f"{GO_TO}({line}); {text[line - 1].strip()}" for line, node in lines if meta.is_late(node)}
         mixed = any(meta.is_late(target) != meta.is_late(node) for node, inputs in writers.items() for target in inputs)
         if mixed or any(is_random(node) for line, node in lines if line in late):
             late = {}  # they cannot be told apart, or draw random numbers, which a call that raises puts back
