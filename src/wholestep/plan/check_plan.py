@@ -5,7 +5,7 @@ By the layouts of a plan that passes, ranks compute what the rules of the ops sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -19,7 +19,7 @@ from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout
 from ..mesh import TIME, Mesh
-from ..rules.find_rule import find_rule
+from ..rules.find_rule import call_kind, find_rule
 from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group
 from ..typed_values import check_fields
@@ -49,6 +49,7 @@ class _Check:
     mesh: Mesh
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     fits: set[tuple[Layout, int]] = field(default_factory=set[tuple[Layout, int]])
+    right: set[tuple[Hashable, ...]] = field(default_factory=set[tuple[Hashable, ...]])
 
     def run(self, graph: TrainGraph) -> None:
         for spec, node in graph.placeholders():
@@ -138,7 +139,12 @@ class _Check:
 
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)
-        if not any(layout.axes for layout in layouts):
+        alike = None
+        if any(layout.partial or any(layout.dims) for layout in layouts):
+            alike = call_kind(node), decision.operands, decision.outputs
+            if alike in self.right:
+                return
+        elif not any(layout.axes for layout in layouts):
             return
         positions = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
         cuts = False
@@ -165,6 +171,8 @@ class _Check:
         if rule is not None:
             for group in rule.groups:
                 self._check_cuts(node, group, rule, decision)
+        if alike is not None:
+            self.right.add(alike)
 
     def _check_owner(self, node: Node, axis: str, takes: Sequence[AxisState], gives: set[AxisState]) -> None:
         """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -24,21 +25,29 @@ if TYPE_CHECKING:
     from .decision import Decision
     from .plan import Plan
 
+_PLACE = re.compile("\0(\\d+)\0")
 _KINDS = {"slice": "its own piece taken", "mask": "kept on one rank", "vary": "taken as each rank's own"}
+
+
+def in_place(inputs: Sequence[Node], number: int) -> str:
+    """What stands in a text for the name of an operand, until `with_names`."""
+    return f"\0{inputs.index(inputs[number])}\0"
+
+
+def with_names(text: str, names: Sequence[str]) -> str:
+    """`text` about a call whose operands have these names."""
+    return _PLACE.sub(lambda place: names[int(place[1])], text) if "\0" in text else text
 
 
 def reason(option: OpStrategy, group: Group, nodes: Sequence[Node], states: Sequence[AxisState]) -> str:
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
     if option.factor:
-        by = [
-            n.name
-            for i, n in enumerate(nodes)
-            if i in group.operands and group.factor_at(0, i, states[i]) == option.factor
-        ]
-        return f"cut along {_factor(option.factor)} of '{_shown(group)}'" + (f", as %{by[0]} is" if by else "")
+        by = [i for i in sorted(group.operands) if group.factor_at(0, i, states[i]) == option.factor]
+        as_is = f", as %{in_place(nodes, by[0])} is" if by else ""
+        return f"cut along {_factor(option.factor)} of '{_shown(group)}'{as_is}"
     if option.whole:
         return f"whole: no operand is cut where '{_shown(group)}' may be"
-    names = [f"%{nodes[i].name}" for i, state in option.takes.items() if state.kind == "P"]
+    names = [f"%{in_place(nodes, i)}" for i, state in option.takes.items() if state.kind == "P"]
     return f"stays partial: the op is linear in {' and '.join(dict.fromkeys(names))}"
 
 
@@ -55,11 +64,11 @@ def _factor(name: str | None) -> str:
 def moves(
     nodes: Sequence[Node], have: Sequence[Layout], want: Sequence[Layout], mesh: Mesh, hardware: Hardware
 ) -> Iterator[tuple[str, str]]:
-    """Operands that are resharded, by name: the layouts, the collectives, and their time on `hardware`."""
-    for node, before, after in zip(nodes, have, want, strict=True):
-        tensor = meta.tensor(node)
+    """Operands that are resharded, by place: the layouts, the collectives, and their time on `hardware`."""
+    for number, (before, after) in enumerate(zip(have, want, strict=True)):
+        tensor = meta.tensor(nodes[number])
         if before != after and tensor is not None:
-            yield node.name, _move(tensor, before, after, mesh, hardware)
+            yield in_place(nodes, number), _move(tensor, before, after, mesh, hardware)
 
 
 def settled(tensor: TensorMeta | None, before: Layout, after: Layout, mesh: Mesh, hardware: Hardware) -> str:

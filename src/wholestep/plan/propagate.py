@@ -10,7 +10,7 @@ An op that reads both is sharded as its batch-dependent operands are; parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -29,12 +29,12 @@ from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import TIME
 from ..reshard import reshard
-from ..rules.find_rule import find_rule
+from ..rules.find_rule import call_kind, find_rule
 from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group, PassThrough
 from ..tuning import TUNING
 from .decision import Decision
-from .explain import moves, reason, settled
+from .explain import moves, reason, settled, with_names
 from .for_pieces import is_drawn_into
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
@@ -64,6 +64,8 @@ class _Propagation:
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     targets: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
+
+    decided: dict[tuple[Hashable, ...], Decision] = field(default_factory=dict[tuple[Hashable, ...], Decision])
 
     def __post_init__(self) -> None:
         self.batch_dependent: frozenset[Node] = moving(self.situation.graph)
@@ -128,6 +130,31 @@ class _Propagation:
     def _call(self, node: Node) -> Decision:
         inputs = operands(node)
         have = [self._seen(node, n) for n in inputs]
+        self._inherit_targets(node, inputs)
+        key = self._alike(node, inputs, have)
+        if key not in self.decided:
+            self.decided[key] = self._decision(node, inputs, have)
+        decision = self.decided[key]
+        names = [n.name for n in inputs]
+        because = tuple([with_names(text, names) for text in decision.because])
+        moved = tuple([(with_names(name, names), text) for name, text in decision.moves])
+        return Decision(decision.operands, decision.outputs, decision.why, None, because, tuple(names), moved)
+
+    def _alike(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> tuple[Hashable, ...]:
+        """Equal for calls that get the same decision, but for the names of their operands: equal layers have many."""
+        depends, pins, home = self.batch_dependent, self.situation.pins, self.homes.get(node)
+        pinned, owners = pins.op_strategies.get(node.name, {}), pins.owners.get(node.name, {})
+        if not (pinned or owners or home or any(layout.partial or any(layout.dims) for layout in have)):
+            return (node,)  # to decide takes no longer
+        return (
+            call_kind(node), tuple(have), home, tuple(pinned.items()), tuple(owners.items()), node in depends,
+            tuple([n in depends for n in inputs]), any(user in depends for user in node.users),
+            tuple([self.target(n) for n in inputs]), node in self.rounding, is_drawn_into(node),
+            tuple(map(inputs.index, inputs)) if len({*inputs}) < len(inputs) else (),
+        )  # fmt: skip
+
+    def _decision(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> Decision:
+        """The decision about a call, with places of operands for their names (`explain.with_names`)."""
         tensors = meta.tensors(node)
         want = [replicated(len(layout.dims)) for layout in have]
         outputs: list[Layout] = [replicated(len(m.shape)) if m else Layout(()) for m in tensors]
@@ -180,12 +207,10 @@ class _Propagation:
             because.append(f"{axis}: {text}")
             want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
-        self._inherit_targets(node, inputs)
         if self.scout and node in self.batch_dependent and not pinned:
             outputs = self._if_decomposed(node, inputs, have, want, outputs)
         moved = moves(inputs, have, want, self.situation.mesh, self.situation.hardware) if have != want else ()
-        reads = tuple(n.name for n in inputs)
-        return Decision(tuple(want), tuple(outputs), why, None, tuple(because), reads, tuple(moved))
+        return Decision(tuple(want), tuple(outputs), why, None, tuple(because), (), tuple(moved))
 
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
@@ -251,6 +276,8 @@ class _Propagation:
 
     def _inherit_targets(self, node: Node, inputs: Sequence[Node]) -> None:
         """Give outputs with the shape of a gradient its target layout; for list ops, that of the same list entry."""
+        if self.targets.keys().isdisjoint(inputs):
+            return
         tensors = meta.tensors(node)
         first = node.args[0] if node.args else None
         count = len(first) if isinstance(first, (list, tuple)) and first else 1

@@ -51,7 +51,7 @@ def moving(graph: TrainGraph, besides: Container[str] = ()) -> frozenset[Node]:
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in COMPLETE:
             continue
-        if any(n in dependent for n in node.all_input_nodes) or is_random(node):
+        if not dependent.isdisjoint(node.all_input_nodes) or is_random(node):
             dependent.add(node)
     return frozenset(dependent)
 

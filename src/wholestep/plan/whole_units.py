@@ -15,7 +15,8 @@ from ..graph.ops import COMPLETE
 from ..layout import Layout
 from ..rules.call import Call
 from ..rules.cut_in_units import output_units
-from ..rules.find_rule import find_rule, is_known
+from ..rules.find_rule import call_kind, find_rule, is_known
+from ..rules.registry import CallKind
 from ..sizes import in_units, text_of, unit_of, whole
 
 
@@ -26,6 +27,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
     rule that is cached with them.
     """
     live, changed = set[Node](), set[Node]()
+    known = dict[CallKind, list[TensorMeta | None]]()
     for spec, node in graph.placeholders():
         layout, tensor = rest[spec.name], meta.tensor(node)
         if spec.role is Role.BATCH and layout.is_sharded and tensor is not None:
@@ -42,7 +44,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
             meta.set_known_rule(node, None)
         if node.target not in COMPLETE and any(operand in live for operand in inputs):
             if not is_known(node):
-                _mark(node, changed)
+                _mark(node, changed, known)
             live |= {node} if _has_units(node) else set()
         elif _has_units(node):
             meta.set_known_rule(node, None)
@@ -76,18 +78,19 @@ def _marks(tensor: TensorMeta | None) -> tuple[Hashable, ...]:
     return tuple(None if unit is None else text_of(unit) for unit in units)
 
 
-def _mark(node: Node, changed: set[Node]) -> None:
-    """Mark the outputs of a call that reads what is marked."""
+def _mark(node: Node, changed: set[Node], known: dict[CallKind, list[TensorMeta | None]]) -> None:
+    """Mark the outputs of a call that reads what is marked; `known` are those of such calls."""
     before = meta.tensors(node)
     if _has_units(node):
         meta.set_tensors(node, _unmarked(node))
-    tensors = list(meta.tensors(node))
     if _torch.is_getitem(node.target):
-        tensors = list(meta.tensors(node_at(node, 0))[meta.picked(node)])
-    else:
-        meta.set_known_rule(node, None)
-        rule = find_rule(node)
+        _note(node, before, meta.tensors(node_at(node, 0))[meta.picked(node)], changed)
+        return
+    meta.set_known_rule(node, None)
+    rule, kind = find_rule(node), call_kind(node)
+    if kind not in known:
+        tensors = known[kind] = list(meta.tensors(node))
         for number, shape in (output_units(rule, Call.of(node)) if rule else {}).items():
             tensor = tensors[number]
             tensors[number] = None if tensor is None else meta.with_sizes(tensor, shape)
-    _note(node, before, tensors, changed)
+    _note(node, before, known[kind], changed)

@@ -16,23 +16,31 @@ _KNOWN = ("aten", "prims", "wholestep", "_c10d_functional")
 
 def find_rule(node: Node) -> BoundRule | None:
     """The rule of `node` on its global shapes, cached by its arguments; ops of other libraries may be discovered."""
+    kind = call_kind(node)
+    if not kind.rules:
+        built_in = _torch.is_op(node.target) and node.target.namespace in _KNOWN
+        fallback = None if built_in or _torch.is_getitem(node.target) else discover
+        kind.rules = (registry.bind_rule(Call.of(node), fallback),)
+    return kind.rules[0]
+
+
+def call_kind(node: Node) -> registry.CallKind:
+    """One object for all calls with the arguments and outputs of `node`; its own if these cannot be hashed."""
     if is_known(node):
         return meta.known_rule(node)[1]
     bound = registry.bound
     now = bound, node.args, node.kwargs
-    call, built_in = Call.of(node), _torch.is_op(node.target) and node.target.namespace in _KNOWN
-    fallback = None if built_in or _torch.is_getitem(node.target) else discover
-    cache, key = registry.place_in(bound, call)
+    cache, key = registry.place_in(bound, node)
     try:
-        rule = cache[key] if key in cache else cache.setdefault(key, registry.bind_rule(call, fallback))
+        kind = cache[key] if key in cache else cache.setdefault(key, registry.CallKind())
     except TypeError:  # an argument that cannot be hashed
-        rule = registry.bind_rule(call, fallback)
-    meta.set_known_rule(node, (now, rule))
-    return rule
+        kind = registry.CallKind()
+    meta.set_known_rule(node, (now, kind))
+    return kind
 
 
 def is_known(node: Node) -> bool:
-    """True if the rule of `node` was found before: it still has the same arguments, and the table the same rules."""
+    """True if the kind of `node` was found before: it still has the same arguments, and the table the same rules."""
     cached = meta.known_rule(node)
     if cached is None:
         return False
