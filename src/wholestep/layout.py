@@ -146,10 +146,8 @@ class Layout:
     def check(self, shape: Sequence[int], mesh: Mesh, name: str = "tensor") -> None:
         """Raise LayoutError if the layout does not fit a tensor of `shape` on `mesh`."""
         if len(self.dims) != len(shape):
-            raise LayoutError(
-                f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}",
-                "one entry per tensor dim",
-            )
+            problem = f"{name}: layout {self} has {len(self.dims)} dims, the tensor has {len(shape)}"
+            raise LayoutError(problem, "one entry per tensor dim")
         used = [*self.shard_axes(), *(a for a, _ in self.partial), *self.varies, *(a for a, _ in self.owned)]
         for axis in used:
             mesh.axis_size(axis)
@@ -211,6 +209,8 @@ def split_at_blocks(
     """`layouts` of one tensor, and its `shape`, with dims split where axes shard blocks of them, so that each axis
     shards a dim. Raises LayoutError: pieces of one axis would end within a block of another.
     """
+    if not any(layout.blocks for layout in layouts):
+        return tuple(layouts), tuple(shape)
     sizes, split = list[int](), [list[tuple[str, ...]]() for _ in layouts]
     for dim, size in enumerate(shape):
         counts = sorted({1, *(layout.state(axis).blocks for layout in layouts for axis in layout.dims[dim])})

@@ -83,7 +83,7 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
 
     def checked(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         typed, rest, kinds = declared()
-        places = [*typed, *repeat(rest, max(len(args) - len(typed), 0))]
+        places = typed if len(args) <= len(typed) else [*typed, *repeat(rest, len(args) - len(typed))]
         values = [_argument(call, *place, value, error) for place, value in zip(places, args, strict=False)]
         return values, {k: _argument(call, k, kinds.get(k, Any), value, error) for k, value in named.items()}
 
@@ -112,11 +112,9 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
 
 def _argument(call: str, name: str, kind: Any, value: Any, error: type[WholestepError]) -> Any:
     """A value of its type, as Python's number where it is one of another library."""
-    if kind is Any:
-        return value
     if not is_a(value, kind):
         raise _refused(call, name, value, kind, error)
-    return as_plain(value, kind)
+    return as_plain(value, kind) if _has_numbers(kind) else value
 
 
 def check_fields(instance: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
@@ -186,6 +184,13 @@ def plain_number(value: object) -> object:
     if isinstance(value, Integral):
         return value if isinstance(value, int) else index(value)
     return float(value)
+
+
+@cache
+def _has_numbers(kind: Any) -> bool:
+    """True if `as_plain` may change a value of the type."""
+    several = get_args(kind) if get_origin(kind) in (Union, UnionType, tuple) else (kind,)
+    return int in several or float in several or (kind not in several and any(map(_has_numbers, several)))
 
 
 def as_plain(value: Any, kind: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, starmap
 from math import prod
 from typing import Any, cast
@@ -75,7 +75,8 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     check_local_graph(local)
-    check_owners(local.graph)
+    if plan.owner_axis:
+        check_owners(local.graph)
     return local
 
 
@@ -118,7 +119,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis, self.plan.owner_axis)
-        self.extended = ExtendedCalls(self.emit)
+        self.extended, self.first = ExtendedCalls(self.emit), self.plan.mesh.coordinate(0)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
@@ -189,7 +190,7 @@ class _Lowering:
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
         inputs = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
-        if not _takes_any_strides(node):
+        if not _takes_any_strides(node.target):
             shards = zip(operands(node), inputs, decision.operands, strict=True)
             inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
         added = self.extended.operands(node, decision, inputs)
@@ -210,11 +211,10 @@ class _Lowering:
         layouts = (*decision.operands, *decision.outputs)
         cut = any(layout.is_sharded for layout in layouts)
         rule = find_rule(node) if cut else None
-        call = Call.of(node) if rule else None
         target = node.target
-        if call is not None:
-            mesh = self.plan.mesh
-            target, args, kwargs = localize(rule, call, decision.operands, decision.outputs, mesh, args, kwargs)
+        if rule is not None and not rule.extends:
+            takes, gives, mesh = decision.operands, decision.outputs, self.plan.mesh
+            target, args, kwargs = localize(rule, Call.of(node), takes, gives, mesh, args, kwargs)
         if self.plan.mesh.pieces > 1 and is_drawn_into(node):
             tensor, axes = meta.one_tensor(node), decision.outputs[0].dims
             sizes = [extent(n, by, self.plan.mesh) for n, by in zip(tensor.shape, axes, strict=True)]
@@ -224,15 +224,15 @@ class _Lowering:
         if cut_by and draws(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
-        strided = any(meta.is_strided(n) for n in _nodes(args, kwargs))
-        strided = strided or any(any(layout.dims[1:]) for layout in layouts)
-        strided = strided and not _is_row_major(node, _nodes(args, kwargs))
+        inputs = _nodes(args, kwargs)
+        strided = any(map(meta.is_strided, inputs)) or any(any(layout.dims[1:]) for layout in layouts)
+        strided = strided and not _is_row_major(node, inputs)
         if strided or target is aten.view_as_complex.default:  # it also refuses odd offsets into a bucket
             target = VIEWS_OF_PIECES.get(target, target)
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
         meta.set_strided(new, strided)
-        if has_extent((args, tuple(kwargs.values()))):
+        if cut and has_extent((args, tuple(kwargs.values()))):
             meta.set_ranked(new)
         return new
 
@@ -412,7 +412,7 @@ class _Lowering:
     def _local_meta(self, full: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         if full is None or layout == replicated(len(full.shape)) or not layout.is_sharded:
             return full
-        shape = layout.local_shape(full.shape, self.plan.mesh, self.plan.mesh.coordinate(0))
+        shape = layout.local_shape(full.shape, self.plan.mesh, self.first)
         pairs = zip(full.stride, row_major(shape), strict=True)
         stride = tuple(0 if full_step == 0 else step for full_step, step in pairs)  # expanded dims stay expanded
         return TensorMeta(shape, stride, full.dtype, full.device)
@@ -439,9 +439,9 @@ def _is_transposed(node: Node) -> bool:
     return node.target is aten.t.default
 
 
-def _takes_any_strides(node: Node) -> bool:
-    """Return whether a node is a view, or its kernels support operands of any strides."""
-    target = node.target
+@cache
+def _takes_any_strides(target: Any) -> bool:
+    """Return whether an op is a view, or its kernels support operands of any strides."""
     if target in VIEWS or not _torch.is_op(target):
         return True
     if depends_on_strides(target):

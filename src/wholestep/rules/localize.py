@@ -49,7 +49,7 @@ def localize(
     args: tuple[Any, ...], kwargs: Mapping[str, Any],
 ) -> Local:  # fmt: skip
     """`call` for one rank, with operands in the layouts `takes` and outputs in `gives`; `args` are the local ones."""
-    if rule is None or not any(layout.is_sharded for layout in (*takes, *gives)):
+    if rule is None or rule.extends or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
     pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}
