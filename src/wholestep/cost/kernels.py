@@ -28,8 +28,7 @@ def op_times(
     if compiled or (stack is not None and stack.compiled):
         times = compiled_us(graph, hardware, () if stack is None or stack.fused_loss else LOSS)
     else:
-        alone = {node: node_us(node, hardware) for node in calls if not (is_collective(node) or is_wait(node))}
-        times = dict.fromkeys(calls, 0.0) | alone
+        times = dict.fromkeys(calls, 0.0) | alone_us(graph, hardware)
     generation = 2 if stack is None else stack.flash_attention
     for node in calls if generation != 2 else ():
         node_work = work(node)
@@ -40,6 +39,12 @@ def op_times(
         if node.target in SUMS_OF_PIECES:
             times[node] = _added_us(node, times[node], hardware, accumulates)
     return times if profile is None else profile.applied(times)
+
+
+def alone_us(graph: Graph, hardware: Hardware) -> dict[Node, float]:
+    """Microseconds of each op that computes, as a kernel of its own."""
+    calls = (node for node, _ in with_bodies(graph) if node.op == "call_function" and not loop_of(node))
+    return {node: node_us(node, hardware) for node in calls if not (is_collective(node) or is_wait(node))}
 
 
 def _added_us(node: Node, own_us: float, hardware: Hardware, accumulates: Accumulates) -> float:

@@ -93,7 +93,7 @@ def storage_bytes(tensor: TensorMeta) -> int:
 
 def shared_operand(node: Node, index: int = 0) -> Node | None:
     """Return the operand that output `index` of `node` aliases; None for new memory."""
-    if _torch.is_op(node.target) and _is_new(node.target) and not is_wait(node):
+    if _torch.is_op(node.target) and returns_new(node.target) and not is_wait(node):
         return None
     inputs = operands(node)
     if node.op != "call_function" or not inputs:
@@ -109,7 +109,7 @@ def shared_operand(node: Node, index: int = 0) -> Node | None:
 
 
 @cache
-def _is_new(target: Any) -> bool:
+def returns_new(target: Any) -> bool:
     """Return whether an op never returns an alias of an operand."""
     unmarked = all(returned.alias_info is None for returned in _torch.schema_of(target).returns)
     return unmarked and target not in UNMARKED_VIEWS and target not in _COPIES_AT_NEED

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
+from ..cost.kernels import alone_us
 from ..cost.simulation import Clock, arrivals_after, start
 from ..cost.stack import Fills
 from ..graph import meta
@@ -50,17 +51,18 @@ class Overlap(InPlace):
         """Reorder the nodes of `local`."""
         assert local.sizes is not None, "SizeBuckets came before"
         fills = self.fills if local.sizes.puts_off else "none"
-        work = self._worked(local, fills)
+        times = alone_us(local.graph, self.hardware)
+        work = self._worked(local, fills, times)
         if work.exchanges and fills == "all":
-            work = min(self._worked(local, "none"), work, key=lambda candidate: candidate.clock.now)
+            work = min(self._worked(local, "none", times), work, key=lambda candidate: candidate.clock.now)
         put_in_order(local.graph, _stages_in_turn(local, work.order))
         return local if local.across is None else in_one_order(local)
 
-    def _worked(self, local: LocalGraph, fills: Fills) -> _Work:
-        work = _Work(local, self.hardware, {}, fills)
+    def _worked(self, local: LocalGraph, fills: Fills, times: Mapping[Node, float]) -> _Work:
+        work = _Work(local, self.hardware, times, {}, fills)
         work.run()
         if any(i.role is Role.CARRY for i in local.inputs):
-            work = _Work(local, self.hardware, arrivals_after(local, work.clock), fills)
+            work = _Work(local, self.hardware, times, arrivals_after(local, work.clock), fills)
             work.run()
         return work
 
@@ -87,6 +89,7 @@ class _Work:
 
     local: LocalGraph
     hardware: Hardware
+    times: Mapping[Node, float]
     arrivals: Mapping[str, float]
     fills: Fills
     order: list[Node] = field(default_factory=list[Node])
@@ -104,7 +107,7 @@ class _Work:
     def run(self) -> None:
         calls = [n for n in self.local.graph.nodes if n.op == "call_function"]
         self.placed = {n for n in self.local.graph.nodes if n.op == "placeholder"}
-        self.clock = start(self.local, Clock(self.hardware, self.local.mesh), self.arrivals)
+        self.clock = start(self.local, Clock(self.hardware, self.local.mesh, times=self.times), self.arrivals)
         varying, main = forward_backward(self.local, later_stages=False)
         self.urgency = self._urgency([n for n in calls if n in main and n in varying])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in varying]

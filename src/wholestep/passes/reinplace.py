@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +16,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
-from ..graph.storage import UNMARKED_VIEWS, held_in_states
+from ..graph.storage import UNMARKED_VIEWS, held_in_states, returns_new
 from ..partition.rank_ops import MAY_ALIAS, take_chunk
 from ..sizes import equal
 from ..tuning import TUNING
@@ -324,15 +325,12 @@ def aliased(node: Node) -> Node | None:
         source = node_at(node, 0)
         return source if aliased(source) is not None else None
     may_alias = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
-    if not may_alias and _torch.is_op(node.target) and not _returns_alias(node.target):
+    if not may_alias and _torch.is_op(node.target) and returns_new(node.target):
         return None
     return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
 
 
-def _returns_alias(target: Any) -> bool:
-    return any(returned.alias_info is not None for returned in _torch.schema_of(target).returns)
-
-
+@cache
 def inplace_form(target: Any) -> Any:
     """The in-place overload of a functional op that takes the same arguments, if there is one."""
     packet = getattr(target, "_overloadpacket", None)
