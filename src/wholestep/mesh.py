@@ -66,11 +66,8 @@ class Mesh:
             raise MeshError(problem, f"at most {_MOST_RANKS} ranks", "correct the sizes")
         empty = [axis for axis in axes if axis.size < 1]
         if empty:
-            raise MeshError(
-                f"axis {empty[0].name!r} has size {empty[0].size}",
-                "a size of at least 1",
-                "drop the axis or give it ranks",
-            )
+            problem = f"axis {empty[0].name!r} has size {empty[0].size}"
+            raise MeshError(problem, "a size of at least 1", "drop the axis or give it ranks")
         reserved = next((axis.name for axis in axes if axis.name in _RESERVED), None)
         if reserved:
             reason, next_step = _RESERVED[reserved]
@@ -107,11 +104,8 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
-        raise MeshError(
-            f"mesh {self} has no axis {name!r}",
-            f"one of {', '.join(map(repr, self.names))}",
-            "correct the axis name or the mesh",
-        )
+        problem = f"mesh {self} has no axis {name!r}"
+        raise MeshError(problem, f"one of {', '.join(map(repr, self.names))}", "correct the axis name or the mesh")
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the position of `rank` along each axis."""

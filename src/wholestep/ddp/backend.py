@@ -90,11 +90,9 @@ class DdpBackend:
         if cap <= 0 or first <= 0:
             raise BackendError(f"bucket caps of {first:,} and {cap:,} bytes", "positive sizes")
         if first > cap:
-            raise BackendError(
-                f"first_bucket_cap is {first:,} bytes, more than the {cap:,} bytes of the other buckets",
-                "a first bucket no larger than the others, so that it is sent early",
-                f"pass first_bucket_cap={cap} or less, or a larger bucket_cap_mb",
-            )
+            problem = f"first_bucket_cap is {first:,} bytes, more than the {cap:,} bytes of the other buckets"
+            needed = "a first bucket no larger than the others, so that it is sent early"
+            raise BackendError(problem, needed, f"pass first_bucket_cap={cap} or less, or a larger bucket_cap_mb")
         return first, cap
 
 

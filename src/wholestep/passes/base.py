@@ -90,11 +90,8 @@ def run_passes(
         here = replace(context or Context(), following=tuple(single_passes[at + 1 :]))
         local = pass_.change(local) if owned and isinstance(pass_, InPlace) else _applied(pass_, local, here)
         if not isinstance(local, LocalGraph):  # pyright: ignore[reportUnnecessaryIsInstance]  # users write passes
-            raise GraphError(
-                f"pass {name} returned {type(local).__name__}",
-                "a LocalGraph",
-                "return the graph you were given or a changed copy",
-            )
+            problem = f"pass {name} returned {type(local).__name__}"
+            raise GraphError(problem, "a LocalGraph", "return the graph you were given or a changed copy")
         if _exchanged(local) != exchanged:
             problem = f"pass {name} changed what stages of a pipeline exchange, or its order"
             needed = "the order of other stages: it was proven to end"
@@ -153,11 +150,8 @@ def _check(unchecked: list[str], program: LocalGraph) -> None:
         try:
             check_local_graph(local)
         except (WholestepError, RuntimeError) as error:
-            raise GraphError(
-                f"pass{'es' * (len(unchecked) > 1)} {', '.join(unchecked)} left a malformed graph: {error}",
-                "a graph that keeps LocalGraph's invariants",
-                "fix the pass",
-            ) from error
+            problem = f"pass{'es' * (len(unchecked) > 1)} {', '.join(unchecked)} left a malformed graph: {error}"
+            raise GraphError(problem, "a graph that keeps LocalGraph's invariants", "fix the pass") from error
     unchecked.clear()
 
 
@@ -166,15 +160,10 @@ def check_order(local: LocalGraph, name: str, follows: Sequence[str], precedes: 
     so_far = ", ".join(local.passes) or "none"
     for other in follows:
         if other not in local.passes:
-            raise GraphError(
-                f"pass {name} must be applied after {other}; applied so far: {so_far}",
-                f"{other} before {name}",
-                f"put {other} before it in the list of passes",
-            )
+            problem = f"pass {name} must be applied after {other}; applied so far: {so_far}"
+            raise GraphError(problem, f"{other} before {name}", f"put {other} before it in the list of passes")
     for other in precedes:
         if other in local.passes:
-            raise GraphError(
-                f"pass {name} must be applied before {other}; applied so far: {so_far}",
-                f"a graph that {other} has not changed yet",
-                f"put {other} after it in the list of passes",
-            )
+            problem = f"pass {name} must be applied before {other}; applied so far: {so_far}"
+            needed = f"a graph that {other} has not changed yet"
+            raise GraphError(problem, needed, f"put {other} after it in the list of passes")

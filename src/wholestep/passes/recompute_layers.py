@@ -56,11 +56,9 @@ class RecomputeLayers:
             problem, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
             raise PlanError(problem, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
         if not any(any(of.values()) for of in layers.values()):
-            raise PlanError(
-                f"recompute {self.kind}: found no list of layers (no module is named by a number)",
-                "layers in a ModuleList or Sequential",
-                "let a budget of memory decide (recompute auto)",
-            )
+            problem = f"recompute {self.kind}: found no list of layers (no module is named by a number)"
+            needed = "layers in a ModuleList or Sequential"
+            raise PlanError(problem, needed, "let a budget of memory decide (recompute auto)")
         names = [saved.full_name(place, name) for place, tensors in saved.places.items()
                  for name in self._dropped(tensors, layers[place])]  # fmt: skip
         return saved.applied(names, Hardware.default())

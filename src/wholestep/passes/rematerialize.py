@@ -27,11 +27,9 @@ def rematerialized(saved: SavedTensors, names: Sequence[str]) -> LocalGraph:
     by_name = {value.name: value for value in saved.candidates}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise GraphError(
-            f"{unknown[0]!r} is not kept for the backward, or cannot be rematerialized",
-            "values that the forward computes and the backward reads: no random numbers, no results of collectives",
-            f"one of {', '.join(list(by_name)[:5])}, ..." if by_name else "",
-        )
+        problem = f"{unknown[0]!r} is not kept for the backward, or cannot be rematerialized"
+        needed = "values that the forward computes and the backward reads: no random numbers, no results of collectives"
+        raise GraphError(problem, needed, f"one of {', '.join(list(by_name)[:5])}, ..." if by_name else "")
     graph, twins = copy_with(saved.local.graph)
     work = _Work(saved, {id(by_name[name].storage) for name in names}, twins)
     readers = {(at, segment) for name in names for segment, reads in by_name[name].reads.items() for at, _ in reads}

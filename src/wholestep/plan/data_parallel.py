@@ -74,18 +74,12 @@ class DataParallel:
             needed = "a style in which ranks share out the state of parameters that rest whole"
             raise PlanError(f"owners= with style {self.kind.name!r}", needed, 'give "zero1" or "zero2"')
         if self.semantics == "per_rank" and self.inputs == "global":
-            raise PlanError(
-                'inputs="global" with semantics="per_rank"',
-                "a batch of its own for each rank, or global semantics",
-                'give semantics="global"',
-            )
+            problem = 'inputs="global" with semantics="per_rank"'
+            raise PlanError(problem, "a batch of its own for each rank, or global semantics", 'give semantics="global"')
         if self.semantics == "global" and (self.reduce != "mean" or self.broadcast_buffers):
             option = "reduce" if self.reduce != "mean" else "broadcast_buffers"
-            raise PlanError(
-                f'{option}={getattr(self, option)!r} with semantics="global"',
-                "nothing: the step computes what one device computes, buffers are the same on all ranks",
-                f"drop {option}",
-            )
+            needed = "nothing: the step computes what one device computes, buffers are the same on all ranks"
+            raise PlanError(f'{option}={getattr(self, option)!r} with semantics="global"', needed, f"drop {option}")
 
     @property
     def kind(self) -> StorageStyle:
@@ -113,11 +107,9 @@ class DataParallel:
         for name in names:
             mesh.axis_size(name)
         if self.kind.grouped and len(names) < 2:
-            raise PlanError(
-                f"style {self.kind.name!r} on mesh {mesh} with axes {', '.join(names)}",
-                "two axes: one to replicate on and one to shard on",
-                'give mesh="replicate=2,shard=2"',
-            )
+            problem = f"style {self.kind.name!r} on mesh {mesh} with axes {', '.join(names)}"
+            needed = "two axes: one to replicate on and one to shard on"
+            raise PlanError(problem, needed, 'give mesh="replicate=2,shard=2"')
         return names
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
@@ -192,11 +184,8 @@ def batch_dim(input_dim: BatchDim, name: str, ndim: int) -> int | None:
     key = next((k for k in input_dim if fnmatchcase(name, k)), None)
     dim = None if key is None else input_dim[key]
     if dim is not None and not -ndim <= dim < ndim and key == name:
-        raise PlanError(
-            f"input_batch_dim={dim} is out of range for {name!r} with {ndim} dims",
-            "a dim it has, or None",
-            "correct it",
-        )
+        problem = f"input_batch_dim={dim} is out of range for {name!r} with {ndim} dims"
+        raise PlanError(problem, "a dim it has, or None", "correct it")
     return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
@@ -213,11 +202,9 @@ def stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tu
     if not wrong and any(set(p) - set(s) for p, s in zip(layouts[0].dims, layouts[1].dims, strict=True)):
         wrong = "the parameter is sharded over an axis that does not shard its state"
     if wrong:
-        raise PlanError(
-            f"style {style.name!r} gives {returned} for {param.name!r} of shape {list(param.meta.shape)}: {wrong}",
-            f"(layout of the parameter, layout of its state), each {have} with axes of {', '.join(axes)} added",
-            "correct the function",
-        )
+        problem = f"style {style.name!r} gives {returned} for {param.name!r} of shape {list(param.meta.shape)}: {wrong}"
+        needed = f"(layout of the parameter, layout of its state), each {have} with axes of {', '.join(axes)} added"
+        raise PlanError(problem, needed, "correct the function")
     return Resting(*cast(tuple[Layout, Layout], pair))
 
 

@@ -228,11 +228,8 @@ def _check_batch_dim(graph: TrainGraph, parallel: DataParallel) -> None:
     batch = [i for i in graph.inputs if i.role is Role.BATCH and i.meta.shape]
     if isinstance(dim, int) and batch and all(not -len(i.meta.shape) <= dim < len(i.meta.shape) for i in batch):
         shape = list(batch[0].meta.shape)
-        raise PlanError(
-            f"input_batch_dim={dim} is out of range for {batch[0].name!r} of shape {shape}",
-            f"a dim from 0 to {len(shape) - 1}",
-            "correct input_batch_dim",
-        )
+        problem = f"input_batch_dim={dim} is out of range for {batch[0].name!r} of shape {shape}"
+        raise PlanError(problem, f"a dim from 0 to {len(shape) - 1}", "correct input_batch_dim")
 
 
 # -- per-rank and global semantics ------------------------------------------------------------------------

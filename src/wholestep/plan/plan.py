@@ -229,18 +229,12 @@ class Plan:
         except MalformedError as error:
             raise PlanError(f"the plan: {error.found}", error.needed, "write the plan again") from error
         if not isinstance(data, dict) or cast(dict[str, Any], data).get("format") != FORMAT:
-            raise PlanError(
-                "field 'format': this JSON is not a wholestep plan",
-                f"format {FORMAT!r}",
-                "pass a file that Plan.save wrote",
-            )
+            problem = "field 'format': this JSON is not a wholestep plan"
+            raise PlanError(problem, f"format {FORMAT!r}", "pass a file that Plan.save wrote")
         fields = cast(dict[str, Any], data)
         if fields.get("version") != VERSION:
-            raise PlanError(
-                f"field 'version': found {shown(fields.get('version'))}",
-                f"version {VERSION}",
-                "write the plan again with this wholestep",
-            )
+            problem = f"field 'version': found {shown(fields.get('version'))}"
+            raise PlanError(problem, f"version {VERSION}", "write the plan again with this wholestep")
         plan = Plan(**decode(fields, hints_of(Plan)))
         check_form(plan)
         return plan

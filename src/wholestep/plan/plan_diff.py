@@ -107,11 +107,8 @@ def refuse_other_parameters(plan: Plan, step_plan: Plan) -> None:
         both = [(n, expected.get(n, "absent"), present.get(n, "absent")) for n in differing[:4]]
         layouts = "; ".join(f"{name}: {planned} in the plan, {actual} here" for name, planned, actual in both)
         tail = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
-        raise PlanError(
-            f"the plan does not fit this step: {layouts}{tail}",
-            "the parameters of the plan, in its layouts",
-            "plan this step again",
-        )
+        problem = f"the plan does not fit this step: {layouts}{tail}"
+        raise PlanError(problem, "the parameters of the plan, in its layouts", "plan this step again")
 
 
 def _params(plan: Plan) -> Mapping[str, str]:

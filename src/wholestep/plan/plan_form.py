@@ -44,8 +44,5 @@ def check_form(plan: Plan) -> None:
             f"options.reduce_dtype is {shown(dtype)}", "a floating dtype of torch, or None", "plan this graph again"
         )
     if (plan.options.keep_gathered_bytes or 0) < 0:
-        raise PlanError(
-            f"options.keep_gathered_bytes is {shown(plan.options.keep_gathered_bytes)}",
-            "at least 0",
-            "plan this graph again",
-        )
+        problem = f"options.keep_gathered_bytes is {shown(plan.options.keep_gathered_bytes)}"
+        raise PlanError(problem, "at least 0", "plan this graph again")

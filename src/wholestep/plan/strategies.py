@@ -143,11 +143,9 @@ class Strategies:
         for part in self.parts:
             for axis in part.axes(mesh):
                 if axis in users:
-                    raise PlanError(
-                        f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}",
-                        "a separate axis for each strategy",
-                        f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")',
-                    )
+                    problem = f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}"
+                    needed = "a separate axis for each strategy"
+                    raise PlanError(problem, needed, f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")')
                 users[axis] = type(part).__name__
         if STAGES in mesh.names and users.get(STAGES) != Pipeline.__name__:
             use = f"is used by {users[STAGES]}" if STAGES in users else "is used by no strategy"
@@ -229,11 +227,9 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
     wrong = [p for p in entries if not isinstance(p, Strategy) or isinstance(p, type)]
     if wrong or not parts:
         style = parallel if isinstance(parallel, str) and parallel in STYLES else "fully_shard"
-        raise PlanError(
-            f"parallel={shown(wrong[0] if wrong else parts)}",
-            "a strategy, as DataParallel or TensorParallel, or a list of them",
-            f'pass parallel=wholestep.DataParallel("{style}")',
-        )
+        problem = f"parallel={shown(wrong[0] if wrong else parts)}"
+        needed = "a strategy, as DataParallel or TensorParallel, or a list of them"
+        raise PlanError(problem, needed, f'pass parallel=wholestep.DataParallel("{style}")')
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
     if sum(isinstance(p, MicroBatches) for p in parts) > 1:

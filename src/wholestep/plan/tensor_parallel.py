@@ -262,12 +262,8 @@ def _paired(nodes: list[Node], states: Wanted) -> list[tuple[Node, AxisState]]:
             continue
         ndim = len(tensor.shape)
         if state.kind == "S" and not -ndim <= state.dim < ndim:
-            raise PlanError(
-                f"Shard({state.dim}) for a result of {ndim} dims, {list(tensor.shape)}",
-                f"a dim from 0 to {ndim - 1}",
-                "correct the layout",
-                meta.source_line(node),
-            )
+            problem = f"Shard({state.dim}) for a result of {ndim} dims, {list(tensor.shape)}"
+            raise PlanError(problem, f"a dim from 0 to {ndim - 1}", "correct the layout", meta.source_line(node))
         out.append((node, replace(state, dim=state.dim % ndim) if state.kind == "S" else state))
     return out
 

@@ -114,11 +114,9 @@ class Auto:
                 f"Auto(styles={shown(self.styles)})", f"some of {', '.join(map(repr, names))}", "correct the names"
             )
         if not isinstance(self.data.style, str):
-            raise PlanError(
-                f"Auto(data=DataParallel(style={self.data.kind.name}))",
-                f"no style: Auto chooses among {', '.join(names)}",
-                "leave out the style, or give the DataParallel as parallel=",
-            )
+            problem = f"Auto(data=DataParallel(style={self.data.kind.name}))"
+            needed = f"no style: Auto chooses among {', '.join(names)}"
+            raise PlanError(problem, needed, "leave out the style, or give the DataParallel as parallel=")
 
     @property
     def budget_bytes(self) -> int | None:

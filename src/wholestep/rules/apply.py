@@ -24,11 +24,9 @@ def choose(cases: Sequence[RuleText], call: Call) -> RuleText:
         if _holds(case, call) and _fits(case, call):
             return case
     shapes = ", ".join(str(list(m.shape)) for m in call.operands)
-    raise RuleError(
-        f"rule '{' | '.join(map(str, cases))}' does not fit {call.target}: it has no case for {shapes}",
-        "a case whose terms have the dims of the tensors",
-        "add one, or make the rule a function of the shapes",
-    )
+    problem = f"rule '{' | '.join(map(str, cases))}' does not fit {call.target}: it has no case for {shapes}"
+    needed = "a case whose terms have the dims of the tensors"
+    raise RuleError(problem, needed, "add one, or make the rule a function of the shapes")
 
 
 def _holds(case: RuleText, call: Call) -> bool:
@@ -246,8 +244,6 @@ class _Sizes:
         self.sizes[factor] = max(have, size) if size else 0
 
     def _refuse(self, problem: str) -> NoReturn:
-        raise RuleError(
-            f"rule '{self.rule}' does not fit {self.call.target}: {problem}",
-            "a rule whose terms have the dims of the tensors",
-            "correct the rule, or make it a function of the shapes",
-        )
+        problem = f"rule '{self.rule}' does not fit {self.call.target}: {problem}"
+        needed = "a rule whose terms have the dims of the tensors"
+        raise RuleError(problem, needed, "correct the rule, or make it a function of the shapes")

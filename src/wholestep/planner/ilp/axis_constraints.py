@@ -85,11 +85,9 @@ def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str)
         return REPLICATED
     dim, ndim = cast(int, placement.dim), len(tensor.shape)
     if not -ndim <= dim < ndim:
-        raise PlanError(
-            f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(tensor.shape)}",
-            f"a dim from 0 to {ndim - 1}" if ndim else "a tensor that has dims",
-            "give another dim, or drop this pin",
-        )
+        problem = f"{pattern!r} is to be cut along dim {dim}: %{name} has no such layout, it is {list(tensor.shape)}"
+        needed = f"a dim from 0 to {ndim - 1}" if ndim else "a tensor that has dims"
+        raise PlanError(problem, needed, "give another dim, or drop this pin")
     return AxisState("S", dim % ndim)
 
 
@@ -106,11 +104,9 @@ def _matching(modules: Modules, pattern: str) -> list[str]:
     paths = modules.matching(pattern)
     if paths:
         return paths
-    raise PlanError(
-        f"the pattern {pattern!r} names no module and no parameter",
-        f"those of the step, as {modules.near(pattern)}",
-        "correct the pattern: one glob for each name between dots",
-    )
+    problem = f"the pattern {pattern!r} names no module and no parameter"
+    needed = f"those of the step, as {modules.near(pattern)}"
+    raise PlanError(problem, needed, "correct the pattern: one glob for each name between dots")
 
 
 def made_by(node: Node) -> tuple[Node, int]:

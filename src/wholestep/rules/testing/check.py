@@ -122,18 +122,12 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
         raise RuleError(problem, "arguments that the op takes", "correct them") from error
     result = check_case(case)
     if result is None:
-        raise RuleError(
-            f"{target} has no rule for these arguments",
-            "a rule to check",
-            "write one with @ws.rule, or leave the op to discovery",
-        )
+        problem = f"{target} has no rule for these arguments"
+        raise RuleError(problem, "a rule to check", "write one with @ws.rule, or leave the op to discovery")
     if result.failures:
         first = result.failures[0]
-        raise RuleError(
-            f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}",
-            f"{first.expected}; {first.place} {first.actual}",
-            "correct the rule: " + _fix(first),
-        )
+        problem = f"the rule of {first.op} is wrong in {len(result.failures)} ways; {first.factor} {first.cut}"
+        raise RuleError(problem, f"{first.expected}; {first.place} {first.actual}", "correct the rule: " + _fix(first))
     return result
 
 
