@@ -17,6 +17,8 @@ from tests.catalogue import CASES, OPTIMIZERS
 from wholestep import _torch
 from wholestep._torch import dispatch
 from wholestep.graph import meta
+from wholestep.graph.sizes_in_graph import without_size_nodes
+from wholestep.sizes import text_of
 
 Step = Callable[[Tensor, Tensor], Any]
 
@@ -121,6 +123,25 @@ def test_of_functions(step: Step, own_way: Callable[[], None]) -> None:
     quick, remembered = traced(), traced()
     own_way()
     assert quick == remembered == traced()
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_of_functions_for_all_sizes(step: Step, own_way: Callable[[], None]) -> None:
+    """A second call takes what the first one computed: the same expressions of sizes, and the same guards."""
+
+    def traced() -> tuple[list[Any], set[str]]:
+        symbols = _torch.Symbols(str)
+        with symbols.mode:
+            fakes: list[Tensor] = [torch.ones(*(symbols.new(name, dim, 4) for dim in range(2))) for name in "xy"]
+        module = _torch.trace(lambda x, y: _torch.tree_flatten([step(x, y), step(x, y)])[0], fakes, {})
+        without_size_nodes(module.graph, symbols)
+        tensors = [(str(node.target), tensor) for node in module.graph.nodes for tensor in meta.tensors(node) if tensor]
+        shapes = [(name, *map(text_of, (*tensor.shape, *tensor.stride)), tensor.dtype) for name, tensor in tensors]
+        return shapes, {guard.text for guard in symbols.guards()}
+
+    quick = traced()
+    own_way()
+    assert quick == traced()
 
 
 def test_remembered_results_alias_as_torchs() -> None:

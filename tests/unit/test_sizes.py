@@ -22,7 +22,7 @@ from wholestep.capture.call_structure import take_apart
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
-from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.graph.sizes_in_graph import planned_at
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
 from wholestep.passes.context import Context
@@ -148,7 +148,7 @@ def check_random(seed: int) -> int:
         if all(evaluate(guard.text, sizes) for guard in made.symbols.guards()):
             applies += 1
             fixed = captured(model, rows, length, dynamic=False)
-            assert str(instantiated(made.graph, sizes)) == str(fixed.graph), (model.ops, rows, length)
+            assert str(planned_at(made.graph, sizes)) == str(fixed.graph), (model.ops, rows, length)
     return applies
 
 
@@ -219,7 +219,7 @@ def test_a_list_of_sizes_beside_a_tensor_of_none() -> None:
 
     model = nn.Linear(4, 4)
     made = at(3, {"x": (0,)})
-    assert str(instantiated(made.graph, sizes_in(made, 5, 4))) == str(at(5).graph)
+    assert str(planned_at(made.graph, sizes_in(made, 5, 4))) == str(at(5).graph)
 
 
 def test_a_dim_of_one_has_a_program_of_its_own() -> None:
@@ -534,7 +534,7 @@ def test_attention_as_on_a_gpu_is_captured_for_all_sizes(dtype: torch.dtype) -> 
 
     made = at(4, 16, {"tokens": (0, 1), "targets": (0, 1)})
     for rows, length in ((2, 32), (5, 8)):
-        assert str(instantiated(made.graph, sizes_in(made, rows, length))) == str(at(rows, length).graph)
+        assert str(planned_at(made.graph, sizes_in(made, rows, length))) == str(at(rows, length).graph)
 
 
 # -- micro-batches -------------------------------------------------------------------------

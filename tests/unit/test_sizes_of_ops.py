@@ -14,7 +14,7 @@ import wholestep as ws
 from tests.steps import mean_square
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.graph import meta
-from wholestep.graph.sizes_in_graph import instantiated
+from wholestep.graph.sizes_in_graph import planned_at
 
 D = 6
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -231,7 +231,7 @@ def test_an_op_is_captured_for_all_sizes(name: str) -> None:
         if not made.symbols.hold(sizes):
             continue
         applies += 1
-        fixed, filled = captured(OPS[name], rows, length).graph, instantiated(made.graph, sizes)
+        fixed, filled = captured(OPS[name], rows, length).graph, planned_at(made.graph, sizes)
         assert str(filled) == str(fixed)
         for mine, theirs in zip(filled.graph.nodes, fixed.graph.nodes, strict=True):
             for one, other in zip(meta.tensors(mine), meta.tensors(theirs), strict=True):

@@ -27,7 +27,7 @@ from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of, with_bodies
 from wholestep.graph.nodes import copy_graph, is_mutating
-from wholestep.graph.sizes_in_graph import at_sizes, instantiated
+from wholestep.graph.sizes_in_graph import at_sizes, planned_at
 from wholestep.plan.plan import Plan
 from wholestep.runtime.symbolic_sizes import PlannedFor, other_sizes
 from wholestep.sizes import SizeFloat, SizeInt, evaluate
@@ -182,7 +182,7 @@ def prove(made: Capture, planned: Plan, local: LocalGraph, case: Case) -> None:
     assert made.symbols is not None
     with made.symbols.kept():
         sizes = other_sizes(made, planned.mesh.size)
-        other = at_other_sizes(made, sizes) or replace(made, graph=instantiated(made.graph, sizes))
+        other = at_other_sizes(made, sizes) or replace(made, graph=planned_at(made.graph, sizes))
         one = PlannedFor(sizes, partition(other.graph, plan(other.graph, case.mesh, case.parallel)))
     for rank in range(planned.mesh.of_ranks.size):
         one.refuse_other(local, cast(Any, SimpleNamespace(coordinate=planned.mesh.of_ranks.coordinate(rank))))

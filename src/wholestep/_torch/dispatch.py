@@ -18,7 +18,7 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 
 from .attributes import Form, forms_set
-from .fake_results import compute, is_plain, key_of, snapshot
+from .fake_results import fake_result, snapshot
 from .op_schemas import is_op, set_operands
 from .symbols import SYMBOLIC, is_size
 from .types_shown import FAKE_TYPES
@@ -150,14 +150,13 @@ def _nodes(mode: Any, value: Any) -> Any:
 def _record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
     tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
     with torch._C.DisableTorchFunction():  # in a backward, modes would see what torch computes for itself
-        key = key_of(op, *called)
-        out: Any = compute(key, op, *called)
+        out: Any = fake_result(op, *called)
         if _kind(out) in FAKE_TYPES:
-            _track(tracer, node, out, key)
+            _track(tracer, node, out)
         elif _kind(out) in _SEQUENCES and all(_kind(v) in FAKE_TYPES for v in out):
             for index, value in enumerate(out):
-                _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value, key)
-            node.meta["val"] = _kind(out)(_val(value, key) for value in out)
+                _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
+            node.meta["val"] = _kind(out)(snapshot(value) for value in out)
         elif out is not None:
             _proxies.track_tensor_tree(out, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return out
@@ -174,11 +173,6 @@ def _add_node(graph: Any, op: Any, nodes: tuple[Any, Any]) -> torch.fx.Node:
     return node
 
 
-def _track(tracer: Any, node: torch.fx.Node, value: Any, key: Any) -> None:
-    node.meta["val"] = _val(value, key)
+def _track(tracer: Any, node: torch.fx.Node, value: Any) -> None:
+    node.meta["val"] = snapshot(value)
     tracer.tensor_tracker[value] = _proxies._ProxyTensor(torch.fx.Proxy(node, tracer), None)
-
-
-def _val(value: Any, key: Any) -> Any:
-    """Return what a node keeps of a result; without a `key`, sizes may be symbols."""
-    return snapshot(value) if key is not None and is_plain(value) else _proxies.extract_val(value)

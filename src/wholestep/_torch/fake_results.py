@@ -1,19 +1,22 @@
 """Results of ops on fake tensors, remembered by op and arguments: `FakeTensorMode` takes most of the time of a capture.
 
 A result is remembered where the schema says how it aliases: fresh, views of the first operand, or an operand itself.
-All else, and sizes that are symbols, are torch's.
+All else is torch's. Symbolic sizes are remembered by their expressions, for one environment of symbols; storages of
+such results say nothing.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import extract_val
 
+from .held import storage_key
 from .op_schemas import is_op
 from .types_shown import FAKE_TYPES
 
@@ -26,71 +29,85 @@ _NUMBERS = {int, float, bool}
 _SEQUENCES: set[Any] = {tuple, list}
 _CONSTANTS = {str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _FRESH, _VIEW, _IN_PLACE = "fresh", "view", "in place"
+_KNOWN = ("aten", "prims", "wholestep")
+_SYMBOLS: set[Any] = {torch.SymInt, torch.SymFloat}
+_SIZED_RESULTS = "wholestep_results"  # of symbolic sizes, in their environment
 _kind: Callable[[Any], Any] = type
-_results: dict[Any, _Result | None] = {}
+_make_subclass: Callable[..., Any] = cast(Any, torch.Tensor)._make_subclass  # a trace replaces it
+_results: dict[Any, Any] = {}
 _aliasing: dict[Any, str] = {}
 _attributes: dict[str, None] = {}
 
 
-_Like = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
-"""Shape, strides, offset, dtype and device of a fake tensor."""
+_Result = tuple[Any, tuple[Any, ...], str]
+"""Results of one call: the class of a sequence of several, None for one; tensors of their sizes and strides with the
+device; how they alias."""
 
 
-@dataclass(frozen=True)
-class _Result:
-    """Results of one call, and how they alias. `kind` is the class of a sequence of several; None for one."""
-
-    kind: Any
-    items: tuple[_Like | None, ...]
-    aliasing: str
+class _SizedKey(tuple[Any, ...]):
+    """A key with symbolic sizes, which belong to one environment of symbols."""
 
 
-def key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what determines the result of an op, up to storages; None where that is not known."""
-    aliasing = _aliasing.get(op)
-    if aliasing is None:
-        aliasing = _aliasing[op] = _aliasing_of(op)
+    if op not in _aliasing:
+        _aliasing[op] = _aliasing_of(op)
     parts: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not aliasing or not _note(parts, args) or not _note(parts, [part for pair in kwargs.items() for part in pair]):
+    if not _aliasing[op] or not _note(parts, (*args, *chain.from_iterable(kwargs.items()))):
         return None
     key = tuple(parts)
     try:
         hash(key)
-    except TypeError:  # a symbolic size
-        return None
+    except TypeError:  # of symbolic sizes
+        return _SizedKey(map(_hashable, key))
     return key
 
 
-def compute(key: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op on fake tensors; `key` is that of the call. Modes of torch functions must be off."""
-    result = _results.get(key) if key is not None else None
-    mode = _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) if result else None
-    if result and mode is None and _kind(args[0]) in FAKE_TYPES:
-        mode = args[0].fake_mode
-    if result is None or mode is None:
-        out = op(*args, **kwargs)
-        if key is not None and key not in _results:
-            if len(_results) >= _MOST_RESULTS:
-                _results.clear()
-            _results[key] = _remembered(op, args, out)
-        return out
-    if result.aliasing is _IN_PLACE:
-        return args[0] if result.items[0] else None
-    source = args[0].untyped_storage() if result.aliasing is _VIEW else None
-    with _C._DisableTorchDispatch():
-        results = [None if spec is None else _make_fake(spec, mode, source) for spec in result.items]
-    return results[0] if result.kind is None else result.kind(results)
+def _hashable(part: Any) -> Any:
+    if _kind(part) in _SYMBOLS:
+        return _kind(part), part.node._expr
+    return tuple(map(_hashable, cast(Any, part))) if isinstance(part, (tuple, list)) else part
 
 
 def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op on fake tensors."""
-    return compute(key_of(op, args, kwargs), op, args, kwargs)
+    """Call an op on fake tensors, outside of modes of torch functions.
+
+    What torch compares of symbolic sizes in a call, it has compared before in the environment of these symbols.
+    """
+    key = _key_of(op, args, kwargs)
+    mode = _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) if key is not None else None
+    if key is not None and mode is None and args and _kind(args[0]) in FAKE_TYPES:
+        mode = args[0].fake_mode
+    if mode is None:
+        return op(*args, **kwargs)
+    sized, results = _kind(key) is _SizedKey, _results
+    if sized:
+        results = cast(dict[str, Any], vars(mode.shape_env)).setdefault(_SIZED_RESULTS, dict[Any, Any]())
+    result = results.get(key)
+    if result is None:
+        out = op(*args, **kwargs)
+        if key not in results:
+            if len(results) >= _MOST_RESULTS:
+                results.clear()
+            results[key] = _remembered(op, args, out, sized)
+        return out
+    kind, items, aliasing = result
+    if aliasing is _IN_PLACE:
+        return args[0] if items else None
+    source = args[0].untyped_storage() if aliasing is _VIEW and not sized else None
+    with _C._DisableTorchDispatch():
+        copies: list[Any] = [
+            item and _fake(item[0].data if sized else _of_storage(item[0], source), item[1], mode) for item in items
+        ]
+    return copies[0] if kind is None else kind(copies)
 
 
 def snapshot(value: Any) -> Any:
     """Return another fake tensor of the same storage, whose sizes later changes in place leave as they are."""
+    if not is_plain(value):
+        return extract_val(value)
     with _C._DisableTorchDispatch():
-        return _make_fake(_like(value), value.fake_mode, value.untyped_storage())
+        return _fake(value.data, value.fake_device, value.fake_mode)
 
 
 def _note(parts: list[Any], values: Sequence[Any]) -> bool:
@@ -100,9 +117,11 @@ def _note(parts: list[Any], values: Sequence[Any]) -> bool:
         if kind in FAKE_TYPES:
             if not is_plain(value):
                 return False
-            parts += _like(value)
+            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
         elif kind in _NUMBERS:
             parts += (kind, value)
+        elif kind in _SYMBOLS:
+            parts.append([kind, value.node._expr])  # torch compares a SymFloat to hash it
         elif kind in _SEQUENCES:
             parts += (kind, len(value))
             if not _note(parts, value):
@@ -126,7 +145,7 @@ def is_plain(value: Any) -> bool:
 
 def _aliasing_of(op: Any) -> str:
     """Return how results of an op alias its operands; "" where its schema does not say it, or for ops of others."""
-    if not _CAN or not is_op(op) or op.namespace not in ("aten", "prims") or torch.Tag.inplace_view in op.tags:
+    if not _CAN or not is_op(op) or op.namespace not in _KNOWN or torch.Tag.inplace_view in op.tags:
         return ""
     schema: Any = op._schema
     first = schema.arguments[0] if schema.arguments else None
@@ -142,47 +161,43 @@ def _aliasing_of(op: Any) -> str:
     return _VIEW if schema.returns and all(r.alias_info is not None for r in schema.returns) else ""
 
 
-def _remembered(op: Any, args: Sequence[Any], out: Any) -> _Result | None:
+def _remembered(op: Any, args: Sequence[Any], out: Any, sized: bool) -> _Result | None:
     """Return what makes the result of a call again; None where only torch can."""
     kind = _kind(out) if _kind(out) in _SEQUENCES else None
     items, aliasing = list(cast(Sequence[Any], out)) if kind else [out], _aliasing[op]
-    if aliasing is _IN_PLACE and not (out is None or out is args[0]):
+    tensors = [item for item in items if item is not None]
+    if not all(_kind(item) in FAKE_TYPES and is_plain(item) for item in tensors):
         return None
-    if not all(item is None or (_kind(item) in FAKE_TYPES and is_plain(item)) for item in items):
+    is_operand = [any(item is arg for arg in args) for item in tensors]
+    if aliasing is _IN_PLACE:
+        return (None, tuple(tensors and ["itself"]), aliasing) if all(is_operand) else None
+    storages = {*map(storage_key, tensors)}
+    if any(is_operand) or (len(storages) < len(tensors) and aliasing is _FRESH):
         return None
-    if aliasing is _FRESH:
-        tensors = [item for item in items if item is not None]
-        storages = {*map(_storage, tensors)}
-        operands = [_storage(arg) for arg in args if _kind(arg) in FAKE_TYPES]
+    operands = [storage_key(arg) for arg in args if _kind(arg) in FAKE_TYPES]
+    if aliasing is _FRESH and not sized:
         if operands and storages == {operands[0]}:  # `_unsafe_view`, whose schema does not say it
             aliasing = _VIEW
-        elif storages & {*operands} or len(storages) < len(tensors) or any(item.storage_offset() for item in tensors):
+        elif storages & {*operands} or any(item.storage_offset() for item in tensors):
             return None
-    return _Result(kind, tuple(None if item is None else _like(item) for item in items), aliasing)
+    with _C._DisableTorchDispatch():
+        return kind, tuple(item if item is None else (item.data, item.fake_device) for item in items), aliasing
 
 
-def _storage(value: Any) -> int:
-    return value.untyped_storage()._cdata
-
-
-def _like(value: Any) -> _Like:
-    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
-
-
-def _make_fake(spec: _Like, mode: Any, storage: Any) -> Any:
-    """Make a fake tensor, on a storage or on one of its own."""
-    shape, stride, offset, dtype, device = spec
+def _of_storage(value: Any, storage: Any) -> Any:
+    """Return a tensor of the sizes and strides of another one, on a storage or on one of its own."""
     if storage is None:
-        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    else:
-        empty = torch.empty(0, dtype=dtype, device="meta")
-        empty.set_(storage, offset, shape, stride)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    empty = torch.empty(0, dtype=value.dtype, device="meta")
+    return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+
+def _fake(value: Any, device: torch.device, mode: Any) -> Any:
+    """Make a fake tensor of a tensor that nothing else has, with what torch knows of its symbolic sizes."""
+    fake: Any = _make_subclass(FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=device)
     if not _attributes:
-        usual: Any = FakeTensor(mode, empty, device)
-        _attributes.update((name, None) for name, value in cast(Any, vars(usual)).items() if value is None)
-    fake: Any = cast(Any, torch.Tensor)._make_subclass(
-        FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device
-    )
+        usual: Any = FakeTensor(mode, torch.empty(0, device="meta"), device)
+        _attributes.update((name, None) for name, held in cast(Any, vars(usual)).items() if held is None)
     _C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(_attributes, fake_mode=mode, **{_DEVICE: device})
     return fake

@@ -150,7 +150,8 @@ class Symbols:
         )
         self.record.symbols = self
         self._ints: dict[str, torch.SymInt] = {}
-        self._texts: dict[Any, str] = {}
+        self._plain: dict[Any, SizeInt | SizeFloat] = {}
+        self._owned: dict[Any, bool] = {}
         self.traced: list[SizeGuard] = []
         self._asked = 0
 
@@ -169,6 +170,7 @@ class Symbols:
         now, of = tuple(hints.values()), self.record
         other.record = SizeGuards(dict(of.dims), dict(hints), symbols=other, now=now, say=of.say, busy=of.busy)
         other.record.noted.update({guard.text: None for guard in self.traced})
+        other._plain = {}
         self.env.sizes = other
         return other
 
@@ -193,6 +195,7 @@ class Symbols:
         """A symbol for the size of a dim of the batch tensor `name`."""
         from torch._dynamo.source import ConstantSource  # here: an import of wholestep leaves dynamo out
 
+        self._owned.clear()
         symbol = self.env.create_symbol(hint, ConstantSource(f"{name}.{dim}"), dynamic_dim=DimDynamic.DYNAMIC)
         text = str(symbol)
         self._ints[text] = cast(torch.SymInt, self.env.create_symintnode(symbol, hint=hint))
@@ -213,15 +216,21 @@ class Symbols:
         expression = value.node.expr
         if not expression.free_symbols:
             return int(value) if isinstance(value, torch.SymInt) else float(value)
-        if expression not in self._texts:
-            self._texts[expression] = f"({self._printed(expression)})"
-        text = self._texts[expression]
-        number = evaluate(text, self.record.hints)
-        return (SizeInt if isinstance(value, torch.SymInt) else SizeFloat)(number, text, self.record)
+        kind = SizeInt if isinstance(value, torch.SymInt) else SizeFloat
+        number = self._plain.get((kind, expression))
+        if number is None:
+            text = f"({self._printed(expression)})"
+            number = self._plain[kind, expression] = kind(evaluate(text, self.record.hints), text, self.record)
+        return number
 
     def owns(self, value: Any) -> bool:
         """Return whether a symbolic number follows from sizes alone, and not from the value of a tensor."""
-        return isinstance(value, SYMBOLIC) and set(map(str, _node(value).expr.free_symbols)) <= self._ints.keys()
+        if not isinstance(value, SYMBOLIC):
+            return False
+        expression = _node(value).expr
+        if expression not in self._owned:
+            self._owned[expression] = set(map(str, expression.free_symbols)) <= self._ints.keys()
+        return self._owned[expression]
 
     def symbolic(self, value: Any) -> Any:
         """The reverse of `plain`: numbers that follow from sizes, also in lists, as torch's symbolic ones."""

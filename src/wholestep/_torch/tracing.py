@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -41,6 +42,8 @@ _TRACE_LOGGERS = (
     "torch._decomp.decompositions", "torch._prims_common", "torch._dynamo", "torch._functorch",
 )  # fmt: skip
 _SYMBOL_LOGGERS = (sym_node.sym_node_log.name, recording.trace_shape_events_log.name)  # called for each sum of sizes
+_OPTION = "_disable_torch_fn_metadata_mode"  # the mode counts torch functions by name
+_WITHOUT_NAMES: Any = {_OPTION: True} if _OPTION in inspect.signature(make_fx).parameters else {}
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _aten = torch.ops.aten
 
@@ -181,7 +184,7 @@ def trace(
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
         with _use_lazy_graph_module(True), quick_dispatch(table, at_op), fake_results_bounded():
-            return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True, **_WITHOUT_NAMES)(*inputs)
 
 
 @contextlib.contextmanager

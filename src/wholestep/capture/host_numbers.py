@@ -152,7 +152,10 @@ class Numbers:
 
     def among(self, values: Sequence[Any]) -> bool:
         """Return whether a number is among these values, or inside a list or an index among them."""
-        return any(self._of(value) for value in parts_of(values))
+        return any(
+            self._of(v) if _torch.is_fake(v) else isinstance(v, (list, tuple, slice)) and self.among(parts_of(v))
+            for v in values
+        )
 
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
         """Record a read of `place` and return its number; `late` if an effect changes it before."""

@@ -52,12 +52,12 @@ class OwnTensors:
 
     def fake_of(self, value: Any) -> Any:
         """Exchange the user's tensors in a value, and inside lists, tuples, dicts and slices, for their fakes."""
+        kind = _kind(value)
+        if kind in _NEVER:
+            return value
         fake = self._fakes.get(id(value))
         if fake is not None:
             return fake
-        kind = _kind(value)
-        if kind in _PLAIN:
-            return value
         if issubclass(kind, (tuple, list)):
             items: list[Any] = [self.fake_of(item) for item in value]
             if all(map(is_, items, value)):
@@ -107,5 +107,5 @@ _NOT_CARRIED = (
     "attributes of this tensor are not carried from call to call",
     "store it in optimizer.state, in a module or as an attribute of a parameter",
 )
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor, *_torch.FAKE_TYPES})
+_NEVER = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, *_torch.FAKE_TYPES})
 _kind: Callable[[Any], Any] = type

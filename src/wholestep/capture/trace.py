@@ -58,6 +58,7 @@ _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SET_GRAD, _GET_GRAD = cast(Any, torch.Tensor.grad).__set__, cast(Any, torch.Tensor.grad).__get__
+_FACTS = _torch.METADATA - {_GET_GRAD}
 ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
 
@@ -387,6 +388,10 @@ class _TorchCalls(TorchFunctionMode):
         self.refused: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FACTS and not kwargs:
+            tensor = self._own.fake_of(args[0])
+            if _torch.is_fake(tensor) and not self._numbers.among((tensor,)):
+                return func(tensor, *args[1:])
         try:
             returned = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
             return _torch.shown_to_user(self._own.of(returned))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
@@ -78,16 +77,6 @@ def sizes_among(value: Any) -> list[SizeInt | SizeFloat]:
     return numbers
 
 
-def instantiated(train: TrainGraph, sizes: Mapping[str, int]) -> TrainGraph:
-    """Return the graph that a capture at these sizes, by symbol, gives."""
-    copied = _copied(train)
-    values = at_sizes(copied.graph, sizes)
-    with _torch.fake_results_bounded(), _torch.fake_mode():
-        for node in copied.graph.nodes:
-            meta.set_value(node, map_aggregate(meta.value(node), lambda leaf: _fake(leaf, values)))
-    return replace(copied, inputs=_inputs(copied, values))
-
-
 def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> TrainGraph:
     """Return a copy whose numbers have the values of these sizes; with a new record, still their expressions. Fake
     values stay those of the symbols.
@@ -144,15 +133,6 @@ def _copied(train: TrainGraph) -> TrainGraph:
 
 def _inputs(train: TrainGraph, filled: Callable[[Any], Any]) -> tuple[Input, ...]:
     return tuple(replace(program_input, meta=_filled_in(program_input.meta, filled)) for program_input in train.inputs)
-
-
-def _fake(leaf: Any, filled: Callable[[Any], Any]) -> Any:
-    """Return a fake tensor of fixed sizes for one of symbolic sizes."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    traced = meta.meta_of(leaf)
-    shape, stride = (list(map(filled, numbers)) for numbers in (traced.shape, traced.stride))
-    return torch.empty_strided(shape, stride, dtype=traced.dtype, device=traced.device)
 
 
 def _filled_in(tensor: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:

@@ -97,7 +97,8 @@ class CompileOptions:
         verify: trace the step again and compare it with the program that the call is about to run: a value that the
             step reads and that nothing else compares is found ([page](effects.md#what-is-compared-before-a-call)).
             `"auto"`: at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run time on every
-            rank; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls. False: never.
+            rank; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls, and programs for
+            all sizes of the batch are compared with those of some. False: never.
             A difference on one rank is an error of all. `progress` is told how long it takes ("trace again").
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
             not used for longest goes; a call of its kind compiles it again, on this rank alone.
@@ -176,7 +177,7 @@ class CompileOptions:
     @property
     def verifies(self) -> bool | Literal["auto"]:
         """`verify`; the environment switches "auto" off."""
-        return False if self.verify == "auto" and os.environ.get("WHOLESTEP_VERIFY") == "0" else self.verify
+        return False if self.verify == "auto" and os.environ.get("WHOLESTEP_VERIFY") in ("0", "sizes") else self.verify
 
     @property
     def across_steps(self) -> bool:
@@ -215,6 +216,12 @@ class StepOptions:
     may_regather: bool
     capture: CaptureOptions
     cache: Path | None
+
+    @property
+    def proves_sizes(self) -> bool:
+        """Programs for all sizes are compared with what is planned for some: where a pass or a budget may differ."""
+        asked = self.user.verify is True or os.environ.get("WHOLESTEP_VERIFY") == "sizes"
+        return asked or self.user.passes is not None or self.memory_bytes is not None
 
     @staticmethod
     def of(user: CompileOptions) -> StepOptions:

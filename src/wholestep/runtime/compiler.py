@@ -26,7 +26,7 @@ from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading
 from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
-from ..graph.sizes_in_graph import instantiated
+from ..graph.sizes_in_graph import planned_at
 from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..passes.fold_repeats import said
@@ -49,6 +49,7 @@ from .progress import Stages
 from .size_check import Dims
 from .step_inputs import StepInputs
 from .symbolic_sizes import (
+    ASYNC,
     PlannedFor,
     SymbolicSizes,
     captured_for,
@@ -195,7 +196,9 @@ class Compiler:
                     captured = exact(paddings, captured, other_sizes(captured, self.world.mesh.size))
                     dump.write("1-train-graph", captured.graph)
             program = self._plan_and_partition(captured, dump, numbers is None)
-            planned = self._planned_for_others(captured)
+            if program.local.async_axes:
+                raise SizesFixedError(ASYNC)
+            planned = self._planned_for_others(captured) if self.options.proves_sizes else []
             for expected in planned:
                 expected.refuse_other(program.local, self.world)
         except (RankFailedError, RankMismatchError, PaddingError):  # is about other ranks, or all sizes
@@ -222,8 +225,7 @@ class Compiler:
         """
         assert captured.symbols is not None, "captured with symbols"
         with captured.symbols.kept():
-            other = at_other_sizes(captured, sizes)
-            other = other or replace(captured, graph=instantiated(captured.graph, sizes))
+            other = at_other_sizes(captured, sizes) or replace(captured, graph=planned_at(captured.graph, sizes))
             return self._lowered(other.graph, self._plan(other))
 
     def _same_after_passes(

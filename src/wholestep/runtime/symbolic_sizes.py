@@ -280,8 +280,6 @@ class PlannedFor:
 
     def refuse_other(self, local: LocalGraph, world: World) -> None:
         """Raise SizesFixedError unless a program with symbols is, at these sizes, this one."""
-        if local.async_axes:
-            raise SizesFixedError(ASYNC)
         if _bound_lines(local, self.sizes, world.coordinate) != _bound_lines(self.local, self.sizes, world.coordinate):
             raise SizesFixedError("with symbols for sizes, another program is planned")
 
