@@ -121,11 +121,15 @@ def check_fields(instance: object, besides: Collection[str] = (), error: type[Wh
     """Raise `error` for the first field of a dataclass whose value is not of the declared type; the class itself
     checks `besides`. Numbers of other libraries become Python's.
     """
-    hints = hints_of(type(instance))
-    for name in (field.name for field in fields(cast(Any, instance)) if field.name not in besides):
+    for name, kind in _kinds_of_fields(type(instance)).items():
         value = getattr(instance, name)
-        if (plain := _argument(type(instance).__name__, name, hints[name], value, error)) is not value:
+        if name not in besides and (plain := _argument(type(instance).__name__, name, kind, value, error)) is not value:
             object.__setattr__(instance, name, plain)
+
+
+@cache
+def _kinds_of_fields(dataclass: type[Any]) -> dict[str, Any]:
+    return {field.name: hints_of(dataclass)[field.name] for field in fields(dataclass)}
 
 
 def is_a(value: object, kind: Any) -> bool:

@@ -88,7 +88,7 @@ def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None
 
 def bodies_of(node: Node) -> tuple[int, list[Graph]]:
     """The bodies that `node` runs, and how often each: of a loop, or the blocks of a stage."""
-    if loop := loop_of(node):
+    if isinstance(loop := node.target, Loop):
         return loop.pieces, [loop.body]
     part = part_of(node)
     return (part.pieces, [block.body for block in part.running]) if part else (1, [])

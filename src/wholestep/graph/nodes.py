@@ -119,7 +119,7 @@ def redirect(moved: Mapping[Node, Node]) -> None:
 def add_call(graph: Graph, target: Any, args: Any, tensor: meta.TensorMeta, origin: Node, name: str = "") -> Node:
     """A call whose result is `tensor`, with the module and source line of `origin`."""
     name = name or str(getattr(target, "__name__", target)).split(".")[0]
-    node = graph.create_node("call_function", target, args, name=name)
+    node = add_node(graph, "call_function", target, args, {}, name)
     meta.copy(origin, node)
     meta.set_value(node, None)
     meta.set_tensors(node, (tensor,))

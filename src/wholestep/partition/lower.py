@@ -189,16 +189,17 @@ class _Lowering:
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
-        inputs = [self._resharded(n, want, segment) for n, want in zip(operands(node), decision.operands, strict=True)]
+        sources = operands(node)
+        inputs = [self._resharded(n, want, segment) for n, want in zip(sources, decision.operands, strict=True)]
         if not _takes_any_strides(node.target):
-            shards = zip(operands(node), inputs, decision.operands, strict=True)
+            shards = zip(sources, inputs, decision.operands, strict=True)
             inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
         added = self.extended.operands(node, decision, inputs)
         ready = iter(inputs)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
-        if node.target is aten.add.Tensor and any(n.target is GRAD_READY for n in operands(node)):
+        if node.target is aten.add.Tensor and any(n.target is GRAD_READY for n in sources):
             meta.set_sums_gradients(new)
         if self.plan.mesh.pieces > 1 and all(layout.state(TIME) == REPLICATED for layout in decision.outputs):
             rule = find_rule(node)

@@ -139,12 +139,9 @@ class _Check:
 
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)
-        alike = None
-        if any(layout.partial or any(layout.dims) for layout in layouts):
-            alike = call_kind(node), decision.operands, decision.outputs
-            if alike in self.right:
-                return
-        elif not any(layout.axes for layout in layouts):
+        has_parts = any(layout.partial or any(layout.dims) for layout in layouts)
+        alike = (call_kind(node), decision.operands, decision.outputs) if has_parts else None
+        if alike in self.right or not any(layout.axes for layout in layouts):
             return
         positions = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
         cuts = False
@@ -171,8 +168,7 @@ class _Check:
         if rule is not None:
             for group in rule.groups:
                 self._check_cuts(node, group, rule, decision)
-        if alike is not None:
-            self.right.add(alike)
+        self.right.update([alike] if alike else [])
 
     def _check_owner(self, node: Node, axis: str, takes: Sequence[AxisState], gives: set[AxisState]) -> None:
         """One owner of all that a node reads, which has the results; but for operands of which it reads the shape."""

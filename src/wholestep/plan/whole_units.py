@@ -91,6 +91,5 @@ def _mark(node: Node, changed: set[Node], known: dict[CallKind, list[TensorMeta 
     if kind not in known:
         tensors = known[kind] = list(meta.tensors(node))
         for number, shape in (output_units(rule, Call.of(node)) if rule else {}).items():
-            tensor = tensors[number]
-            tensors[number] = None if tensor is None else meta.with_sizes(tensor, shape)
+            tensors[number] = (tensor := tensors[number]) and meta.with_sizes(tensor, shape)
     _note(node, before, known[kind], changed)
