@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.places import PLACES
+from wholestep.runtime import repeated_capture
 
 CALLS = 9
 
@@ -54,3 +56,20 @@ def test_no_place_that_a_step_reads_is_silently_stale(
         assert len(set(values)) > 1, "the place keeps its value"
         assert wrong == []
     assert outcome == PLACES[name].outcome
+
+
+@pytest.mark.parametrize(("most_s", "calls"), [(60.0, [2, 5, 8, 17]), (-1.0, [2, 8, 17])])
+def test_a_slow_trace_leaves_out_call_five(monkeypatch: pytest.MonkeyPatch, most_s: float, calls: list[int]) -> None:
+    monkeypatch.delenv("WHOLESTEP_VERIFY")
+    monkeypatch.setattr(repeated_capture, "_QUICK_S", most_s)
+    monkeypatch.setattr(repeated_capture, "TUNING", SimpleNamespace(verify_share=1e6))
+    model, traced = nn.Linear(2, 1), list[int]()
+
+    def note(stage: str, what: str, seconds: float) -> None:
+        if (stage, what) == ("trace again", "start"):
+            traced.append(compiled.calls + 1)
+
+    compiled = ws.compile(lambda x: model(x).sum().detach(), model=model, progress=note)
+    for _ in range(18):
+        compiled(torch.ones(2, 2))
+    assert traced == calls

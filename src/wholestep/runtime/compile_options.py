@@ -96,10 +96,10 @@ class CompileOptions:
             (parameters, optimizer state, options of optimizers) and of batches that ranks share; 0 for never.
         verify: trace the step again and compare it with the program that the call is about to run: a value that the
             step reads and that nothing else compares is found ([page](effects.md#what-is-compared-before-a-call)).
-            `"auto"`: at calls 2, 5 and 8, and at 17, 32, ... while that takes less than 2 % of the run time on every
-            rank; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of these calls, and programs for
-            all sizes of the batch are compared with those of some. False: never.
-            A difference on one rank is an error of all. `progress` is told how long it takes ("trace again").
+            `"auto"`: at calls 2 and 8, at 5 if that took a second at most, and at 17, 32, ... while it takes less than
+            2 % of the run time on every rank; WHOLESTEP_VERIFY=0 in the environment switches it off. True: at all of
+            these calls, and programs for all sizes of the batch are compared with those of some. False: never. A
+            difference on one rank is an error of all. `progress` is told how long it takes ("trace again").
         max_programs: number of programs to hold, one for each kind of call (a size of the batch, say). The one that was
             not used for longest goes; a call of its kind compiles it again, on this rank alone.
         dynamic: which sizes of the batch are symbols of the captured step, so that a call of another size runs the same

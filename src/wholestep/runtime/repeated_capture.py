@@ -32,14 +32,13 @@ from .consistency import graph_lines
 from .program import Program
 from .step_inputs import StepInputs
 
-_FIRST = 8  # the last call that is verified whatever it takes
+_ALWAYS, _QUICK_S = (2, 8), 1.0  # calls that are verified whatever it takes; a trace that call 5 waits for, too
 
 
 @dataclass
 class Verification:
-    """When to trace a step again: at calls 2, 5 and 8, and at 17, 32, 65, ... while `TUNING.verify_share` of the time
-    since the first call is not used up on any rank; at all of them if `option` is True. Every second one is odd: what
-    alternates is found too.
+    """When to trace a step again: at calls 2 and 8, at 5 if that took a second at most, at 17, 32, ... while that takes
+    `TUNING.verify_share` of the run time; always if `option` is True. Every second is odd: what alternates is found.
     """
 
     fn: Callable[..., Any]
@@ -66,8 +65,9 @@ class Verification:
         """
         tell = partial(self._told_by_all, call, ranks if program.meets else None, label)
         begin, self._seen = time.monotonic(), call
-        allowed = self._spent + self._longest <= TUNING.verify_share * (begin - self._began)
-        if call > _FIRST and self.option is not True and any(tell(() if allowed else ("no time",))):
+        share = self._spent + self._longest <= TUNING.verify_share * (begin - self._began)
+        allowed = share if call > _ALWAYS[-1] else self._longest <= _QUICK_S
+        if call not in _ALWAYS and self.option is not True and any(tell(() if allowed else ("no time",))):
             return
         failure: WholestepError | None = None
         try:
