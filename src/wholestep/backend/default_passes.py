@@ -42,14 +42,9 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
 
 
 def default_passes(
-    hardware: Hardware | None = None,
-    *,
-    schedule: HowScheduled = "auto",
-    memory_bytes: int | str | None = None,
-    may_regather: bool = True,
-    backend: Backend | str = "eager",
-    stack: Stack | None = None,
-) -> tuple[Pass, ...]:
+    hardware: Hardware | None = None, *, schedule: HowScheduled = "auto", memory_bytes: int | str | None = None,
+    may_regather: bool = True, backend: Backend | str = "eager", stack: Stack | None = None,
+) -> tuple[Pass, ...]:  # fmt: skip
     """The passes that `compile` applies after `partition`, in order, as a list to edit.
 
     Args:

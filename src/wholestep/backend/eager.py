@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -24,7 +24,7 @@ from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
 from ..graph.sizes_in_graph import sizes_among
 from ..graph.stage_part import StagePart, part_of
-from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator
+from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator, text_of
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
@@ -32,7 +32,7 @@ from .reached import GO_TO, LANDMARKS, Landmarks
 
 _PIECE = "wholestep_piece"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
-Layout = tuple[str, tuple[int, ...] | None, "list[tuple[Any, Layout | None]]"]
+Layout = tuple[str, tuple[int, ...] | None, "list[tuple[Any, Layout]]"]
 """Of a node: its name, the strides of its result in the trace, and the layouts of items that nodes select from it."""
 _Function = Callable[[Sequence[Any], int], list[Any]]
 _MOST_SIZES = 4096  # of which it is known that they were checked; more are checked again
@@ -132,9 +132,13 @@ class _Eager:
         self._wrong: dict[str, tuple[int, ...]] = {}
         self._loops: dict[Node, RunLoop | RunStage] = {}
         self._blocks: dict[Graph, RunBody] = {}
-        self._strides = {node: meta.traced_stride(node) for node in graph.nodes}
+        distinct: dict[Hashable, tuple[int, ...]] = {}
+        traced = ((node, meta.traced_stride(node)) for node in graph.nodes)
+        self._strides = {n: None if s is None else distinct.setdefault(tuple(map(text_of, s)), s) for n, s in traced}
+        self._distinct = list(map(id, distinct.values()))
         self._sizes, self._texts = _sizes_in(self._strides)
-        self._values_at = evaluator([*self._texts], [*self._sizes.dims] if self._sizes is not None else [])
+        symbols = list(self._sizes.dims) if self._sizes is not None else []
+        self._strides_at = evaluator([f"({_texts(stride)})" for stride in distinct.values()], symbols)
         self._compile()
         self._checked = set[tuple[int, ...]]()
 
@@ -143,7 +147,7 @@ class _Eager:
         if now in self._checked:
             return self._run(inputs, piece)
         wrong_before = len(self._wrong)
-        self._values_now = dict(zip(self._texts, self._values_at(*now), strict=True))
+        self._strides_now = dict(zip(self._distinct, self._strides_at(*now), strict=True))
         self._go_to(0)
         out = self._check_run(inputs, piece)
         if len(self._wrong) > wrong_before:
@@ -169,11 +173,10 @@ class _Eager:
         code = compile(self.source, "<wholestep eager>", "exec")
         self._run: _Function = _defined(code, scope)
         self._check_run: _Function = _defined(code, {**scope, **first, GO_TO: self._go_to})
-        calls = [(line, node) for line, node in self._numbered if not _torch.is_getitem(node.target)]
-        self._layouts = {line: self._layout(node) for line, node in calls}
+        self._layouts = {line: self._layout(n) for line, n in self._numbered if not _torch.is_getitem(n.target)}
 
     def _layout(self, node: Node) -> Layout | None:
-        items = [(user.args[1], self._layout(user)) for user in node.users if _torch.is_getitem(user.target)]
+        items = [(n.args[1], layout) for n in node.users if _torch.is_getitem(n.target) and (layout := self._layout(n))]
         stride = None if is_mutating(node) or is_wait(node) or not node.users else self._strides[node]
         return (node.name, stride, items) if items or stride is not None else None
 
@@ -183,14 +186,14 @@ class _Eager:
 
     def _fit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layout = next(self._expected)  # before the call, which may raise
-        return self._mended(call(*args, **kwargs), layout)
+        out = call(*args, **kwargs)
+        return out if layout is None else self._mended(out, layout)
 
-    def _mended(self, value: Any, layout: Layout | None) -> Any:
+    def _mended(self, value: Any, layout: Layout) -> Any:
         """A result in the strides that the trace recorded."""
-        name, stride, selected = layout or ("", None, [])
+        name, stride, selected = layout
         if isinstance(value, torch.Tensor) and stride is not None:
-            now = tuple(self._values_now[step.text] if isinstance(step, SizeInt) else step for step in stride)
-            mended = meta.with_stride(value, now)
+            mended = meta.with_stride(value, self._strides_now[id(stride)])
             if mended is not value:
                 self._wrong[name] = stride
             return mended
