@@ -12,7 +12,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   _get_sloc, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource, utils._sympy.printers.PythonPrinter (2.0):
   sizes of the batch as symbols, and what was compared of them, with the user's line (`symbols`); a public way to do so.
 - fx.experimental.proxy_tensor.fetch_sym_proxy, PythonKeyTracer.create_arg, and __sym_dispatch__ of the mode (2.0):
-  sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx.
+  sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx. sym_node.SymNode.eq: equal at once.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
 - _ops.OpOverload, OpOverloadPacket (1.12): the targets of graph nodes; public names of the two classes.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses import fake_tensor
-from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental import proxy_tensor, sym_node
 
 from .attributes import Form, forms_set
 from .fake_results import fake_result, snapshot
@@ -53,12 +53,10 @@ def quick_dispatch(
     Replaces `__torch_dispatch__` of its mode. `forms` are the decomposed ops; `at_op` exchanges real tensors in the
     arguments of an op. No fast path in a torch without the names that it needs.
     """
+    place = proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__"
     if not all(hasattr(_proxies, needed) for needed in _NEEDED):
-        return forms_set([(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _without_real_tensors(at_op))])
-    quick: list[tuple[Any, str, Form]] = [
-        (proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", _fast_dispatch(forms, at_op)),
-        *_with_sizes(),
-    ]
+        return forms_set([(*place, _without_real_tensors(at_op))])
+    quick: list[tuple[Any, str, Form]] = [(*place, _fast_dispatch(forms, at_op)), *_with_sizes()]
     if hasattr(fake_tensor, _TAKES_NUMBERS):
         quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
     return forms_set(quick)
@@ -72,9 +70,7 @@ def _without_real_tensors(at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> 
 
 
 def _takes_numbers(original: Callable[[Any], bool], op: Any) -> bool:
-    """Make torch compute `real.mul_(2)`, as all else, on fake tensors: it runs ops that take numbers as tensors on real
-    ones, which a trace must not change.
-    """
+    """Make torch compute `real.mul_(2)` on fake tensors, too; a trace must not change the real one."""
     return not op._schema.is_mutable and original(op)
 
 
@@ -93,7 +89,12 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
             return original(mode, function, types, args, kwargs)
         return function(*args, **kwargs)
 
+    def equal(original: Any, number: Any, other: Any) -> Any:
+        alike = number._expr is getattr(other, "_expr", None)
+        return number.wrap_bool(True) if alike else original(number, other)
+
     return [
+        (sym_node.SymNode, "eq", equal),
         (_proxies, "fetch_sym_proxy", fetch),
         (_proxies.PythonKeyTracer, "create_arg", create_arg),
         (_proxies.ProxyTorchDispatchMode, "__sym_dispatch__", compute),
