@@ -90,8 +90,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
         return function(*args, **kwargs)
 
     def equal(original: Any, number: Any, other: Any) -> Any:
-        alike = number._expr is getattr(other, "_expr", None)
-        return number.wrap_bool(True) if alike else original(number, other)
+        return number.wrap_bool(True) if number._expr is getattr(other, "_expr", 0) else original(number, other)
 
     return [
         (sym_node.SymNode, "eq", equal),

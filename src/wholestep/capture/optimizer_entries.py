@@ -23,6 +23,12 @@ class Lookup(ABC):
     def __getitem__(self, key: Any) -> Any:
         return self._now()[key]
 
+    def __len__(self) -> int:
+        try:
+            return len(self._now())
+        except (KeyError, IndexError):
+            return 0
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._now()[key] = value
 
@@ -46,13 +52,6 @@ class Items(Lookup):
         if type(container) is not self.kind:
             raise KeyError(self.key)
         return container
-
-    def __len__(self) -> int:
-        """Number of items; 0 without the container."""
-        try:
-            return len(self._now())
-        except (KeyError, IndexError):
-            return 0
 
     def __setitem__(self, key: Any, value: Any) -> None:
         items = self._now()

@@ -122,7 +122,7 @@ class Container:
     @property
     def assigned(self) -> Any:
         """Where later calls find and assign the entries."""
-        return self.lookup or self.holder
+        return self.holder if self.lookup is None else self.lookup
 
     def changes(self) -> list[tuple[Any, Any, Any]]:
         """Return `(key, before, now)` of each entry that is another object now."""

@@ -37,6 +37,7 @@ from .locations import (
     MISSING,
     SIMPLE,
     ArgumentItems,
+    GroupEntry,
     Location,
     Reads,
     StateEntry,
@@ -506,11 +507,12 @@ class Watch:
 
     def _read_while_absent(self, container: Container, names: set[str], changed: set[str]) -> list[Assumption]:
         """Guard attributes that the object did not have: the class has them, or the step asked whether they exist."""
-        owner = container.owner
-        if owner is None or (isinstance(owner, torch.optim.Optimizer) and id(owner) in self.reach.of_state):
+        owner, keys = container.owner, container.keys
+        if owner is None:
             return []
-        absent = (names if container.keys is None else names & container.keys) - container.before.keys()
-        absent -= {*container.excluded}
+        absent = (names if keys is None else names & keys) - {*container.before, *container.excluded}
+        if isinstance(owner, torch.optim.Optimizer) and id(owner) in self.reach.of_state:
+            absent = {name for name in absent if not name.startswith("_") and not hasattr(type(owner), name)}
         if isinstance(owner, torch.nn.Module):
             in_tables = (vars(owner)[table] for table in container.excluded)
             absent -= _MODULE_ATTRIBUTES.union(*in_tables)
@@ -557,9 +559,11 @@ class Watch:
         out = [expect(place, place.get()) for place in self.reach.methods]
         out += [e for value, path in self.reach.bound for e in contents(value, path, carried)]
         for container in self.reach.containers:
-            if self._is_sized(container):
-                place = Location(container.path, container.holder, None)
-                out.append(Assumption(place, "size", len(container.holder)))
+            is_group = isinstance(container.lookup, GroupEntry) and not carried[id(container.holder)]
+            if is_group or self._is_sized(container):
+                out.append(
+                    Assumption(Location(container.path, container.assigned, None), "size", len(container.holder))
+                )
             elif container.style == "tensor":
                 names = frozenset(cast(dict[str, Any], container.before))
                 out.append(Assumption(Location(container.path, container.lookup, None), "attributes", names))

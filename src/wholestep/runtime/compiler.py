@@ -214,8 +214,7 @@ class Compiler:
         """What is planned for some of the sizes that a capture with symbols is for."""
         plans: list[PlannedFor] = []
         for far in (False, True)[: 1 if self.options.user.passes is None else 2]:  # of passes= nothing is known
-            budget = self.options.memory_bytes is not None
-            sizes = other_sizes(captured, self.world.mesh.size, far, smaller=budget)
+            sizes = other_sizes(captured, self.world.mesh.size, far, smaller=self.options.memory_bytes is not None)
             plans.append(PlannedFor(sizes, self._planned_at(captured, sizes)))
         return plans
 
