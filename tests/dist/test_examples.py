@@ -62,7 +62,7 @@ def count(when, until=0):
     deadline = time.monotonic() + until  # a thread that has been joined is listed for a moment longer
     while (left := sum(map(gloo, Path("/proc/self/task").iterdir()))) and time.monotonic() < deadline:
         pass
-    os.write(1, f"{{when}} left {{left}}\\n".encode())  # one write: no line of the other rank comes between
+    os.write(1, f"\\n{{when}} left {{left}}\\n".encode())  # lines of their own, whatever the other rank has begun
 atexit.register(count, "after", until=5)
 sys.path.insert(0, {str(EXAMPLES)!r})
 import mlp
