@@ -4,7 +4,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every process that a test starts
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("WHOLESTEP_VERIFY", "sizes")  # traces at calls 2, 5 and 8: tests of them ask for them
+os.environ.setdefault("WHOLESTEP_VERIFY", "sizes")  # no repeated traces, but the proof of programs for all sizes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the test's own process, not in a pool of helpers
 
 import datetime

@@ -193,8 +193,8 @@ def plain_number(value: object) -> object:
 @cache
 def _has_numbers(kind: Any) -> bool:
     """True if `as_plain` may change a value of the type."""
-    several = get_args(kind) if get_origin(kind) in (Union, UnionType, tuple) else (kind,)
-    return int in several or float in several or (kind not in several and any(map(_has_numbers, several)))
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType, tuple) else (kind,)
+    return int in kinds or float in kinds or (kind not in kinds and any(map(_has_numbers, kinds)))
 
 
 def as_plain(value: Any, kind: Any) -> Any:

@@ -6,7 +6,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 
 - fx.experimental.proxy_tensor.get_proxy_mode, disable_proxy_modes_tracing (2.0): adds an input for a Python number
   during a trace (`python_hooks`); a tracer that accepts new inputs.
-- fx.experimental.proxy_tensor.make_fx (1.12) and its `_disable_torch_fn_metadata_mode` (2.7): traces a whole step into
+- fx.experimental.proxy_tensor.make_fx (1.12) and its `_disable_torch_fn_metadata_mode` (2.11): traces a whole step into
   one ATen graph; a public joint tracer.
 - fx.experimental.symbolic_shapes.ShapeEnv.create_symbol, create_symintnode, guards, replacements, var_to_range,
   _get_sloc, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource, utils._sympy.printers.PythonPrinter (2.0):

@@ -197,7 +197,7 @@ def _fake(value: Any, device: torch.device, mode: Any) -> Any:
     fake: Any = _make_subclass(FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=device)
     if not _attributes:
         usual: Any = FakeTensor(mode, torch.empty(0, device="meta"), device)
-        _attributes.update((name, None) for name, held in cast(Any, vars(usual)).items() if held is None)
+        _attributes.update((name, None) for name, attribute in cast(Any, vars(usual)).items() if attribute is None)
     _C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(_attributes, fake_mode=mode, **{_DEVICE: device})
     return fake

@@ -27,7 +27,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
     rule that is cached with them.
     """
     live, changed = set[Node](), set[Node]()
-    known = dict[CallKind, list[TensorMeta | None]]()
+    marked = dict[CallKind, list[TensorMeta | None]]()
     for spec, node in graph.placeholders():
         layout, tensor = rest[spec.name], meta.tensor(node)
         if spec.role is Role.BATCH and layout.is_sharded and tensor is not None:
@@ -44,7 +44,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
             meta.set_known_rule(node, None)
         if node.target not in COMPLETE and any(operand in live for operand in inputs):
             if not is_known(node):
-                _mark(node, changed, known)
+                _mark(node, changed, marked)
             live |= {node} if _has_units(node) else set()
         elif _has_units(node):
             meta.set_known_rule(node, None)
@@ -78,8 +78,8 @@ def _marks(tensor: TensorMeta | None) -> tuple[Hashable, ...]:
     return tuple(None if unit is None else text_of(unit) for unit in units)
 
 
-def _mark(node: Node, changed: set[Node], known: dict[CallKind, list[TensorMeta | None]]) -> None:
-    """Mark the outputs of a call that reads what is marked; `known` are those of such calls."""
+def _mark(node: Node, changed: set[Node], marked: dict[CallKind, list[TensorMeta | None]]) -> None:
+    """Mark the outputs of a call that reads what is marked; `marked` are those of such calls."""
     before = meta.tensors(node)
     if _has_units(node):
         meta.set_tensors(node, _unmarked(node))
@@ -88,8 +88,8 @@ def _mark(node: Node, changed: set[Node], known: dict[CallKind, list[TensorMeta 
         return
     meta.set_known_rule(node, None)
     rule, kind = find_rule(node), call_kind(node)
-    if kind not in known:
-        tensors = known[kind] = list(meta.tensors(node))
+    if kind not in marked:
+        tensors = marked[kind] = list(meta.tensors(node))
         for number, shape in (output_units(rule, Call.of(node)) if rule else {}).items():
             tensors[number] = (tensor := tensors[number]) and meta.with_sizes(tensor, shape)
-    _note(node, before, known[kind], changed)
+    _note(node, before, marked[kind], changed)

@@ -220,8 +220,8 @@ class StepOptions:
     @property
     def proves_sizes(self) -> bool:
         """Programs for all sizes are compared with what is planned for some: where a pass or a budget may differ."""
-        asked = self.user.verify is True or os.environ.get("WHOLESTEP_VERIFY") == "sizes"
-        return asked or self.user.passes is not None or self.memory_bytes is not None
+        requested = self.user.verify is True or os.environ.get("WHOLESTEP_VERIFY") == "sizes"
+        return requested or self.user.passes is not None or self.memory_bytes is not None
 
     @staticmethod
     def of(user: CompileOptions) -> StepOptions:
