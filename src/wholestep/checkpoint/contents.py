@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..graph.text import human, table
-from . import dcp_metadata, durable, manifest, stored_tensors, tensor_files
+from . import durable, manifest, tensor_files
 from .manifest import VALUES, Chunk, Manifest
 from .new_folder import new_folder
 from .ranks import Ranks
 from .stateful import read_file
-from .stored_tensors import PiecesRead, described
+from .tensor_files import DCP_INDEX, Piece, read_full
 
 _CHUNK = 1 << 22  # elements that are compared at once
 
@@ -96,7 +95,7 @@ def show(contents: Contents, verified: bool) -> str:
         f"  {len(record.files)} files, {human(contents.size_bytes)}: "
         + (_printed(contents.fault) or f"intact {_checked(verified)}"),
     ]
-    sizes = {name: described(saved).nbytes for name, saved in record.tensors.items()}
+    sizes = {name: saved.empty("meta").nbytes for name, saved in record.tensors.items()}
     state = defaultdict[str, list[str]](list)
     for name, saved in record.tensors.items():
         if saved.role == "state":
@@ -151,7 +150,7 @@ def as_json(contents: Contents) -> dict[str, Any]:
     if record is None:
         return {"path": str(contents.path), "fault": contents.fault}
     tensors = {
-        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": described(saved).nbytes}
+        name: {"role": saved.role, "dtype": saved.dtype, "shape": saved.shape, "bytes": saved.empty("meta").nbytes}
         for name, saved in record.tensors.items()
     }
     optimizers = {label: {"kind": saved.kind, "groups": saved.groups} for label, saved in record.optimizers.items()}
@@ -219,7 +218,7 @@ def compare(base: Contents, other: Contents, watch: Callable[[int], object]) -> 
         if texts[0] != texts[1]:
             yield TensorDifference(name, *texts)
             continue
-        a, b = (stored_tensors.read(at.path, record, name) for at, record in pairs)
+        a, b = (read_full(at.path, record, name) for at, record in pairs)
         watch(a.nbytes)
         same = torch.equal(_bits(a), _bits(b))
         yield None if same else TensorDifference(name, *texts, _largest(a, b))
@@ -246,18 +245,18 @@ def rewrite(contents: Contents, target: Path, files: int) -> Path:
     record = contents.manifest
     assert record is not None, "there is something to write"
     with new_folder(target, Ranks.of_job("rewrite", target)) as aside:
-        copied = [name for name in record.files if not name.endswith(tensor_files.SUFFIX) and name != dcp_metadata.NAME]
+        copied = [name for name in record.files if not name.endswith(tensor_files.SUFFIX) and name != DCP_INDEX]
         sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
         for name in copied:
             sums[name] = durable.write(aside / name, (contents.path / name).read_bytes())
         for number, names in enumerate(_shared_out(record, files)):
             file = f"__{number}_0{tensor_files.SUFFIX}"
-            pieces = PiecesRead(names, partial(stored_tensors.read, contents.path, record))
+            pieces = ((name, Piece.full(read_full(contents.path, record, name))) for name in names)
             written = tensor_files.write(aside / file, pieces, lambda _: None)
             sums[file] = written.size, written.crc
             chunks |= {name: (chunk,) for name, chunk in written.chunks.items()}
         rewritten = replace(record, chunks={name: chunks[name] for name in record.tensors})
-        sums[dcp_metadata.NAME] = durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(rewritten))
+        sums[DCP_INDEX] = durable.write(aside / DCP_INDEX, tensor_files.dcp_index(rewritten))
         durable.write(aside / manifest.NAME, replace(rewritten, files=sums).to_json().encode())
     return target
 
@@ -266,8 +265,9 @@ def _shared_out(record: Manifest, files: int) -> list[list[str]]:
     """The names of the tensors of each file: the largest first, each to the file with the least bytes."""
     parts = [list[str]() for _ in range(min(files, len(record.tensors)))]
     sizes = [0] * len(parts)
-    for name in sorted(record.tensors, key=lambda name: -described(record.tensors[name]).nbytes):
+    bytes_of = {name: saved.empty("meta").nbytes for name, saved in record.tensors.items()}
+    for name in sorted(bytes_of, key=lambda name: -bytes_of[name]):
         least = sizes.index(min(sizes))
         parts[least].append(name)
-        sizes[least] += described(record.tensors[name]).nbytes
+        sizes[least] += bytes_of[name]
     return parts

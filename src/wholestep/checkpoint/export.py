@@ -18,12 +18,11 @@ from ..errors import CheckpointError
 from ..runtime.between_steps import flush_pending
 from ..runtime.failed_call import refuse_torn
 from ..units import parse_bytes
-from . import dcp_metadata, durable, manifest, safetensors_file, tensor_files
+from . import durable, manifest, safetensors_file, tensor_files
 from .manifest import CheckpointTensor, Chunk, Manifest
 from .new_folder import new_folder
 from .ranks import Ranks
-from .stored_tensors import PiecesRead, described, read
-from .tensor_files import Piece, pieces_to_write
+from .tensor_files import Piece, pieces_to_write, read_full
 
 Format = Literal["safetensors", "dcp"]
 
@@ -80,14 +79,15 @@ def export(
 @dataclass(frozen=True)
 class _Exported:
     """What to export. `tensors` gives shapes and dtypes by name, `distinct` has one name of tied ones. `full` returns
-    a tensor in full; where it `gathers`, all ranks call it. `pieces` returns what this rank writes of all tensors.
+    a tensor in full; where it `gathers`, all ranks call it. `pieces` returns what this rank writes of all tensors, by
+    name; an empty tuple or list where that is nothing.
     """
 
     tensors: Mapping[str, Tensor]
     distinct: Sequence[str]
     full: Callable[[str], Tensor]
     gathers: bool
-    pieces: Callable[[], Mapping[str, Piece]]
+    pieces: Callable[[], Iterable[tuple[str, Piece]]]
 
 
 def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Exported:
@@ -109,11 +109,11 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, ranks: Ranks) -> _Ex
         tensor = live[name]
         return next(iter(gather([tensor]).values())) if isinstance(tensor, DTensor) else tensor
 
-    def pieces() -> dict[str, Piece]:
+    def pieces() -> list[tuple[str, Piece]]:
         roles = {name: "param" if isinstance(value, nn.Parameter) else "buffer" for name, value in state.items()}
-        saved = {name: _about(tensor, roles[name]) for name, tensor in live.items()}
+        saved = {name: CheckpointTensor.of(roles[name], tensor) for name, tensor in live.items()}
         parts = pieces_to_write(live, saved, ranks.rank, ranks.size)
-        return {name: replace(piece, values=piece.values.to(tensors[name].dtype)) for name, piece in parts.items()}
+        return [(name, replace(piece, values=piece.values.to(tensors[name].dtype))) for name, piece in parts.items()]
 
     return _Exported(tensors, [name for name in first.values() if name not in ignored], full, True, pieces)
 
@@ -124,22 +124,20 @@ def _of_checkpoint(directory: Path, dtype: torch.dtype | None, ranks: Ranks) -> 
     record = ranks.on_every_rank(lambda: manifest.read(folder))
     ranks.first_does(lambda: manifest.check_files(folder, record, sorted(record.files)))
     saved = {name: tensor for name, tensor in record.tensors.items() if tensor.role in ("param", "buffer")}
-    tensors = {name: _on_meta(described(tensor), dtype) for name, tensor in saved.items()}
+    tensors = {name: _on_meta(tensor.empty("meta"), dtype) for name, tensor in saved.items()}
 
     def full(name: str) -> Tensor:
-        return read(folder, record, name).to(tensors[name].dtype)
+        return read_full(folder, record, name).to(tensors[name].dtype)
 
-    names = list(tensors)
-    return _Exported(tensors, names, full, False, lambda: PiecesRead(names if ranks.rank == 0 else (), full))
+    def pieces() -> Iterable[tuple[str, Piece]]:
+        return ((name, Piece.full(full(name))) for name in tensors) if ranks.rank == 0 else ()
+
+    return _Exported(tensors, list(tensors), full, False, pieces)
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     chosen = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=chosen, device="meta")
-
-
-def _about(tensor: Tensor, role: str) -> CheckpointTensor:
-    return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _write_safetensors(aside: Path, target: Path, exported: _Exported, most_bytes: int, ranks: Ranks) -> None:
@@ -179,9 +177,9 @@ def _write_dcp(aside: Path, target: Path, exported: _Exported, ranks: Ranks) -> 
 
     def write_index() -> None:
         chunks = {name: tuple(part[name] for part in parts if name in part) for name in exported.tensors}
-        saved = {name: _about(tensor, "param") for name, tensor in exported.tensors.items()}
+        saved = {name: CheckpointTensor.of("param", tensor) for name, tensor in exported.tensors.items()}
         about = Manifest(0, 0, ranks.size, "", 0.0, saved, {}, {}, chunks, {})
-        durable.write(aside / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
+        durable.write(aside / tensor_files.DCP_INDEX, tensor_files.dcp_index(about))
 
     ranks.first_does(write_index)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, shown
 from ..typed_json import MalformedError, parse, wrong
@@ -40,6 +41,17 @@ class CheckpointTensor:
     owner: str = ""
     key: str = ""
     optimizer: str = ""
+
+    @staticmethod
+    def of(role: str, tensor: Tensor, owner: str = "", key: str = "", optimizer: str = "") -> CheckpointTensor:
+        """What a manifest says of a tensor."""
+        return CheckpointTensor(
+            role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer
+        )
+
+    def empty(self, device: str) -> Tensor:
+        """A tensor like it, whose values are not said."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

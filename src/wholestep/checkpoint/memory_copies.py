@@ -1,6 +1,6 @@
 """Copies of a step's state in the memory of its nodes. They outlive processes; a node's loss is made good by a replica.
 
-In a folder of node-local memory each rank has two slots, written in turns: `pieces` (raw bytes), `index.pt` (which
+In a folder of node-local memory each rank has two slots, written in turns: `pieces` (raw bytes), `index` (which
 tensors, and where), `values.pt` (number, plain values, what each rank alone holds). A slot without `values.pt` is being
 written. Before a rank overwrites the older slot, all ranks have completed the newer one.
 """
@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..capture.scheduled_numbers import to_save
 from ..distributed.launch import World, ensure_group
+from ..distributed.typed_messages import encode
 from ..errors import CheckpointError, shown
 from ..runtime import random_state
 from ..runtime.between_steps import flush_pending
@@ -29,7 +30,8 @@ from ..runtime.step import CompiledStep
 from . import snapshot, stateful, tensor_files
 from .checkpoint import Checkpoint
 from .first_call import at_first_call
-from .memory_restore import INDEX, PIECES, VALUES, Restoring, mapped, position
+from .manifest import Chunk, Manifest
+from .memory_restore import INDEX, PIECES, VALUES, Restoring, mapped, position, values_of
 from .ranks import Ranks
 from .snapshot import Snapshot
 from .stateful import to_bytes
@@ -185,22 +187,21 @@ class _Slot:
 
     folder: Path
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    index: dict[str, Any] = field(default_factory=dict[str, Any])
+    index: Manifest | None = None
 
     def write(self, now: Snapshot, pieces: Mapping[str, Piece], values: dict[str, Any]) -> None:
         """Invalidate the slot, copy, and make it valid."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / VALUES).unlink(missing_ok=True)
-        index, places, size = _index(now, pieces)
+        index, size = _index(now, pieces)
         if size != len(self.memory):
             _take_memory(self.folder / PIECES, size)
             self.memory = mapped(self.folder / PIECES, size)
         for name, piece in pieces.items():
-            start, length = places[name]
-            target = self.memory[start : start + length].view(piece.values.dtype).view(piece.values.shape)
-            target.copy_(piece.values.detach())
+            (chunk,) = index.chunks[name]
+            values_of(self.memory, chunk, piece.values.dtype).copy_(piece.values.detach())
         if index != self.index:
-            (self.folder / INDEX).write_bytes(to_bytes("the index", index))
+            (self.folder / INDEX).write_bytes(encode(INDEX, index))
             self.index = index
         aside = self.folder / f"{VALUES}.new"
         aside.write_bytes(to_bytes("the state", values))
@@ -213,17 +214,13 @@ def _take_memory(path: Path, size: int) -> None:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
 
-def _index(now: Snapshot, pieces: Mapping[str, Piece]) -> tuple[dict[str, Any], dict[str, tuple[int, int]], int]:
-    """What a slot holds as plain values, start and length of each piece, and the length of all."""
-    places, end = dict[str, tuple[int, int]](), 0
+def _index(now: Snapshot, pieces: Mapping[str, Piece]) -> tuple[Manifest, int]:
+    """What a slot holds and where each piece is, and the length of all."""
+    chunks, end = dict[str, tuple[Chunk, ...]](), 0
     for name, piece in pieces.items():
-        places[name] = end, piece.values.nbytes
+        chunks[name] = (Chunk(piece.offsets, tuple(piece.values.shape), "", end, piece.values.nbytes),)
         end += -(-piece.values.nbytes // _ALIGNED) * _ALIGNED
-    return {
-        "tensors": {name: list(astuple(saved)) for name, saved in now.saved.items()},
-        "optimizers": {name: [o.kind, [list(group) for group in o.groups]] for name, o in now.optimizers.items()},
-        "chunks": {n: [list(p.offsets), list(p.values.shape), "", *places[n]] for n, p in pieces.items()},
-    }, places, end or _ALIGNED  # fmt: skip
+    return Manifest(0, 0, 1, "", 0.0, now.saved, now.optimizers, {}, chunks, {}), end or _ALIGNED
 
 
 def _exchange(now: Snapshot, world: World, alone: bytes | None) -> tuple[dict[str, Any], list[str]] | None:

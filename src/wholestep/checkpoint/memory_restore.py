@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,16 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from ..capture.state import StepState
 from ..distributed.launch import World
+from ..distributed.typed_messages import decode
 from ..runtime import random_state
 from ..runtime.step import CompiledStep
 from . import snapshot, tensor_files
 from .checkpoint import check_fits
-from .manifest import CheckpointTensor, Chunk, Manifest, SavedOptimizer
+from .manifest import Chunk, Manifest
 from .ranks import Ranks
 from .snapshot import Restore, Snapshot
 from .stateful import extra_states, load_stateful, read_plain
 
-PIECES, INDEX, VALUES = "pieces", "index.pt", "values.pt"
+PIECES, INDEX, VALUES = "pieces", "index", "values.pt"
 _BLOCK_BYTES = 64 << 20
 
 
@@ -48,9 +48,13 @@ def mapped(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def plain(data: Tensor) -> Any:
-    """The tensors and plain values that `to_bytes` wrote."""
-    return read_plain(io.BytesIO(data.numpy().tobytes()))
+def values_of(memory: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The part of the mapped bytes that is a chunk, as a tensor."""
+    return memory[chunk.start : chunk.start + chunk.length].view(dtype).view(chunk.sizes)
+
+
+def _index(data: bytes) -> Manifest:
+    return cast(Manifest, decode(INDEX, data, Manifest))
 
 
 def position(now: Snapshot, world: World) -> tuple[int, int, str]:
@@ -73,7 +77,7 @@ class Restoring:
 
     ranks: Ranks
     copies: Sequence[Sequence[Copy]]
-    index: Mapping[str, Any]
+    index: Manifest
     values: Mapping[str, Any]
 
     @staticmethod
@@ -95,8 +99,8 @@ class Restoring:
         def read() -> list[bytes]:
             return [(Path(here[0].folder) / n).read_bytes() for n in (INDEX, VALUES)] if ranks.rank == source else []
 
-        index, values = (read_plain(io.BytesIO(data)) for data in ranks.gather(read, tuple[bytes, ...])[source])
-        return Restoring(ranks, copies, index, values)
+        index, values = ranks.gather(read, tuple[bytes, ...])[source]
+        return Restoring(ranks, copies, _index(index), read_plain(values))
 
     def put_random(self) -> None:
         """Set the random generators of this rank, in a job of as many ranks."""
@@ -106,7 +110,7 @@ class Restoring:
     def _alone(self) -> dict[str, Any]:
         """What this rank alone had, or the first one in a job of another size."""
         per_rank, rank = self.values["own"], self.ranks.rank if self._same_size else 0
-        return plain(per_rank["rows"][rank][: per_rank["alone"][rank]])
+        return read_plain(per_rank["rows"][rank][: per_rank["alone"][rank]].numpy().tobytes())
 
     def restore_placed(self, step: CompiledStep) -> None:
         """Restore a step once its state is where it rests."""
@@ -120,7 +124,7 @@ class Restoring:
         self.ranks.on_every_rank(lambda: check_fits(manifest, state, "what the nodes hold in memory"))
         restore = Restore(manifest, state)
         self._restore_buffers(restore)
-        pieces = {n: tensor_files.own_piece(t) for n, t in restore.staged.items() if n in self.index["chunks"]}
+        pieces = {n: tensor_files.own_piece(t) for n, t in restore.staged.items() if n in self.index.chunks}
         shard, _, layouts = position(snapshot.take(state), world)
         here = {copy.shard: copy for copy in reversed(self.copies[self.ranks.rank])}
         any_copy = next(copy for of_rank in self.copies for copy in of_rank)
@@ -129,13 +133,13 @@ class Restoring:
         for number in shards:
             if number in here:
                 folder = Path(here[number].folder)
-                index = read_plain(io.BytesIO((folder / INDEX).read_bytes()))
-                _fill(pieces, index["chunks"], mapped(folder / PIECES, here[number].size))
+                index = _index((folder / INDEX).read_bytes())
+                _fill(pieces, index, mapped(folder / PIECES, here[number].size))
         for number in range(any_copy.shards):
             to = [rank for rank, numbers in enumerate(lacking) if number in numbers]
             if to:
                 self._pass_on(number, to, pieces, world)
-        module_states = {name: read_plain(io.BytesIO(data)) for name, data in self._alone()["modules"].items()}
+        module_states = {name: read_plain(data) for name, data in self._alone()["modules"].items()}
         self.ranks.on_every_rank(lambda: load_stateful(extra_states(state.modules), module_states))
         restore.commit(self.values["content"], keep_primed)
 
@@ -151,22 +155,16 @@ class Restoring:
                 _send(part, to, world)
         elif self.ranks.rank in to:
             length = int(_received(8, source, world).view(torch.int64))
-            index = plain(_received(length, source, world))
-            _fill(pieces, index["chunks"], _received(holding[source].size, source, world))
+            index = _index(_received(length, source, world).numpy().tobytes())
+            _fill(pieces, index, _received(holding[source].size, source, world))
 
     def _manifest(self) -> Manifest:
         """What the copies hold, as this rank sees it."""
-        rows: dict[str, list[Any]] = self.index["tensors"]
-        tensors = {name: CheckpointTensor(row[0], tuple(row[1]), *row[2:]) for name, row in rows.items()}
+        tensors = dict(self.index.tensors)
         if self._same_size:
             tensors |= {self._name(name): replace(tensors[name], role="rank") for name in self.values["own"]["buffers"]}
-        optimizers = {
-            name: SavedOptimizer(kind, tuple(tuple(group) for group in groups))
-            for name, (kind, groups) in self.index["optimizers"].items()
-        }
-        number = self.values["copy"]["number"]
-        module_states = dict.fromkeys(self._alone()["modules"], ())
-        return Manifest(number, number, self.values["size"], "", 0.0, tensors, optimizers, {}, {}, module_states)
+        modules, size = dict.fromkeys(self._alone()["modules"], ()), self.values["size"]
+        return replace(self.index, world_size=size, tensors=tensors, stateful=modules)
 
     @property
     def _same_size(self) -> bool:
@@ -191,7 +189,7 @@ def copies_in(folder: Path) -> list[Copy]:
     copies: list[Copy] = []
     for slot in folder.iterdir():
         if (slot / VALUES).exists():
-            values = read_plain(io.BytesIO((slot / VALUES).read_bytes()))
+            values = read_plain((slot / VALUES).read_bytes())
             size = (slot / PIECES).stat().st_size
             copies.append(Copy(**values["copy"], size=size, folder=str(slot)))
     return copies
@@ -214,12 +212,10 @@ def _received(count: int, source: int, world: World) -> Tensor:
 
 
 @torch.no_grad()
-def _fill(pieces: Mapping[str, tensor_files.Piece], chunks: Mapping[str, Sequence[Any]], memory: Tensor) -> None:
+def _fill(pieces: Mapping[str, tensor_files.Piece], index: Manifest, memory: Tensor) -> None:
     """Copy into `pieces` what they share with the chunks that are in `memory`."""
     for name, piece in pieces.items():
-        offsets, sizes, _, start, length = chunks[name]
-        chunk = Chunk(tuple(offsets), tuple(sizes), "", start, length)
+        (chunk,) = index.chunks[name]
         shared = tensor_files.overlap(chunk, piece)
         if shared is not None:
-            values = memory[start : start + length].view(piece.values.dtype).view(chunk.sizes)
-            piece.values[shared[1]].copy_(values[shared[0]])
+            piece.values[shared[1]].copy_(values_of(memory, chunk, piece.values.dtype)[shared[0]])

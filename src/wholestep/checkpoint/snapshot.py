@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -21,6 +21,7 @@ from ..distributed.launch import job
 from ..errors import CheckpointError
 from ..runtime import random_state
 from ..runtime.failed_call import restored
+from ..typed_values import is_a
 from .manifest import VALUES, CheckpointTensor, Manifest, SavedOptimizer
 from .stateful import extra_states, is_extra_state, read_file
 
@@ -47,7 +48,7 @@ def take(state: StepState) -> Snapshot:
     tensors: dict[str, torch.Tensor] = {}
     for role, table in (("param", state.params), ("buffer", state.buffers)):
         for name, step_tensor in table.items():
-            tensors[name], saved[name] = step_tensor.tensor.detach(), _about(role, step_tensor.tensor)
+            tensors[name], saved[name] = step_tensor.tensor.detach(), CheckpointTensor.of(role, step_tensor.tensor)
     values: dict[str, dict[str, dict[Any, Any]]] = {}
     for label, optimizer in state.optimizers.items():
         entries = cast(dict[Any, Any], optimizer.state)
@@ -61,7 +62,7 @@ def take(state: StepState) -> Snapshot:
                     continue
                 name = f"{owner}/{key}" + (f"@{label}" if len(state.optimizers) > 1 else "")
                 tensors[name] = value.detach()
-                saved[name] = _about("state", value, owner, str(key), label)
+                saved[name] = CheckpointTensor.of("state", value, owner, str(key), label)
     options = {n: [options_of(group) for group in o.param_groups] for n, o in state.optimizers.items()}
     names = {id(param.tensor): name for name, param in state.params.items()}
     optimizers = {
@@ -73,10 +74,6 @@ def take(state: StepState) -> Snapshot:
 
 def _unless_tensor(value: Any) -> Any:
     return None if isinstance(value, torch.Tensor) else value
-
-
-def _about(role: str, tensor: torch.Tensor, owner: str = "", key: str = "", optimizer: str = "") -> CheckpointTensor:
-    return CheckpointTensor(role, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), owner, key, optimizer)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,27 +96,27 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
+_VALUES: dict[str, Any] = {
+    "extra": dict[Any, Any], "options": dict[str, Sequence[dict[Any, Any]]],
+    "values": dict[str, dict[Any, dict[Any, Any]]], "scheduled": dict[str, Sequence[str]],
+}  # fmt: skip
+"""The types of the plain values, by name; all but the first are by optimizer."""
+
+
 def _are_values(content: Any, manifest: Manifest) -> bool:
-    parts = cast(dict[Any, Any], content)
-    if not isinstance(content, dict) or parts.keys() != {"extra", "options", "values", "scheduled"}:
+    parts = cast(dict[str, Any], content)
+    if not isinstance(content, dict) or parts.keys() != _VALUES.keys():
         return False
-    if not all(isinstance(part, dict) for part in parts.values()):
+    if not all(is_a(parts[name], kind) for name, kind in _VALUES.items()):
         return False
     owners = {"", *(name for name, saved in manifest.tensors.items() if saved.role == "param")}
-    labels = manifest.optimizers.keys()
-    for label, saved in manifest.optimizers.items():
-        groups, entries, keys = (parts[name].get(label) for name in ("options", "values", "scheduled"))
-        if not isinstance(groups, list) or len(cast(list[Any], groups)) != len(saved.groups):
-            return False
-        if not all(isinstance(group, dict) and not IMPLEMENTATION & group.keys() for group in cast(list[Any], groups)):
-            return False
-        if not isinstance(entries, dict) or not cast(dict[Any, Any], entries).keys() <= owners:
-            return False
-        if not all(isinstance(entry, dict) for entry in cast(dict[Any, Any], entries).values()):
-            return False
-        if not isinstance(keys, list) or not all(isinstance(key, str) for key in cast(list[Any], keys)):
-            return False
-    return all(parts[name].keys() == labels for name in ("options", "values", "scheduled"))
+    options, values = parts["options"], parts["values"]
+    return all(parts[name].keys() == manifest.optimizers.keys() for name in ("options", "values", "scheduled")) and all(
+        len(options[label]) == len(saved.groups)
+        and not any(IMPLEMENTATION & group.keys() for group in options[label])
+        and values[label].keys() <= owners
+        for label, saved in manifest.optimizers.items()
+    )
 
 
 def fingerprint(snapshot: Snapshot) -> str:
@@ -139,7 +136,7 @@ def add_own(snapshot: Snapshot, rank: int, sums: Mapping[str, int], first: Mappi
     rank_tensors |= {name: snapshot.tensors.pop(name) for name in sums if sums[name] != first.get(name)}
     for name, tensor in rank_tensors.items():
         snapshot.tensors[f"rank{rank}/{name}"] = tensor
-        snapshot.saved[f"rank{rank}/{name}"] = _about("rank", tensor)
+        snapshot.saved[f"rank{rank}/{name}"] = CheckpointTensor.of("rank", tensor)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -128,15 +128,14 @@ def read_file(folder: Path, name: str, manifest: Manifest) -> Any:
         data = durable.read_plain_file(folder / name, size)
         if data is None or len(data) != size or zlib.crc32(data) != crc:
             raise ValueError("it is not as it was saved")
-        return read_plain(io.BytesIO(data))
+        return read_plain(data)
     except Exception as error:
         text = f"checkpoint {folder} is damaged: {name} cannot be read ({first_line(error)})"
         raise CheckpointError(text, "tensors and plain values") from error
 
 
-def read_plain(data: io.BytesIO) -> Any:
+def read_plain(data: bytes) -> Any:
     """Tensors and plain values; nothing in the data is run, and it is not larger than it looks."""
-    if not all(entry.compress_type == zipfile.ZIP_STORED for entry in zipfile.ZipFile(data).infolist()):
+    if not all(entry.compress_type == zipfile.ZIP_STORED for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()):
         raise ValueError("compressed data, which wholestep never writes")
-    data.seek(0)
-    return torch.load(data, map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

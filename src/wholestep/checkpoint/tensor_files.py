@@ -7,6 +7,7 @@ follows from layouts, so ranks exchange nothing before they write.
 from __future__ import annotations
 
 import io
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from ..collectives.mesh_position import MeshPosition, place
 from ..errors import CheckpointError
 from ..layout import Layout, chunk_range
 from .durable import ChecksummedFile
-from .manifest import CheckpointTensor, Chunk
+from .manifest import CheckpointTensor, Chunk, Manifest
 
-SUFFIX = ".distcp"
+SUFFIX, DCP_INDEX = ".distcp", ".metadata"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Piece:
 
     offsets: tuple[int, ...]
     values: Tensor
+
+    @staticmethod
+    def full(tensor: Tensor) -> Piece:
+        """All of a tensor."""
+        return Piece((0,) * tensor.dim(), tensor)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def pieces_to_write(
                 copy_number = copy_number * axis.size + here.coordinate[axis.name]
             piece = Piece(_offsets(layout, tuple(tensor.shape), here), _torch.local_tensor(tensor))
         else:
-            piece = Piece((0,) * tensor.dim(), tensor)
+            piece = Piece.full(tensor)
             role = saved[name].role
             if role == "rank" or (role == "buffer" and rank == 0):
                 out[name] = piece
@@ -86,7 +92,7 @@ def pieces_to_write(
 def own_piece(tensor: Tensor) -> Piece:
     """What this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
-        return Piece((0,) * tensor.dim(), tensor)
+        return Piece.full(tensor)
     here = place(tensor.device_mesh)
     layout = dtensor.layout_from(tensor.placements, tensor.dim(), here.mesh)
     return Piece(_offsets(layout, tuple(tensor.shape), here), _torch.local_tensor(tensor))
@@ -104,11 +110,13 @@ def _offsets(layout: Layout, shape: tuple[int, ...], here: MeshPosition) -> tupl
     return tuple(out)
 
 
-def write(path: Path, pieces: Mapping[str, Piece], progress: Callable[[int], None]) -> Written:
-    """Write pieces to a new file. `progress` is called with the bytes of each piece. Raises OSError."""
+def write(path: Path, pieces: Iterable[tuple[str, Piece]], progress: Callable[[int], None]) -> Written:
+    """Write pieces, by name, to a new file, one after the other: those that are made meanwhile are not in memory
+    together. `progress` is called with the bytes of each. Raises OSError.
+    """
     file, chunks = ChecksummedFile(path), dict[str, Chunk]()
     with file:
-        for name, piece in pieces.items():
+        for name, piece in pieces:
             values = piece.values.detach().cpu().contiguous()
             if values.untyped_storage().nbytes() != values.nbytes:  # torch.save would write all of the storage
                 values = values.clone()
@@ -141,6 +149,20 @@ def read(
                 file.seek(chunk.start)
                 _copy(chunk, _loaded(folder / name, of, chunk, file.read(chunk.length), piece.values.dtype), piece)
                 progress(piece.values.element_size() * prod(chunk.sizes))
+
+
+def read_full(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    """A whole tensor. Raises CheckpointError: its file holds something else."""
+    tensor = manifest.tensors[name].empty("cpu")
+    read(folder, manifest.chunks, {name: tensor}, lambda _: None)
+    return tensor
+
+
+def dcp_index(manifest: Manifest) -> bytes:
+    """The content of `.metadata`, by which torch alone reads the folder: it pickles what wholestep never reads."""
+    chunks = {name: [tuple(vars(chunk).values()) for chunk in several] for name, several in manifest.chunks.items()}
+    saved = manifest.tensors.items()
+    return pickle.dumps(_torch.dcp_metadata([(n, getattr(torch, s.dtype), s.shape, chunks[n]) for n, s in saved]))
 
 
 def overlap(chunk: Chunk, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -18,7 +18,7 @@ from ..capture.scheduled_numbers import to_save
 from ..capture.state import StepState
 from ..errors import CheckpointError
 from ..runtime.failed_call import params_of, refuse_torn
-from . import dcp_metadata, durable, lease, manifest, snapshot, stateful, tensor_files
+from . import durable, lease, manifest, snapshot, stateful, tensor_files
 from .lease import Lease
 from .manifest import VALUES, CheckpointTensor, Chunk, Manifest
 from .ranks import Ranks
@@ -98,7 +98,7 @@ class Save:
             for name, data in self.contents.items():
                 files[name] = durable.write(folder / name, data)
             name = f"__{rank}_0{tensor_files.SUFFIX}"
-            written = tensor_files.write(folder / name, self.pieces, progress)
+            written = tensor_files.write(folder / name, self.pieces.items(), progress)
             durable.sync(folder)
         tensors = {n: saved for n, saved in self.tensors.items() if rank == 0 or saved.role == "rank"}
         return Part({**files, name: (written.size, written.crc)}, tensors, written.chunks, self.differing)
@@ -117,8 +117,8 @@ class Save:
         now = max(time.time(), last + 1e-3)  # also where this host's clock is behind
         about = replace(self.description, saved_at=now, tensors=tensors, chunks=chunks, stateful=differing)
         with durable.explained(folder):
-            index = durable.write(folder / dcp_metadata.NAME, dcp_metadata.to_bytes(about))
-            complete = replace(about, files={**files, dcp_metadata.NAME: index})
+            index = durable.write(folder / tensor_files.DCP_INDEX, tensor_files.dcp_index(about))
+            complete = replace(about, files={**files, tensor_files.DCP_INDEX: index})
             acquired.check()
             durable.replace(folder / manifest.NAME, complete.to_json().encode())
             durable.sync(self.root)
