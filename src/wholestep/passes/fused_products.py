@@ -24,7 +24,7 @@ def multiply_gathered(shard: Tensor, factors: Sequence[Tensor], parts: int, axis
 
     `axis` is a mesh axis, and the name of a process group in a bound graph.
     """
-    if _torch.has_symmetric_memory(shard.device):
+    if shard.is_cuda:
         gathered, products = _torch.gather_and_multiply(shard, factors, axis)
         return [gathered, *products]
     gathered = funcol.wait_tensor.default(funcol.all_gather_into_tensor.default(shard, parts, axis))
@@ -39,7 +39,7 @@ def scatter_product(left: Tensor, right: Tensor, inner: int, parts: int, axis: s
     `left` has its rows in the order (inner, parts * rows). `axis` as in `multiply_gathered`.
     """
     rows = left.reshape(inner, -1, left.shape[1])
-    if _torch.has_symmetric_memory(left.device):
+    if left.is_cuda:
         return _torch.multiply_and_scatter(rows, right, 1, axis).transpose(0, 1).contiguous()
     partial = (left @ right).view(inner, -1, right.shape[1]).transpose(0, 1).contiguous()
     return funcol.wait_tensor.default(funcol.reduce_scatter_tensor.default(partial, "sum", parts, axis))
@@ -54,7 +54,7 @@ def multiply_gathered_scaled(
     """`multiply_gathered` of factors in float8, with one number for `shard` and for each factor: what its 1 stands for.
     `dtype` is that of the products, `fast` adds up in fewer bits.
     """
-    if _torch.has_symmetric_memory(shard.device):
+    if shard.is_cuda:
         gathered, products = _torch.gather_and_multiply_scaled(shard, factors, scale, scales, dtype, fast, axis)
         return [gathered, *products]
     sent = funcol.all_gather_into_tensor.default(shard.view(torch.uint8), parts, axis)
@@ -71,7 +71,7 @@ def scatter_scaled_product(
     axis: str,
 ) -> Tensor:  # fmt: skip
     """`scatter_product` of factors in float8, scaled as in `multiply_gathered_scaled`."""
-    if _torch.has_symmetric_memory(left.device):
+    if left.is_cuda:
         rows = left.reshape(inner, -1, left.shape[1])
         piece = _torch.multiply_and_scatter_scaled(rows, right, scale, other, dtype, fast, 1, axis)
         return piece.transpose(0, 1).contiguous()
