@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,6 @@ def report(
     Example:
         >>> wholestep.report("plan.html", plan, graph, wholestep.Hardware.preset("dgx-h100"))
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
     if chosen and chosen not in [row.name for row in alternatives]:
         needed = f"one of {', '.join(repr(row.name) for row in alternatives) or 'alternatives='}"
         next_step = "pass the name of the row of this plan, or omit chosen"
@@ -76,6 +73,22 @@ def report(
     hardware = hardware or Hardware.default()
     local = program(plan, graph, hardware, passes_of("none", hardware, stack=stack))
     timeline, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
+    capacity = hardware.memory_bytes
+    shown = _memory(timeline, capacity) | {"plan": plan, "local": local, "made": timeline, "tree": tree(plan)}
+    shown |= {"sent": sent(local, timeline), "lanes": lanes(timeline, measured), "ops": by_op(timeline), "rows": _ROWS}
+    shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
+    shown["what_if"] = [(case, capacity is not None and case.row.costs and case.row.costs.peak_bytes > capacity)
+                        for case in what_if]  # fmt: skip
+    shown |= {"stages": stages, "model": model or "training step", "hardware": hardware.name}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(rendered("page.html", {**shown, "chosen": chosen}), encoding="utf-8")
+
+
+def rendered(template: str, shown: Mapping[str, Any]) -> str:
+    """A template filled in, with the style and the script of all pages."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -83,16 +96,7 @@ def report(
     environment.filters |= {"human": human, "time": _shown_us}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
-    capacity = hardware.memory_bytes
-    shown = _memory(timeline, capacity) | {"plan": plan, "local": local, "made": timeline, "tree": tree(plan), **raw}
-    shown |= {"sent": sent(local, timeline), "lanes": lanes(timeline, measured), "ops": by_op(timeline), "rows": _ROWS}
-    shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
-    shown["what_if"] = [(case, capacity is not None and case.row.costs and case.row.costs.peak_bytes > capacity)
-                        for case in what_if]  # fmt: skip
-    shown |= {"stages": stages, "model": model or "training step", "hardware": hardware.name}
-    text = environment.get_template("page.html").render(**shown, chosen=chosen)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    return environment.get_template(template).render(**shown, **raw)
 
 
 def step_of(

@@ -11,9 +11,9 @@ from typing import Any
 from ..graph.text import human, seconds
 from ..planner.gpu_search import Setup
 from .figures import Figures
+from .page import rendered
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 260, 70, 30
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,6 @@ def write_sweep(path: Path, title: str, over: str, points: Sequence[SweepPoint])
     Example:
         >>> write_sweep(Path("sweep.html"), "llama-3-8b on dgx-h100", "gpus", points)
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
     solved = [point for point in points if point.figures is not None]
     figures = [point.figures for point in solved if point.figures is not None]
     rates = [figure.tokens_per_s or 0.0 for figure in figures]
@@ -95,13 +92,8 @@ def write_sweep(path: Path, title: str, over: str, points: Sequence[SweepPoint])
         plot(solved, "tokens/s a GPU", each, [f"{rate:,.0f}" for rate in each]),
         plot(solved, "MFU", shares, [f"{share:.1%}" for share in shares]),
     ] if solved else []  # fmt: skip
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    css = Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    text = environment.get_template("sweep.html").render(
-        title=title, over=over, points=points, plots=plots, css=css, width=_WIDTH, height=_HEIGHT, left=_LEFT,
-        bottom=_HEIGHT - _BOTTOM + 5,
-    )  # fmt: skip
-    path.write_text(text, encoding="utf-8")
+    shown = {
+        "title": title, "over": over, "points": points, "plots": plots, "width": _WIDTH, "height": _HEIGHT,
+        "left": _LEFT, "bottom": _HEIGHT - _BOTTOM + 5,
+    }  # fmt: skip
+    path.write_text(rendered("sweep.html", shown), encoding="utf-8")
