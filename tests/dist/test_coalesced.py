@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.steps import clipped
-from wholestep.backend.start_coalesced import gather_coalesced, scatter_coalesced
 from wholestep.passes.bucket import in_pieces
 from wholestep.passes.coalesced import (
     ALIGNED_BYTES,
     coalesce,
+    gather_coalesced,
     part_of_coalesced_gather,
     part_of_coalesced_scatter,
+    scatter_coalesced,
 )
 
 funcol = torch.ops._c10d_functional

@@ -22,12 +22,11 @@ from ..mesh import TIME, channel
 from ..partition.rank_ops import RANK_DEPENDENT
 from ..partition.stage_program import POINT_TO_POINT, send
 from ..passes.bucket import OWN_APART, READS_A_PLACE, join_rows, of_one
-from ..passes.coalesced import coalesce
+from ..passes.coalesced import COALESCED, coalesce
 from ..passes.fused_products import FUSED
 from ..passes.write_into_buckets import multiply_into, part_of_average, put_pieces
 from ..sizes import SizeFloat, SizeInt
 from .gloo.exchange import add_up, gather, in_buckets, to_exchange
-from .start_coalesced import COALESCED
 
 funcol = torch.ops._c10d_functional
 

@@ -7,11 +7,14 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
+import torch
 from torch import Tensor
 
-from ..graph.op_kinds import FREE, priced_like
+from .. import _torch
+from ..graph.op_kinds import FREE, collective, priced_like
 from ..graph.storage import shares
 
+funcol = torch.ops._c10d_functional
 ALIGNED_BYTES = 512
 """Tensors in one row start at multiples of this, as CUDA's allocator aligns them: kernels and links read fastest so."""
 
@@ -62,3 +65,29 @@ def _part(row: Tensor, shapes: tuple[tuple[int, ...], ...], number: int) -> Tens
 def _places(shapes: tuple[tuple[int, ...], ...], itemsize: int) -> tuple[tuple[int, int], ...]:
     sizes = [prod(shape) for shape in shapes]
     return tuple(zip(starts_in_row(sizes, itemsize), sizes, strict=False))
+
+
+# What calls them in a graph that is bound to a rank.
+@collective("all_gather")
+def gather_coalesced(pieces: Sequence[Tensor], parts: int, group: str) -> Tensor:
+    """All-gather each of `pieces`; the results lie in one row (`starts_in_row`), for which a wait waits."""
+    row, received = _row(pieces, tuple((parts * piece.shape[0], *piece.shape[1:]) for piece in pieces))
+    return _torch.start_coalesced_gather(pieces, received, row, group)
+
+
+@collective("reduce_scatter")
+def scatter_coalesced(pieces: Sequence[Tensor], op: str, parts: int, group: str) -> Tensor:
+    """Reduce and scatter each of `pieces` along its first dim, as `gather_coalesced`."""
+    row, received = _row(pieces, tuple((piece.shape[0] // parts, *piece.shape[1:]) for piece in pieces))
+    return _torch.start_coalesced_scatter(pieces, received, row, op, group)
+
+
+COALESCED = {
+    funcol.all_gather_into_tensor.default: gather_coalesced,
+    funcol.reduce_scatter_tensor.default: scatter_coalesced,
+}
+
+
+def _row(pieces: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, list[Tensor]]:
+    row = pieces[0].new_empty(starts_in_row(list(map(prod, shapes)), pieces[0].itemsize)[-1])
+    return row, [_part(row, shapes, number) for number in range(len(shapes))]
