@@ -17,8 +17,7 @@ import wholestep as ws
 from wholestep.backend.eager import eager
 from wholestep.backend.inductor import inductor_backend as backend
 from wholestep.backend.inductor.aliases import without_aliases
-from wholestep.backend.inductor.periods import Repeat, find_repeats
-from wholestep.backend.inductor.regions import CompiledRegions, in_regions
+from wholestep.backend.inductor.regions import CompiledRegions, Repeat, find_repeats, in_regions
 from wholestep.graph import meta
 
 aten = torch.ops.aten

@@ -19,8 +19,7 @@ from tests.steps import model_file
 from wholestep.cli import app
 from wholestep.cli.device_memory import within_device
 from wholestep.cli.screen import Screen
-from wholestep.cost.allocator import Allocator, Block
-from wholestep.cost.reserved import reserved, reserved_bytes
+from wholestep.cost.reserved import Allocator, Block, reserved, reserved_bytes
 from wholestep.errors import BudgetError
 
 MIB = 1 << 20

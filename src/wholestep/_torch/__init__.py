@@ -88,7 +88,6 @@ from .distributed import *
 from .dynamo import *
 from .fake_results import *
 from .held import *
-from .inductor import *
 from .op_schemas import *
 from .other_threads import *
 from .python_hooks import *

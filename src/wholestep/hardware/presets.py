@@ -7,6 +7,7 @@ published tables in `sources` (`benchmarks/accuracy.md` has their errors, with r
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 from ..errors import PlanError, shown
@@ -26,7 +27,6 @@ from .data_sheets import (
     v100,
 )
 from .device import Ceiling, Device, Tile
-from .fabrics import is_wired, wired
 from .hardware import Hardware, Level
 
 _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
@@ -282,11 +282,11 @@ def _by_sheet() -> list[Hardware]:
 
 
 def preset(name: str) -> Hardware:
-    """One of `presets()`, or with another link between its nodes (`fabrics.wired` for how they are wired)."""
+    """One of `presets()`, or with another link between its nodes (`wired` for how they are wired)."""
     by_name = presets()
     base, _, link = name.partition("+")
     many = base in by_name and len(by_name[base].levels) > 1
-    if many and is_wired(link):
+    if many and (":" in link or "/" in link):
         machine = wired(by_name[base], link, LINKS)
         return replace(machine, name=name, sources=_with_link(by_name[base], machine.levels[-1].name, WIRING))
     if base not in by_name or (link and (link not in LINKS or not many)):
@@ -320,3 +320,33 @@ def one_host() -> Hardware:
     """The formula of `seed` on one host that holds any number of ranks: what layouts are priced by by default."""
     host = seed()
     return replace(host, name="one host", levels=(replace(host.levels[0], ranks=0),))
+
+
+_TEXT = re.compile(r"(?P<link>[a-z0-9-]+)(?::(?P<wired>rail|fat-tree))?(?:/(?P<times>[0-9]{1,3}(?:\.[0-9]{1,3})?))?")
+_DOWN = 32  # ports of a leaf switch with 64 ports that go down to NICs, the usual half
+
+
+def wired(hardware: Hardware, text: str, links: dict[str, Level]) -> Hardware:
+    """`hardware` with the link `LINK[:rail|:fat-tree][/K]` between its nodes.
+
+    A leaf switch of 64 ports has 32 down. `rail` gives each rank of a node a leaf of its own, so that 32 nodes share
+    their leaves; in a `fat-tree` all NICs of a node are on one leaf. What leaves the leaves has 1/K of the rate.
+    Between ranks of different rails inside a leaf group, the library is assumed to cross the node's own links first.
+
+    Raises:
+        PlanError: the text is malformed, the link unknown, or K below 1.
+    """
+    match = _TEXT.fullmatch(text)
+    times = float((match and match["times"]) or 1)
+    if match is None or match["link"] not in links or times < 1:
+        raise PlanError(
+            f"link {shown(text)}", f"LINK[:rail|:fat-tree][/K] with K of at least 1 and one of {', '.join(links)}",
+            "correct it, as infiniband-400:rail/2",
+        )  # fmt: skip
+    link, node = links[match["link"]], hardware.ranks_per_node
+    nodes = _DOWN if match["wired"] == "rail" else max(_DOWN // node, 1)
+    spine = replace(link, name=f"{link.name} spine {times:,.9g}:1", bytes_per_us=link.bytes_per_us / times)
+    if nodes == 1:
+        return replace(hardware, levels=(*hardware.levels[:-1], spine))
+    leaf = replace(link, name=f"{link.name} leaf", ranks=nodes * node)
+    return replace(hardware, levels=(*hardware.levels[:-1], leaf, spine))

@@ -39,10 +39,9 @@ from . import random_state
 from .between_steps import CrossStepRunner, flush_pending
 from .compile_options import StepOptions, not_tuned
 from .compiler import Compiler
-from .failed_call import FailedCall
+from .failed_call import FailedCall, uninterrupted
 from .guards import Miss, ambient
 from .installer import Installer
-from .interrupts import uninterrupted
 from .nonfinite import NonfiniteWatch
 from .pad_batches import PaddedCall, padded, refuse_cut, refuse_fixed, with_lengths
 from .piece_check import PieceCheck, piece_check
