@@ -126,7 +126,7 @@ def test_a_silent_job_of_another_host_loses_its_lease_and_a_living_one_does_not(
         for count in range(1, 1000):
             if ended.wait(0.05):
                 return
-            lease._rewrite(path, other(**ELSEWHERE, beat=count).to_json())
+            durable.replace(path, other(**ELSEWHERE, beat=count).to_json(), lasting=False)
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -52,12 +52,11 @@ def look(folder: Path, watch: Callable[[int], None] | None = None) -> Contents:
             manifest.check_files(folder, record, record.files, watch)
         except CheckpointError as error:
             return Contents(folder, record, error.found)
-    lost = [name for name, (size, _) in record.files.items() if not _has_size(folder / name, size)]
+    lost = [
+        name for name, (size, _) in record.files.items()
+        if not durable.is_plain_file(folder / name) or (folder / name).stat().st_size != size
+    ]  # fmt: skip
     return Contents(folder, record, f"missing or of another size: {', '.join(lost)}" if lost else "")
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return durable.is_plain_file(path) and path.stat().st_size == size
 
 
 # -- text --------------------------------------------------------------------------------------------------

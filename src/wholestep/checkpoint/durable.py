@@ -104,15 +104,19 @@ def write(path: Path, data: bytes) -> tuple[int, int]:
     return file.size, file.crc
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write a file so that readers find the old content or the new one."""
+def replace(path: Path, data: bytes, lasting: bool = True) -> None:
+    """Write a file so that readers find the old content or the new one. With `lasting`, wait until it is on disk."""
     if is_remote(path):
         path.write_bytes(data)
         return
     aside = path.with_name(path.name + ".tmp")
-    write(aside, data)
+    if lasting:
+        write(aside, data)
+    else:
+        aside.write_bytes(data)
     os.replace(aside, path)
-    sync(path.parent)
+    if lasting:
+        sync(path.parent)
 
 
 def create(path: Path, data: bytes) -> bool:

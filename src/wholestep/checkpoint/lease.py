@@ -105,7 +105,7 @@ class Lease:
                 if highest != self.number or (holder is not None and holder.token != self.owner.token):
                     return  # `check` says so at the next save
                 content = replace(self.owner, at=time.time(), beat=beat)
-                _rewrite(_path(self.root, self.number), content.to_json())
+                durable.replace(_path(self.root, self.number), content.to_json(), lasting=False)  # one may be lost
                 for older in range(max(1, self.number - 8), self.number):
                     _unlink(_path(self.root, older))
 
@@ -225,16 +225,6 @@ def _highest_number(root: Path) -> int:
 
 def _path(root: Path, number: int) -> Path:
     return root / f".writer-{number}.json"
-
-
-def _rewrite(path: Path, data: bytes) -> None:
-    """New content at once, without waiting for the disk: a heartbeat may be lost."""
-    if durable.is_remote(path):
-        path.write_bytes(data)
-        return
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_bytes(data)
-    os.replace(aside, path)
 
 
 def _unlink(path: Path) -> None:
