@@ -11,7 +11,7 @@ SMOKE = -q -m 'smoke or golden' tests/golden $(shell grep -rl --include='test_*.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check smoke test test-all test-full test-other-torch test-one-process test-unit test-golden test-op-db test-dist test-gpu test-nullcuda \
-    test-benchmarks docs site lint size wheel test-wheel bench bench-peers bench-gpu venv clean
+    test-benchmarks test-foresight docs site lint size wheel test-wheel bench bench-peers bench-gpu venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ test: $(STAMP) ## each behaviour once, about 27 minutes on two cores; both halve
 test-all: test test-full test-other-torch ## everything
 
 test-full: $(STAMP) ## what `make test` leaves out: whole crosses, 3 and 4 ranks, catalogues (ARGS="--minutes 20": a part each day)
-	$(PYTEST) benchmarks/tests tests -m full $(BY_FILE) $(ARGS)
+	$(PYTEST) benchmarks/tests foresight/tests tests -m full $(BY_FILE) $(ARGS)
 
 test-other-torch: $(STAMP) ## the quick tests in each environment that is called .venv-*, for other versions of torch
 	@status=0; for python in .venv-*/bin/python; do \
@@ -41,8 +41,8 @@ smoke: $(STAMP) ## golden text and one quick test of each part
 	$(PYTEST) $(SMOKE)
 
 # One run for all of these: each run of pytest imports torch and the tests anew in three processes. The last files are short: no core is idle for long.
-test-one-process: $(STAMP) ## all but test-dist and what lint runs: unit, golden, op_db, gpu, benchmarks, tools, docs
-	$(PYTEST) benchmarks/tests tests tools/tests --ignore tests/dist --ignore tests/unit/test_imports.py $(BY_FILE) $(ARGS)
+test-one-process: $(STAMP) ## all but test-dist and what lint runs: unit, golden, op_db, gpu, foresight, benchmarks, tools, docs
+	$(PYTEST) benchmarks/tests foresight/tests tests tools/tests --ignore tests/dist --ignore tests/unit/test_imports.py $(BY_FILE) $(ARGS)
 
 test-unit: $(STAMP) ## tests that need no process group (ARGS goes to pytest)
 	$(PYTEST) tests/unit $(BY_FILE) --ignore tests/unit/test_docs.py $(ARGS)
@@ -69,6 +69,9 @@ $(NULL_DEVICE)/nullcuda: $(wildcard tools/nullcuda/*)
 test-benchmarks: $(STAMP) ## tests of benchmarks/ and tools/
 	$(PYTEST) benchmarks/tests tools/tests $(ARGS)
 
+test-foresight: $(STAMP) ## tests of foresight/: other software, numbers of GPUs, calibration, accuracy
+	$(PYTEST) foresight/tests $(PAIR) $(ARGS)
+
 docs: $(STAMP) ## run every snippet of README.md and docs/, check the links
 	$(PYTEST) tests/unit/test_docs.py $(PAIR) $(ARGS)
 
@@ -85,12 +88,12 @@ lint: $(STAMP) ## ruff, pyright, size limits, names that say nothing, import dir
 size: $(STAMP) ## table of code lines per file and function
 	$(BIN)/python tools/size.py
 
-wheel: $(STAMP) ## build the wheel into dist/
+wheel: $(STAMP) ## build the wheels of wholestep and wholestep-foresight into dist/
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist . ./foresight
 
 EMPTY := build/empty
-test-wheel: wheel ## install the built wheel into an empty environment and train a step there
+test-wheel: wheel ## install the built wheels into an empty environment and train a step there
 	rm -rf $(EMPTY)
 	$(BIN)/python -m venv $(EMPTY)
 	PIP_CONSTRAINT=constraints.txt $(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
@@ -111,7 +114,7 @@ venv: $(STAMP) ## create or update .venv from constraints.txt
 
 clean: ## remove caches and build output (keeps .venv)
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests tools examples benchmarks foresight -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # A tier whose folder holds no tests yet is said to be empty: pytest would call it a failure.
 define tier
@@ -119,7 +122,7 @@ define tier
 endef
 
 # A .venv that is there already is kept and completed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml foresight/pyproject.toml constraints.txt
 	@set -e; if [ ! -x $(BIN)/python ]; then \
 	  for p in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
 	    if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; \
@@ -127,5 +130,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  if [ -z "$$found" ]; then echo "wholestep needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	  "$$found" -m venv $(VENV); \
 	fi
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,hf]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,hf]' -e ./foresight
 	@touch $@

@@ -5,16 +5,23 @@ python tools/api.py [--check]
 
 import inspect
 import sys
+from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import wholestep
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "foresight" / "src"))
+wholestep_foresight = import_module("wholestep_foresight")
+
+
+PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API
 
-Everything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`. Causes and cures of
+Everything public, from the docstrings (written by `python tools/api.py`); `ws` is `wholestep`, and `foresight`
+`wholestep_foresight`. Causes and cures of
 errors are in [Errors](errors.md).
 """
 COLUMNS = 100
@@ -68,13 +75,13 @@ def marked(parameters: list[Parameter]) -> list[str]:
     return lines
 
 
-def entry(name: str, thing: object) -> str:
+def entry(name: str, thing: object, package: str = "ws") -> str:
     """One name: signature, docstring, and for a class its public methods and properties."""
     if inspect.ismodule(thing):
         head = [f"## {name}", "", block(inspect.getdoc(thing)), ""]
         return "\n".join([*head, *(entry(f"{name}.{part}", getattr(thing, part)) for part in sorted(thing.__all__))])
     kind = "class " if inspect.isclass(thing) else ""
-    lines = [f"## {name}", "", block(kind + signature(f"ws.{name}", thing)), "", block(inspect.getdoc(thing))]
+    lines = [f"## {name}", "", block(kind + signature(f"{package}.{name}", thing)), "", block(inspect.getdoc(thing))]
     if inspect.isclass(thing) and not issubclass(thing, BaseException):
         for member, value in sorted(vars(thing).items()):
             text = inspect.getdoc(value)
@@ -97,7 +104,9 @@ def block(text: str | None) -> str:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(entry(name, getattr(wholestep, name)) for name in sorted(wholestep.__all__))])
+    own = [entry(name, getattr(wholestep, name)) for name in sorted(wholestep.__all__)]
+    other = [entry(name, getattr(wholestep_foresight, name), "foresight") for name in wholestep_foresight.__all__]
+    return "\n".join([HEAD, *own, *other])
 
 
 def main() -> int:

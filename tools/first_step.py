@@ -1,4 +1,4 @@
-"""Check an installed wheel: `make test-wheel` runs this file in an environment that holds nothing else."""
+"""Check the installed wheels: `make test-wheel` runs this file in an environment that holds nothing else."""
 
 import subprocess
 import sys
@@ -43,10 +43,13 @@ def main() -> None:
 
     for name in ("py.typed", "report/templates/page.html", "cli/models/gpt2.json"):
         assert files("wholestep").joinpath(name).is_file(), f"{name} is not in the wheel"
-    for entry in about.entry_points:
+    for entry in (*about.entry_points, *distribution("wholestep-foresight").entry_points):
         entry.load()
     command = [str(Path(sys.prefix) / "bin" / "wholestep"), "--help"]
-    assert "Usage: wholestep" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Usage: wholestep" in said
+    assert " gpus " in said, "wholestep-foresight has no commands"
+    assert files("wholestep_foresight").joinpath("templates/sweep.html").is_file()
     print(f"wholestep {ws.__version__} with torch {torch.__version__}: two steps as in eager, the command starts")
 
 

@@ -1,4 +1,4 @@
-"""Hold names that say nothing (`found`, `made`, `one`) below a share of all names that the package binds.
+"""Hold names that say nothing (`found`, `made`, `one`) below a share of all names that the packages bind.
 
 A name is bound where it is a parameter or is assigned, in loops and comprehensions too. Each such name is printed as
 `file:line scope name`, with `--brief` only if there are too many. Exit status 1 when there are.
@@ -35,14 +35,15 @@ def main() -> int:
     """Print names and share; 1 when the share is over the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--brief", action="store_true", help="print the names only if there are too many")
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "src" / "wholestep")
+    both = [ROOT / "src" / "wholestep", ROOT / "foresight" / "src" / "wholestep_foresight"]
+    parser.add_argument("folders", nargs="*", type=Path, default=both)
     parser.add_argument("--most", type=float, default=MOST_PERCENT, help="percent of all bound names")
     options = parser.parse_args()
-    folder: Path = options.folder.resolve()
     generic: list[str] = []
     count = 0
-    for path in sorted(folder.rglob("*.py")):
-        place = path.relative_to(folder.parent).as_posix()
+    files = [(path, folder) for folder in options.folders for path in sorted(folder.resolve().rglob("*.py"))]
+    for path, folder in files:
+        place = path.relative_to(folder.resolve().parent).as_posix()
         for line, scope, name in bindings(ast.parse(path.read_text())):
             count += 1
             if name.strip("_") in GENERIC:

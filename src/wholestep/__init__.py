@@ -22,7 +22,8 @@ class _Package(ModuleType):
         is_other = name in _ROOMS or (name.startswith("_") and name != "__all__")
         public = {} if is_other else vars(import_module(".public", self.__name__))
         if name not in public:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            install = ": wholestep_foresight has, pip install 'wholestep[foresight]'" if name == "Stack" else ""
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{install}")
         return public[name]
 
     def __setattr__(self, name: str, value: object) -> None:

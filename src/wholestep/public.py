@@ -16,7 +16,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .cost.kernel_times import KernelTimes
     from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
     from .cost.simulation import SimulationResult
-    from .cost.stack import Stack
+    from .cost.software import Software
     from .cost.timeline import Span, Timeline
     from .ddp.backend import ddp_backend
     from .errors import (
@@ -70,10 +70,10 @@ __all__ = [
     "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout", "LayoutError", "LiveTensor", "LocalGraph",
     "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision", "NonFiniteError", "PadTo", "PeakMemory",
     "Pipeline", "Plan", "PlanError", "RankFailedError", "RankMismatchError", "Recompute", "RuleError", "Schedule",
-    "SimulationResult", "Span", "Stack", "StateError", "StoreError", "TensorParallel", "Timeline", "TrainGraph",
-    "WholestepError", "callback", "capture", "check_rule", "collectives", "compile", "ddp_backend", "default_passes",
-    "export", "load", "memory_curve", "partition", "peak_memory", "plan", "report", "rule", "run_passes", "save",
-    "simulate", "stage_program", "timeline", "whole",
+    "SimulationResult", "Software", "Span", "StateError", "StoreError", "TensorParallel", "Timeline",
+    "TrainGraph", "WholestepError", "callback", "capture", "check_rule", "collectives", "compile", "ddp_backend",
+    "default_passes", "export", "load", "memory_curve", "partition", "peak_memory", "plan", "report", "rule",
+    "run_passes", "save", "simulate", "stage_program", "timeline", "whole",
 ]  # fmt: skip
 
 check_arguments_of(globals(), __all__)

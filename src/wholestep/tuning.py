@@ -52,11 +52,6 @@ class Tuning:
     folded_share: float = tuned(0.5, "share", "of the layers that both short steps may have: a guess")
     nearly_fits: float = tuned(0.99, "x budget", "that extrapolated peaks aim at: a guess")
     doubling_gain: float = tuned(0.03, "share", "batches double while a sequence gets faster by as much: a guess")
-    setups_shown: int = tuned(5, "setups", "are simulated at least, and shown: a page of them")
-    most_setups: int = tuned(6, "setups", "are simulated at most, some 4 s each for 70B: a guess")
-    setup_estimate_share: float = tuned(0.05, "share", "by which a quick estimate may miss the simulated time: a guess")
-    setups_alike: int = tuned(2, "setups", "of equal computation are simulated: what they send hides alike: a guess")
-    setup_memory_share: float = tuned(1.1, "x memory", "that a quick estimate of the peak may miss it by: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
     pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 66)
     # -- orders of stages

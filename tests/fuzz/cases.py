@@ -608,7 +608,6 @@ COMMANDS = (
     ["diff", "a.json", "b.json"],
     ["diff", "a.json", "b.json", "step.py:build", "--hardware", "hardware.json"],
     ["passes", "--memory", "1GiB", "--hardware", "dgx-h100", "--backend", "eager", "--across-steps"],
-    ["calibrate", "--device", "tpu", "--largest", "1", "--name", "x", "--timeout", "2"],
 )
 WORDS = (
     "", "-1", "0", "x", "dp", "dp=3", "=", ":", ",", "--mesh", "--help", "auto", "model", "zero2", "1e9", "nan",
@@ -633,7 +632,6 @@ def command(draw: Draw) -> Case:
             args[at] = mutated_text(draw, args[at], ("=", ":", ","))[:5000]
         else:
             args[at:] = args[at + 1 :] if how == "drop" else [args[at], *args[at:]]
-    args += ["--device", "tpu"] if args[0] == "calibrate" else []  # others take long
     plan = mutated_json(draw, draw(st.sampled_from(documents()))) if "diff" in args else ""
     machine = mutated_json(draw, json.loads(_saved(ws.Hardware.preset("loopback")))) if "hardware.json" in args else ""
     files = {"step.py": STEP, "a.json": plan, "b.json": plans()[0].to_json(), "hardware.json": machine}

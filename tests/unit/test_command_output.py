@@ -55,12 +55,6 @@ def test_two_files_in_one_place(tmp_path: Path) -> None:
     assert f"--trace {path}: --html writes there already" in said
 
 
-def test_a_calibration_is_not_measured_for_nothing(tmp_path: Path) -> None:
-    code, said = run("calibrate", "--out", str(tmp_path))
-    assert code == 2
-    assert f"--out {tmp_path} is a folder" in said
-
-
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
 def test_the_plan_is_said_though_it_cannot_be_kept(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ try:
 finally:
     print("torch is here" if "torch" in sys.modules else "no torch", file=sys.stderr)
 """
-COMMANDS = ["plan", "simulate", "diff", "calibrate", "checkpoint"]
+COMMANDS = ["plan", "simulate", "diff", "checkpoint"]
 
 
 STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
@@ -50,7 +50,7 @@ def test_a_command_has_all_it_needs() -> None:
 
 
 def test_words_are_completed_without_torch() -> None:
-    asked = {"_WHOLESTEP_COMPLETE": "complete_bash", "COMP_WORDS": "wholestep si", "COMP_CWORD": "1"}
+    asked = {"_WHOLESTEP_COMPLETE": "complete_bash", "COMP_WORDS": "wholestep sim", "COMP_CWORD": "1"}
     assert run(**asked) == ("simulate\n", "no torch")
 
 

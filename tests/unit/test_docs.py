@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
+import wholestep_foresight
 from tests.dist.launch import start_server
 from tests.forked import run_script
 from wholestep.cli import app
@@ -223,7 +224,7 @@ def test_broken_anchor_is_found(tmp_path: Path) -> None:
 
 def public() -> Iterator[tuple[str, Any]]:
     """Everything public that has to have an example; of errors the base alone."""
-    for module in (ws, ws.collectives):
+    for module in (ws, ws.collectives, wholestep_foresight):
         for name in sorted(module.__all__):
             thing = getattr(module, name)
             if not (inspect.isclass(thing) and issubclass(thing, ws.WholestepError)) or thing is ws.WholestepError:
@@ -254,7 +255,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     ws.save("checkpoints", step)
     Path("kernels.json").write_text(KERNELS)
     yield {
-        **{name: getattr(ws, name) for name in ws.__all__},
+        **{name: getattr(ws, name) for name in ws.__all__}, "Stack": wholestep_foresight.Stack,
         "ws": ws, "wholestep": ws, "torch": torch, "nn": nn, "split": ws.collectives.split, "rank": 0, "losses": [],
         "Replicate": Replicate, "Shard": Shard, "DistributedDataParallel": DistributedDataParallel,
         "train_step": train_step, "model": model, "net": nn.Linear(8, 8), "optimizer": optimizer, "batch": batch,

@@ -15,7 +15,9 @@ import pytest
 
 import wholestep as ws
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "wholestep"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "wholestep"
+FORESIGHT = ROOT / "foresight" / "src" / "wholestep_foresight"
 SUPPORT = "errors typed_json typed_values precision units tuning sizes _torch mesh layout graph dtensor"
 SUPPORT += " rules hardware cost reshard"
 STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
@@ -60,6 +62,8 @@ def direction_faults(source: str, module: str) -> list[str]:
     faults: list[str] = []
     for line, name in imports(parsed(source), module):
         target = unit_of(name)
+        if name.split(".")[0] == FORESIGHT.name:
+            faults.append(f"{module}:{line}: {unit} imports {name}: the core finds it by entry points")
         if name.split(".")[0] == "wholestep" and LEVEL[unit] < LEVEL[target]:
             faults.append(f"{module}:{line}: {unit} imports {name}, which comes later ({target})")
     return faults
@@ -145,6 +149,18 @@ def test_package() -> None:
     assert MODULES
     faults = [f for module, path in MODULES.items() for check in CHECKS for f in check(path.read_text(), module)]
     assert not faults, "\n".join(faults)
+
+
+def test_foresight() -> None:
+    """Its modules are like those of the core, but that they have no order, and may import public names and the CLI."""
+    sources = {
+        path.relative_to(FORESIGHT.parent).as_posix(): path.read_text() for path in sorted(FORESIGHT.glob("*.py"))
+    }
+    faults = [f for module, text in sources.items() for check in CHECKS[1:] for f in check(text, module)]
+    faults += shared_names(sources | {module: path.read_text() for module, path in MODULES.items()})
+    assert sources
+    assert not faults, "\n".join(faults)
+    assert not circle(dependencies(sources))
 
 
 class _RuntimeImports(ast.NodeTransformer):
@@ -267,6 +283,7 @@ BAD = [
     (direction_faults, "runtime/step.py", "from wholestep.compile import compile"),
     (direction_faults, "compile.py", "from wholestep.report import tables"),
     (direction_faults, "misc.py", ""),
+    (direction_faults, "cli/plan_command.py", "from wholestep_foresight import Stack"),
     (private_faults, "layout.py", "import torch._dynamo"),
     (private_faults, "layout.py", "from torch._subclasses import FakeTensorMode"),
     (private_faults, "layout.py", "from torch import _C"),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from wholestep.cli import app
 from wholestep.cli.device_memory import within_device
 from wholestep.cli.screen import Screen
 from wholestep.cost.reserved import Allocator, Block, reserved, reserved_bytes
+from wholestep.cost.software import OWN
 from wholestep.errors import BudgetError
 
 MIB = 1 << 20
-PAGES = ws.Stack.named("torchtitan")
+PAGES: Any = SimpleNamespace(copies=True, expandable_segments=True)
 H100 = ws.Hardware.preset("dgx-h100")
 
 
@@ -124,7 +126,7 @@ def local(graph: ws.TrainGraph) -> ws.LocalGraph:
 
 def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -> None:
     """Tensors are those of `peak_memory`, which counts them in another way."""
-    plain = reserved(local, ws.Stack.named("wholestep"))
+    plain = reserved(local, OWN)
     assert plain.allocated_bytes == ws.peak_memory(local).size_bytes
     assert plain.allocated_bytes < plain.reserved_bytes < 1.5 * plain.allocated_bytes
     assert reserved(local, PAGES).reserved_bytes < plain.reserved_bytes + 2 * plain.allocated_bytes
@@ -134,7 +136,7 @@ def test_a_program_holds_its_tensors_in_what_is_reserved(local: ws.LocalGraph) -
 def test_pieces_of_a_loop_are_repeated(graph: ws.TrainGraph, pieces: int) -> None:
     strategies = [ws.DataParallel("zero1"), ws.MicroBatches(pieces)]
     made = ws.run_passes(ws.partition(graph, ws.plan(graph, "dp=4", strategies)), ws.default_passes(H100))
-    found = reserved(made, ws.Stack.named("wholestep"))
+    found = reserved(made, OWN)
     assert found.allocated_bytes == ws.peak_memory(made).size_bytes
     assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes
 
@@ -146,7 +148,7 @@ def test_a_stage_runs_its_blocks_in_order(graph: ws.TrainGraph, order: Any) -> N
     message = 4096 // 4 * 1024 * 4
     for stage in range(2):
         made = ws.run_passes(ws.stage_program(whole, stage), ws.default_passes(schedule=None))
-        found, peak = reserved(made, ws.Stack.named("wholestep")), ws.peak_memory(made).size_bytes
+        found, peak = reserved(made, OWN), ws.peak_memory(made).size_bytes
         assert peak <= found.allocated_bytes <= peak + 5 * message
         assert found.allocated_bytes < found.reserved_bytes < 1.5 * found.allocated_bytes
     assert reserved_bytes(whole, H100) is None, "no rank runs all stages"
@@ -154,7 +156,7 @@ def test_a_stage_runs_its_blocks_in_order(graph: ws.TrainGraph, order: Any) -> N
 
 def test_what_a_device_reserves(local: ws.LocalGraph) -> None:
     """Ranges that grow reserve less than segments; a device without such an allocator reserves nothing."""
-    plain = reserved(local, ws.Stack.named("wholestep")).reserved_bytes
+    plain = reserved(local, OWN).reserved_bytes
     assert reserved_bytes(local, H100) == plain
     assert reserved_bytes(local, H100, PAGES) == reserved(local, PAGES).reserved_bytes
     assert reserved_bytes(local, ws.Hardware.default()) is None

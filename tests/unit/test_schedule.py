@@ -20,7 +20,7 @@ from tests.steps import clipped
 from tests.steps import mean_square as train
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.cost.simulation import simulate
-from wholestep.cost.stack import Fills
+from wholestep.cost.software import Fills
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.meta import one_tensor

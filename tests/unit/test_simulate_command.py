@@ -127,52 +127,6 @@ def test_attention_has_the_kernels_of_the_hardware(tmp_path: Path) -> None:
         assert ("scaled_dot_product_flash_attention" in trace.read_text()) == flash
 
 
-# -- several sizes -------------------------------------------------------------------------
-FLAT = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 64}
-
-
-@pytest.fixture
-def flat(tmp_path: Path) -> str:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(FLAT))
-    return str(tmp_path / "config.json")
-
-
-def test_several_sizes_are_what_each_is_alone(flat: str, tmp_path: Path) -> None:
-    shared = "--hf", flat, "--mesh", "dp=4", "--batch", "2", "--json", str(tmp_path / "sizes.json")
-    code, said = run(*shared, "--seq", "16,64")
-    assert code == 0, said
-    rows = json.loads((tmp_path / "sizes.json").read_text())["sizes"]
-    assert run(*shared, "--seq", "64")[0] == 0
-    alone = json.loads((tmp_path / "sizes.json").read_text())
-    assert {key: alone[key] for key in rows[1] if key in alone} == {k: v for k, v in rows[1].items() if k in alone}
-    assert len({row["peak_bytes"] for row in rows}) == len(rows)
-    assert [line.split()[:2] for line in said.splitlines() if line.strip().startswith("2 ")] == [
-        ["2", "16"],
-        ["2", "64"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--seq", "16,x"), "--seq 16,x: needed a number of at least 2, or with simulate several"),
-        (("--seq", "16,128"), "--seq 128: CONFIG takes at most 64 positions"),
-        (("--batch", "auto"), "--batch auto: needed a number"),
-        (("--seq", "16,32", "--trace", "step.json"), "--trace with several sizes: a trace is of one step"),
-    ],
-)
-def test_sizes_that_are_refused(flat: str, args: tuple[str, ...], message: str) -> None:
-    code, said = run("--hf", flat, "--mesh", "dp=4", *args)
-    assert code == 2
-    assert message.replace("CONFIG", flat) in said
-
-
-def test_a_plan_is_for_one_length(flat: str) -> None:
-    done = CliRunner().invoke(app, ["plan", "--hf", flat, "--seq", "16,32"])
-    assert "--seq 16,32: a plan is for one length; `wholestep simulate` takes several" in done.output
-
-
 DEEP = model_file("*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))", "64, 256")
 
 

@@ -11,18 +11,12 @@ from torch.utils import checkpoint
 
 import wholestep as ws
 from tests.clock_stages import Stages
-from wholestep.cost.software import Software
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.staged import StagedStep
 from wholestep.graph.loop import loop_of
 from wholestep.graph.stage_part import StageBlock
-from wholestep.passes.bucket import Bucket
-from wholestep.passes.overlap import Overlap
-from wholestep.passes.peel_pieces import PeelPieces
-from wholestep.passes.split_optimizer import SplitOptimizer
 from wholestep.plan.strategies import compose
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, stage_passes, staged
-from wholestep.planner.staged_search import StagedSearch
 
 HARDWARE = ws.Hardware.preset("dgx-a100")
 WIDTH, VOCABULARY, LENGTH = 64, 96, 32
@@ -207,40 +201,3 @@ def test_a_program_of_all_stages_is_simulated_in_its_own_order() -> None:
     assert staged(local, prices).order == "gpipe"
     assert ws.simulate(local, HARDWARE).step_us == staged(local, prices, "gpipe").step_us
     assert staged(local, prices).fullest.in_flight > staged(local, prices, "1f1b").fullest.in_flight
-
-
-def test_stages_are_simulated_with_other_software() -> None:
-    local, stack = planned("dp=4,pp=2", "zero1", "1f1b", 4), ws.Stack.named("megatron-deepspeed-2022")
-    priced = staged(local, BlockPrices(HARDWARE, local.mesh, Software(stack=stack)))
-    assert ws.simulate(local, HARDWARE, stack=stack).step_us == priced.step_us
-    assert ws.simulate(local, HARDWARE, stack=stack).step_us > ws.simulate(local, HARDWARE).step_us
-
-
-def test_a_stack_without_overlap_gets_passes_without_it() -> None:
-    local = planned("dp=4,pp=2", "replicate", "1f1b", 4)
-    stack = ws.Stack.named("megatron-deepspeed-2022")
-    prices = BlockPrices(HARDWARE, local.mesh, Software(stack=stack))
-    passes = {type(one) for one in stage_passes(local.mesh, local.stage_axis, prices)}
-    assert passes.isdisjoint({Overlap, PeelPieces, SplitOptimizer})
-    assert Bucket in passes
-
-
-@pytest.mark.full
-def test_the_search_of_pipelines_simulates_what_is_fast() -> None:
-    def capture(batch: int, _: int, layers: int) -> ws.TrainGraph:
-        return captured(batch, layers)
-
-    short = ShortPipelines(capture, 8, HARDWARE)
-    search = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 30, None, 1 << 20, ("none",))
-    best, lost = search.run(4, 32)
-    listed = [*best, *lost]
-    assert {str(one.mesh) for one in listed} == {"dp=2,pp=2", "pp=4"}
-    assert {(one.order, one.chunks) for one in listed} >= {("1f1b", 1), ("interleaved", 2)}
-    assert all(one.why for one in lost)
-    again = [short.step(StagedSetup(one.mesh, one.strategies), one.batch).step_us / 1e6 for one in listed]
-    found = [one.costs.step_s for one in best if one.costs]
-    assert found == pytest.approx(again[: len(best)])
-    assert min(found) <= 1.05 * min(again)
-    none, lost = StagedSearch(lambda kind: short, 8, HARDWARE, 1 << 18, None, 1 << 20, ("none",)).run(4, 32)
-    assert not none
-    assert all("too much" in one.why for one in lost)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import wholestep as ws
+import wholestep_foresight
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,14 @@ def test_the_version_is_written_once(project: dict[str, Any]) -> None:
     home = ROOT / project["tool"]["hatch"]["version"]["path"]
     assert re.findall(r'^__version__ = "(.+)"$', home.read_text(), re.MULTILINE) == [ws.__version__]
     assert importlib.metadata.version("wholestep") == ws.__version__, "the environment is older: make venv"
+
+
+def test_both_distributions_have_one_version(project: dict[str, Any]) -> None:
+    """Foresight imports more than the public names of wholestep."""
+    other = tomllib.loads((ROOT / "foresight" / "pyproject.toml").read_text())
+    assert f"wholestep=={ws.__version__}" in other["project"]["dependencies"]
+    assert f"wholestep-foresight=={ws.__version__}" in project["project"]["optional-dependencies"]["foresight"]
+    assert wholestep_foresight.__version__ == ws.__version__
 
 
 def test_metadata_is_complete(project: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
-from ..cost.stack import Stack
+from ..cost.software import OWN, Software
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
@@ -43,7 +43,7 @@ def edited(passes: tuple[Pass, ...], edit: Edit | None) -> tuple[Pass, ...]:
 
 def default_passes(
     hardware: Hardware | None = None, *, schedule: HowScheduled = "auto", memory_bytes: int | str | None = None,
-    may_regather: bool = True, backend: Backend | str = "eager", stack: Stack | None = None,
+    may_regather: bool = True, backend: Backend | str = "eager", software: Software = OWN,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes that `compile` applies after `partition`, in order, as a list to edit.
 
@@ -54,7 +54,7 @@ def default_passes(
         may_regather: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
             backward, as gathered activations may in any case.
         backend: as in `compile`; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
-        stack: other software whose step is predicted: without what it does not overlap, split or coalesce.
+        software: whose step is predicted: without what it does not overlap, split or coalesce.
 
     Raises:
         PlanError: `memory_bytes` is not a size.
@@ -68,7 +68,7 @@ def default_passes(
     if isinstance(schedule, str):
         schedule = Schedule(hardware, across_steps=schedule == "across_steps")
     in_place = backend_of(backend).in_place_buffers
-    passes = () if schedule is None else (*schedule.passes_of(stack, in_place), SameOrder())
+    passes = () if schedule is None else (*schedule.passes_of(software, in_place), SameOrder())
     write, shard = ((WriteIntoBuckets(),), (ContiguousShards(),)) if in_place else ((), ())
     passes: tuple[Pass, ...] = (*passes, Offload(), *write, Reinplace(), *shard)
     if memory_bytes is None:

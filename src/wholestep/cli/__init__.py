@@ -1,35 +1,17 @@
 """The command line."""
 
 import gc
-from collections.abc import Callable
-from functools import wraps
-from importlib import import_module
-from importlib.metadata import version
-from typing import Annotated, ParamSpec, TypeVar
+from importlib.metadata import entry_points, version
+from typing import Annotated
 
 import typer
 
-from .calibrate_command import calibrate
 from .checkpoint_command import checkpoint
 from .diff_command import diff
 from .passes_command import passes
 from .plan_command import plan
 from .simulate_command import simulate
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def loaded(command: Callable[P, R]) -> Callable[P, R]:
-    """`command`, which first imports all of wholestep, and torch: `--help` needs neither."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        import_module("wholestep.public")
-        return command(*args, **kwargs)
-
-    return run
-
+from .target import loaded, refuse
 
 app = typer.Typer(
     name="wholestep",
@@ -41,8 +23,20 @@ app.command()(loaded(plan))
 app.command()(loaded(simulate))
 app.command()(loaded(diff))
 app.command()(loaded(passes))
-app.command()(loaded(calibrate))
 app.command()(loaded(checkpoint))
+_PLUGINS = entry_points(group="wholestep.commands")
+for entry in _PLUGINS:  # groups of typer, of installed packages
+    app.registered_commands += entry.load().registered_commands
+
+
+def _absent(context: typer.Context) -> None:
+    """Say which package has a command."""
+    refuse(f"{context.info_name} is a command of wholestep-foresight: pip install 'wholestep[foresight]'")
+
+
+for name in () if "foresight" in _PLUGINS.names else ("calibrate", "gpus", "sizes"):
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, hidden=True, add_help_option=False, context_settings=settings)(_absent)
 
 
 def _show_version(requested: bool) -> None:

@@ -26,7 +26,6 @@ from .target import (
 if TYPE_CHECKING:
     from .planning import PlanRequest, Report
 
-DEFAULT_GPUS = "dgx-h100"
 _Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
 ]
@@ -56,18 +55,6 @@ def plan(
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="With --hf: search how so many train it: mesh, style and more.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="With --gpus: sequences in a step of all.")
-    ] = None,
-    sweep: Annotated[
-        str | None, typer.Option("--sweep", help="The search for each of gpus=8,16,...,1024 or seq=... or batch=...")
-    ] = None,
-    pipelines: Annotated[
-        bool, typer.Option("--pipelines", help="With --gpus: search pipelines too, along an axis pp.")
-    ] = False,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -94,18 +81,12 @@ def plan(
 
     from . import planning
 
-    if gpus is not None or global_batch is not None or sweep is not None:
-        refused = {"compare": compare, "auto": auto, "pin": pin, "replicated": replicated, "explain": explain,
-                   "program": show, "trace": trace, "what-if": what_if}  # fmt: skip
-        _search(step, gpus, global_batch, sweep, hardware, html, out, pipelines, refused)
-        return
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
     _check_effects(compare, single, auto, step, {"pin": pin, "replicated": replicated})
-    for name, setting, other in (("stop-after", stop_after, "program"), ("pipelines", pipelines, "gpus")):
-        if setting and not (show and other == "program"):
-            refuse(f"--{name} without --{other}: it has no effect")
+    if stop_after and not show:
+        refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
         on = check_mesh(mesh)
@@ -158,34 +139,6 @@ def _report(
     if chosen_by is not None:
         return planning.chosen(shown, request, planning.chooser(shown, request, chosen_by), sizes, spec)
     return planning.planned(shown, request), spec
-
-
-def _search(
-    step: SharedOptions, gpus: int | None, global_batch: int | None, sweep: str | None, hardware: str | None,
-    html: Path | None, out: Path | None, pipelines: bool, refused: dict[str, Any],
-) -> None:  # fmt: skip
-    """Search setups for a number of GPUs, or for each value of a sweep. Options of one plan are `refused`."""
-    from . import gpu_command
-
-    if names := [name for name, value in refused.items() if value]:
-        refuse(f"--{names[0]} with --gpus: needed one of them")
-    check_outputs(json=out, html=html)
-    with working() as shown:
-        step.check(chooses=True)
-        parsed = None if sweep is None else gpu_command.sweep_of(sweep)
-        gpu_command.check(step, gpus, global_batch, parsed)
-        if html is not None and parsed is None:
-            refuse("--html with --gpus and no --sweep: `wholestep plan --mesh ...` draws one setup")
-        spec = step.spec(None)
-        assert spec is not None, "checked before"
-        planner = gpu_command.GpuPlanner(shown, spec, step, hardware or DEFAULT_GPUS, pipelines)
-        if parsed is not None:
-            text = gpu_command.swept(shown, planner, parsed, gpus, global_batch, html, out)
-        else:
-            assert gpus is not None, "checked before"
-            assert global_batch is not None, "checked before"
-            text = gpu_command.search(shown, planner, gpus, global_batch, out)
-    typer.echo(text)
 
 
 def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:

@@ -14,17 +14,15 @@ REPLICATE = "replicate"
 WHAT_IF_FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
 
 
-def batch_sizes(batch: str | None, auto: bool, sweeps: bool = False) -> tuple[int, ...] | None:
-    """Sequences for each rank, of which to choose from several, or for each of which to simulate; empty for `auto`,
-    None without `--batch`.
-    """
+def batch_sizes(batch: str | None, auto: bool) -> tuple[int, ...] | None:
+    """Sequences for each rank, of which to choose from several; empty for `auto`, None without `--batch`."""
     if batch is None:
         return None
-    numbers = [] if batch == "auto" and not sweeps else [part.strip() for part in batch.split(",")]
+    numbers = [] if batch == "auto" else [part.strip() for part in batch.split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         refuse(f"--batch {batch}: needed a number of at least 1, or with --auto several, as 1,2,4, or auto")
     sizes = tuple(dict.fromkeys(map(int, numbers)))
-    if len(sizes) != 1 and not auto and not sweeps:
+    if len(sizes) != 1 and not auto:
         refuse(f"--batch {batch} without --auto: a plan is for one size of batches")
     return sizes
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import wholestep as ws
 from wholestep.cost.reserved import reserved_bytes
+from wholestep.cost.timeline import timeline as predict_timeline
 from wholestep.mesh import STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
@@ -19,9 +20,9 @@ from wholestep.planner import batch_sizes, search_result
 from wholestep.planner.ahead import usable_cores
 from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
+from wholestep.planner.folded_step import FoldedStep, from_few_layers
 from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.search_result import SearchResult
-from wholestep.planner.short_steps import ShortSteps
 from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
 from wholestep.report.figures import Figures
@@ -82,8 +83,8 @@ class PlanRequest:
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
-        memory, stack = tensor_bytes or self.options.memory, self.options.software.stack
-        return passes_of(self.options.recomputes(), hardware, memory, stack)
+        memory, software = tensor_bytes or self.options.memory, self.options.software
+        return passes_of(self.options.recomputes(), hardware, memory, software)
 
     @property
     def fitted_bytes(self) -> int | None:
@@ -185,12 +186,13 @@ def captured_of(
     if make is None or not isinstance(layers, int):
         return capture(shown, target, stage, options)
 
-    def short(_batch: int, _pieces: int, count: int) -> ws.TrainGraph:
+    def short(count: int) -> ws.TrainGraph:
         some = target if count == layers else make(count)
         return ws.capture(some.step, *some.args[:2], target.args[2], options=options)
 
     with shown.stage(stage) as details:
-        graph = ShortSteps(short, layers, hardware, model=model).whole_step(1)
+        step = from_few_layers(short, layers, hardware, model=model)
+        graph = step.with_blocks(step.count) if isinstance(step, FoldedStep) else step
         details.append(f"{len(graph.graph.nodes):,} operations")
     return graph
 
@@ -399,7 +401,7 @@ def draw(
     chosen = report.rows[0].name if report.rows else ""
     page = partial(
         ws.report, model=report.target.name, alternatives=report.rows, chosen=chosen, what_if=cases,
-        compiled=software.compiled, stack=software.stack, profile=software.profile,
+        software=software,
     )  # fmt: skip
     write_output(shown, html, lambda path: page(path, report.made, local, hardware))
     write_output(shown, trace, lambda path: step_of(report.made, local, hardware, software)[0].save(path))
@@ -414,12 +416,12 @@ def simulated(shown: Screen, request: PlanRequest) -> tuple[ws.Timeline, Figures
 
     def attempt(tensor_bytes: int | None) -> tuple[ws.LocalGraph, int | None]:
         fitted = program(planned, graph, hardware, request.passes_on(hardware, tensor_bytes))
-        return fitted, reserved_bytes(fitted, hardware, software.stack)
+        return fitted, reserved_bytes(fitted, hardware, software)
 
     with shown.stage("schedule"):
         local, reserved = within_device(shown, request.fitted_bytes, attempt, itemgetter(1))
     with shown.stage("simulate"):
-        timeline = software.timeline(local, hardware)
+        timeline = predict_timeline(local, hardware, software)
     step_costs = replace(costs_from(local, planned, timeline.simulated, timeline.peak), reserved_bytes=reserved)
     return timeline, request.figures(step_costs, planned.mesh, batches_of(planned))
 

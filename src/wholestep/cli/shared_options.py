@@ -62,10 +62,9 @@ class SharedOptions:
         Placement | None,
         _option("With an axis pp: which rank has a stage: over and over from the first (loop), or forth and back."),
     ] = None
-    seq: Annotated[
-        str | None,
-        _option("With --hf: tokens in each (2048, or the model's limit if less); with simulate several, 2048,4096."),
-    ] = None
+    seq: Annotated[int | None, _option("With --hf: tokens in each (2048, or the model's limit if less).", least=2)] = (
+        None
+    )
     dtype: Annotated[Dtype | None, _option("With --hf: of parameters, gradients and optimizer state (float32).")] = None
     precision: Annotated[
         Precision | None,
@@ -89,7 +88,7 @@ class SharedOptions:
         Recompute | None, _option("In the backward: none, selective or full of each layer, auto to fit --memory.")
     ] = None
     memory: Annotated[
-        str | None, _option("Memory of a rank, as 80GiB: that --auto, --gpus or --recompute auto fits into.")
+        str | None, _option("Memory of a rank, as 80GiB: that --auto, gpus or --recompute auto fits into.")
     ] = None
     tokens: Annotated[str | None, _option("Show the time of a run of so many, as 300B or 1T.")] = None
     price: Annotated[str | None, _option("With --tokens, its price; of a GPU and hour, as 2.5/h.")] = None
@@ -104,9 +103,9 @@ class SharedOptions:
         None
     )
 
-    def check(self, chooses: bool, sweeps: bool = False, pipeline: bool = False) -> None:
-        """Refuse options that would have no effect; `chooses`: a search fits plans into --memory, `sweeps`: the command
-        takes several sizes, `pipeline`: the mesh has an axis of stages.
+    def check(self, chooses: bool, pipeline: bool = False) -> None:
+        """Refuse options that would have no effect; `chooses`: a search fits plans into --memory,
+        `pipeline`: the mesh has an axis of stages.
 
         Raises:
             PlanError: a size, a number or a price is malformed.
@@ -119,9 +118,7 @@ class SharedOptions:
         if self.hf is not None and self.batch_tokens is not None:
             refuse("--batch-tokens with --hf: --batch and --seq say it")
         if self.memory is not None and not chooses and self.recompute is not Recompute.auto:
-            refuse("--memory without --auto, --gpus or --recompute auto: it has no effect")
-        if not sweeps and len(self.lengths or ()) > 1:
-            refuse(f"--seq {self.seq}: a plan is for one length; `wholestep simulate` takes several")
+            refuse("--memory without --auto or --recompute auto: it has no effect")
         for name in ("schedule", "chunks", "placement"):
             if not pipeline and getattr(self, name) is not None:
                 refuse(f"--{name} without an axis pp in --mesh: it has no effect")
@@ -134,15 +131,15 @@ class SharedOptions:
     @cached_property
     def software(self) -> Software:
         """What runs the step, by `--backend`, `--stack` and `--profile`."""
-        import wholestep as ws
         from wholestep.backend.build import BACKENDS
-        from wholestep.cost.software import Software
+        from wholestep.cost.kernel_times import KernelTimes
+        from wholestep.cost.software import OWN, software_named
 
         if self.backend not in BACKENDS:
             refuse(f"--backend {self.backend} is unknown: give one of {', '.join(BACKENDS)}")
-        stack = None if self.stack is None else ws.Stack.named(self.stack)
-        profile = None if self.profile is None else ws.KernelTimes.load(self.profile)
-        return Software(self.backend == "inductor", stack, profile)
+        software = OWN if self.stack is None else software_named(self.stack)
+        profile = None if self.profile is None else KernelTimes.load(self.profile)
+        return software.measured(self.backend == "inductor", profile)
 
     @property
     def _of_hf(self) -> dict[str, Any]:
@@ -168,19 +165,8 @@ class SharedOptions:
         }  # fmt: skip
 
     def spec(self, batch: int | None) -> ModelSpec | None:
-        """The model of `--hf` with sequences of a rank, and the longest of `--seq`; None without `--hf`."""
-        options = self._of_hf | {"batch": batch, "seq": max(self.lengths or (0,)) or None}
-        return spec_of(self.hf, **options)
-
-    @property
-    def lengths(self) -> tuple[int, ...] | None:
-        """The numbers of `--seq`; None without it."""
-        if self.seq is None:
-            return None
-        numbers = [part.strip() for part in self.seq.split(",")]
-        if not all(number.isdecimal() and int(number) > 1 for number in numbers):
-            refuse(f"--seq {self.seq}: needed a number of at least 2, or with simulate several, as 2048,4096,8192")
-        return tuple(dict.fromkeys(map(int, numbers)))
+        """The model of `--hf` with sequences of a rank; None without `--hf`."""
+        return spec_of(self.hf, **self._of_hf | {"batch": batch})
 
     def capture_options(self, target: Target, hardware: Hardware) -> CaptureOptions:
         """With the kernels of `hardware`. By `--precision`, which is bf16 for a model of `--hf`, float32 computes in

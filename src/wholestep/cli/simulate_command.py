@@ -11,7 +11,7 @@ import typer
 from .hf import load
 from .plan_options import batch_sizes
 from .shared_options import SharedOptions, with_shared_options
-from .target import HardwareName, check_given, check_mesh, check_outputs, hardware_of, refuse, working, write_output
+from .target import HardwareName, check_given, check_mesh, check_outputs, hardware_of, working, write_output
 
 if TYPE_CHECKING:
     import wholestep as ws
@@ -35,51 +35,36 @@ def simulate(
     """
     from wholestep.mesh import STAGES
 
-    from . import planning, size_sweep, staged_setups
+    from . import planning, staged_setups
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
-    sizes = batch_sizes(step.batch, auto=False, sweeps=True) or (1,)
-    several = len(sizes) * len(step.lengths or (0,)) > 1
-    if several and trace is not None:
-        refuse("--trace with several sizes: a trace is of one step")
+    sizes = batch_sizes(step.batch, auto=False)
     with working() as shown:
         has_stages = STAGES in check_mesh(mesh).names
-        step.check(chooses=False, sweeps=True, pipeline=has_stages)
-        if several and has_stages:
-            refuse("several sizes with an axis pp: a pipeline is simulated for one")
-        described = hardware_of(hardware)
-        spec = step.spec(None if step.batch is None else max(sizes))
+        step.check(chooses=False, pipeline=has_stages)
+        described, spec = hardware_of(hardware), step.spec(None if sizes is None else sizes[0])
         loaded = load(shown, target, spec)
-        request = planning.plan_request(loaded, mesh, described, described, step)
-        staged, rows = None, list[size_sweep.SizeRow]()
-        steps: list[tuple[ws.Timeline, Figures]] = []
+        request, staged = planning.plan_request(loaded, mesh, described, described, step), None
         if has_stages:
             staged, figures = staged_setups.StagedSetups(shown, request, spec).simulated()
-            steps = [(staged.timeline, figures)]
-        elif several:
-            rows = size_sweep.simulated(shown, request, sizes, step.lengths, planning.simulated)
+            timeline = staged.timeline
         else:
-            steps = [planning.simulated(shown, request)]
+            timeline, figures = planning.simulated(shown, request)
     typer.echo(f"{loaded.name} on mesh {mesh}, {planning.style_of(step, mesh)}, {request.on}")
-    of_step = size_sweep.show(rows) if staged is None else staged_setups.summary(staged, request)
-    typer.echo(f"{of_step if staged or rows else steps[0][0]}")
-    if steps:
-        typer.echo(str(steps[0][1]))
+    typer.echo(f"{timeline if staged is None else staged_setups.summary(staged, request)}\n{figures}")
     shared = {
         "model": loaded.name, "mesh": mesh, "hardware": str(described), "backend": step.backend, "stack": step.stack,
     }  # fmt: skip
-    body: dict[str, Any] = shared | (_body(*steps[0]) if steps else {})
+    body: dict[str, Any] = shared | numbers_of(timeline, figures)
     if staged is not None:
         body["pipeline"] = staged_setups.as_json(staged)
-    if rows:
-        body["sizes"] = [{"batch": row.batch, "seq": row.seq, **_body(row.timeline, row.figures)} for row in rows]
     with working() as shown:
-        write_output(shown, trace, lambda path: steps[0][0].save(path))
+        write_output(shown, trace, timeline.save)
         write_output(shown, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
 
 
-def _body(timeline: ws.Timeline, figures: Figures) -> dict[str, Any]:
+def numbers_of(timeline: ws.Timeline, figures: Figures) -> dict[str, Any]:
     """The numbers of one step."""
     took, busy = timeline.simulated, {name: timeline.busy_us(name) for name in timeline.streams}
     return {

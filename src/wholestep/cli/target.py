@@ -10,8 +10,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from wholestep.hardware.hardware import Hardware
     from wholestep.mesh import Mesh
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Style = StrEnum("Style", list(STYLES))
 _LONGEST = 1000  # characters of a line of an error: a name may be anything
 FULLY_SHARD, ZERO1 = Style("fully_shard"), Style("zero1")
@@ -68,6 +71,17 @@ class Target:
         from torch import nn
 
         return [argument for argument in (*self.args, *self.kwargs.values()) if isinstance(argument, nn.Module)]
+
+
+def loaded(command: Callable[P, R]) -> Callable[P, R]:
+    """`command`, which first imports all of wholestep, and torch: `--help` needs neither."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        importlib.import_module("wholestep.public")
+        return command(*args, **kwargs)
+
+    return run
 
 
 def refuse(text: str) -> NoReturn:

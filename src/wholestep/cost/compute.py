@@ -41,6 +41,12 @@ def node_us(node: Node, hardware: Hardware) -> float:
     return hardware.view_us if node.op == "call_function" and not _torch.is_getitem(node.target) else 0.0
 
 
+def alone_us(graph: Graph, hardware: Hardware) -> dict[Node, float]:
+    """Microseconds of each op of a program as a kernel of its own; 0 for collectives and waits."""
+    calls = (node for node, _ in with_bodies(graph) if node.op == "call_function" and not loop_of(node))
+    return {node: 0.0 if is_collective(node) or is_wait(node) else node_us(node, hardware) for node in calls}
+
+
 def stage_us(node: Node, hardware: Hardware) -> float:
     """Microseconds of one call node of a stage's program, where blocks have other sizes than when they were priced."""
     if (part := part_of(node)) is None:

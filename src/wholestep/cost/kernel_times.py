@@ -52,7 +52,7 @@ class KernelTimes:
     Args:
         kernels: measured.
         device: how many times the prediction every other kernel takes; 0: what those of its class say.
-        host: the same of starting a kernel, where a `Stack` starts them one by one.
+        host: the same of starting a kernel, where a `Software` starts them one by one.
 
     Example:
         >>> times = ws.KernelTimes.load("kernels.json")

@@ -16,7 +16,7 @@ from ..graph.stage_part import StagePart, part_of
 from ..graph.storage import PIECES, Storage, storages
 from ..hardware.hardware import Hardware
 from .memory import storages_here
-from .stack import Stack
+from .software import OWN, Software
 
 _STEPS = 3
 """Optimizer state takes what the first step freed, so that the second cannot be packed alike; then nothing changes."""
@@ -30,7 +30,7 @@ class Reserved:
     `allocated_bytes` of tensors among them.
 
     Example:
-        >>> memory = reserved(local, ws.Stack.named("torchtitan"))
+        >>> memory = reserved(local, OWN)
         >>> print(memory.reserved_bytes, memory.allocated_bytes)
     """
 
@@ -69,25 +69,24 @@ class _Allocations:
 
 
 def reserved(
-    local: LocalGraph, stack: Stack, *, until: Mapping[Node, Node] | None = None, added: Sequence[int] = (),
+    local: LocalGraph, software: Software, *, until: Mapping[Node, Node] | None = None, added: Sequence[int] = (),
     summed: Collection[tuple[Node, int]] = (),
 ) -> Reserved:  # fmt: skip
-    """Repeat the allocations of a step until they are steady. `until`: results that a stack holds until another node
-    has run. `added`: sizes of tensors that are there for good besides, as gradients that stay from one micro-batch to
-    the next; results that are `summed`, by node and number of the output, are added to these by the call that follows.
-    Buffers of gathers belong to another stream where the stack copies out of them, so that no other tensor takes their
-    blocks.
+    """Repeat the allocations of a step until they are steady. `until`: results that are held until another node ran.
+    `added`: sizes of tensors that are there for good besides, as gradients that stay from one micro-batch to the next;
+    results that are `summed`, by node and number of the output, are added to these by the call that follows. Buffers of
+    gathers belong to another stream where the software copies out of them, so that no other tensor takes their blocks.
 
     Example:
-        >>> print(reserved(local, ws.Stack.named("torchtitan")).reserved_bytes)
+        >>> print(reserved(local, OWN).reserved_bytes)
     """
     buffers = storages_here(local, storages(local.graph))
-    allocations, place = _allocations(local.graph, buffers, stack, until or {}, summed)
+    allocations, place = _allocations(local.graph, buffers, software, until or {}, summed)
     roles = {node: graph_input.role for graph_input, node in local.placeholders()}
     states = [buffer for buffer in buffers if roles.get(buffer.node) is Role.STATE]
     rest = [buffer.size_bytes for buffer in buffers if buffer.first < 0 and roles.get(buffer.node) is not Role.STATE]
     updated = min((place[user] for buffer in states for user in buffer.node.users if user in place), default=0)
-    run = _Replay(Allocator(stack.expandable_segments))
+    run = _Replay(Allocator(software.expandable_segments))
     for size_bytes in (*rest, *added):
         run.take(_Life(size_bytes, -1, None))
     for number in range(_STEPS):
@@ -96,21 +95,21 @@ def reserved(
 
 
 def reserved_bytes(
-    local: LocalGraph, hardware: Hardware, stack: Stack | None = None, added: Sequence[int] = (),
+    local: LocalGraph, hardware: Hardware, software: Software = OWN, added: Sequence[int] = (),
     summed: Collection[tuple[Node, int]] = (),
 ) -> int | None:  # fmt: skip
-    """What torch reserves on a GPU of `hardware` while `local` runs, with the allocator of `stack`, torch's default if
-    None; None for what is no GPU, and for the program of all stages of a pipeline, which none of them runs.
+    """What torch reserves on a GPU of `hardware` while `local` runs, with the allocator of `software`; None
+    for what is no GPU, and for the program of all stages of a pipeline, which none of them runs.
     """
     if not hardware.has_gpus or (local.stage_axis and local.stage is None):
         return None
-    return reserved(local, stack or Stack.named("wholestep"), added=added, summed=summed).reserved_bytes
+    return reserved(local, software, added=added, summed=summed).reserved_bytes
 
 
 def _allocations(
     graph: Graph,
     buffers: Sequence[Storage],
-    stack: Stack,
+    software: Software,
     until: Mapping[Node, Node],
     summed: Collection[tuple[Node, int]] = (),
 ) -> tuple[_Allocations, dict[Node, int]]:
@@ -119,32 +118,33 @@ def _allocations(
     place, inside = {node: i for i, node in enumerate(calls)}, dict[int, tuple[int, _Allocations]]()
     for i, node in enumerate(calls):
         if loop := loop_of(node):
-            inside[i] = min(loop.pieces, 2), _of_piece(loop.body, stack)[0]
+            inside[i] = min(loop.pieces, 2), _of_piece(loop.body, software)[0]
         elif (part := part_of(node)) and part.begins and part.ends:
-            inside[i] = 1, _of_part(part, stack)
+            inside[i] = 1, _of_part(part, software)
     of_graph = [s for s in buffers if s.node.graph is graph]  # else of one moment of a piece
     of_graph = [s for s in of_graph if s.index != PIECES or place[s.node] not in inside]
     of_graph = [
         replace(s, last=min(s.first + 1, len(calls) - 1)) if (s.node, s.index) in summed else s for s in of_graph
     ]
-    return _Allocations(len(calls), [life for s in of_graph for life in _lives(s, place, stack, until)], inside), place
+    lives = [life for s in of_graph for life in _lives(s, place, software, until)]
+    return _Allocations(len(calls), lives, inside), place
 
 
-def _of_piece(body: Graph, stack: Stack) -> tuple[_Allocations, list[Storage]]:
+def _of_piece(body: Graph, software: Software) -> tuple[_Allocations, list[Storage]]:
     """The allocations of a piece, which end with it, and the storages that it leaves."""
     buffers = storages(body)
-    allocations, _ = _allocations(body, [s for s in buffers if s.last is not None], stack, {})
+    allocations, _ = _allocations(body, [s for s in buffers if s.last is not None], software, {})
     return allocations, [s for s in buffers if s.last is None and s.first >= 0]
 
 
-def _of_part(part: StagePart, stack: Stack) -> _Allocations:
+def _of_part(part: StagePart, software: Software) -> _Allocations:
     """The allocations of the blocks that a stage runs, in the order of its actions. A value of a piece is there until
     the last block has read it and its messages have left; one of another stage from when its message is expected.
     """
     lives, calls, readers = list[_Life](), 0, part.readers
     remaining, held_by = dict[_Value, int](), dict[_Value, _Kept]()
     blocks, totals = {block.name: block for block in part.blocks}, {after for _, after in part.totals}
-    bodies = {name: _of_piece(block.body, stack) for name, block in blocks.items()}
+    bodies = {name: _of_piece(block.body, software) for name, block in blocks.items()}
 
     def read(value: _Value) -> None:
         remaining[value] = remaining.get(value, readers.get(value[0], 0)) - 1
@@ -180,14 +180,14 @@ def _of_part(part: StagePart, stack: Stack) -> _Allocations:
     return _Allocations(calls, lives, {})
 
 
-def _lives(buffer: Storage, place: Mapping[Node, int], stack: Stack, until: Mapping[Node, Node]) -> list[_Life]:
+def _lives(buffer: Storage, place: Mapping[Node, int], software: Software, until: Mapping[Node, Node]) -> list[_Life]:
     if buffer.first < 0:
         return []
     last = buffer.last
     if last is not None and buffer.node in until:
         last = max(last, place[until[buffer.node]])
     waits = [place[user] for user in buffer.node.users if is_wait(user)]
-    if not (stack.copies and waits and collective_kind(buffer.node.target) == "all_gather"):
+    if not (software.copies and waits and collective_kind(buffer.node.target) == "all_gather"):
         return [_Life(buffer.size_bytes, buffer.first, last)]
     copied = min(waits)
     return [_Life(buffer.size_bytes, buffer.first, copied, _BESIDE), _Life(buffer.size_bytes, copied, last)]

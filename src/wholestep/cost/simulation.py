@@ -18,9 +18,7 @@ from ..mesh import Mesh
 from ..tuning import TUNING
 from .compute import is_free, node_us, peak_us
 from .fused import fused_us, is_fused
-from .kernel_times import KernelTimes
-from .kernels import op_times, starts
-from .stack import Stack
+from .software import OWN, Software
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Clock:
         begun, ends: when a collective starts and completes.
         in_flight: the axis of each collective that nobody has waited for.
         stolen_us: compute time that a collective in flight costs, spread evenly from its start to its completion.
-        times: microseconds of each op, where ops are not kernels of their own (`cost.kernels.op_times`).
+        times: microseconds of each op, where ops are not kernels of their own (`Software.op_times`).
         starts: microseconds of the host for each op that it starts, where it does not start all at once.
         host: when the host has started the last op.
     """
@@ -158,9 +156,9 @@ class SimulationResult:
     """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives.
 
     Of a pipeline, `step_us` is until the last stage ends, and `exposed_us` how long a stage does nothing, on average.
-    Else `step_us` is that of the device, or where a `Stack` starts ops one by one, that of both. `host_us` is what the
-    host of a GPU needs to start the step op by op: a step that is not recorded as a CUDA graph takes at least that. It
-    is 0 where the host computes.
+    Else `step_us` is that of the device, or where a `Software` starts ops one by one, that of both. `host_us` is what
+    the host of a GPU needs to start the step op by op: a step that is not recorded as a CUDA graph takes at least that.
+    It is 0 where the host computes.
 
     `mfu` is the model FLOPs utilization: the operations of a rank's products, convolutions and attention (two for each
     multiplication and addition; recomputed ones left out), over the step's time and the hardware's peak for their
@@ -178,41 +176,26 @@ class SimulationResult:
     hfu: float = 0.0
 
 
-def simulate(
-    local: LocalGraph,
-    hardware: Hardware,
-    compiled: bool = False,
-    *,
-    stack: Stack | None = None,
-    profile: KernelTimes | None = None,
-) -> SimulationResult:
+def simulate(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> SimulationResult:
     """The time of a step of one rank, from the order of its program (`planner.prediction.simulate`)."""
-    clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
+    clock = steady_start(local, priced(local, hardware, software))
     run_all(clock, local.graph.nodes)
     return result_of(local, clock)
 
 
-def priced(
-    local: LocalGraph, hardware: Hardware, compiled: bool = False, stack: Stack | None = None,
-    profile: KernelTimes | None = None,
-) -> Clock:  # fmt: skip
+def priced(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> Clock:
     """A clock that knows what each op of `local` takes. Raises PlanError for a stage of a pipeline."""
     if local.stage is not None:
         needed = "the program of all stages, as partition returns it"
         raise PlanError(f"stage {local.stage} alone has no time: it waits for the others", needed, "simulate that")
     assert not local.stage_axis, "all stages together are predicted by planner.prediction"
-    return clock_of(local.graph, local.mesh, hardware, compiled, stack, profile)
+    return clock_of(local.graph, local.mesh, hardware, software)
 
 
-def clock_of(
-    graph: Graph, mesh: Mesh, hardware: Hardware, compiled: bool = False, stack: Stack | None = None,
-    profile: KernelTimes | None = None,
-) -> Clock:  # fmt: skip
+def clock_of(graph: Graph, mesh: Mesh, hardware: Hardware, software: Software = OWN) -> Clock:
     """A clock that knows what each op of `graph` takes, with the links of `mesh`."""
-    times = op_times(graph, hardware, compiled, stack, profile)
-    begun = None if stack is None or times is None else starts(graph, times, hardware, stack)
-    if begun is not None and profile is not None:
-        begun = {node: us * profile.host for node, us in begun.items()}
+    times = software.op_times(graph, hardware)
+    begun = None if times is None else software.host_times(graph, times, hardware)
     return Clock(hardware, mesh, times=times, starts=begun)
 
 

@@ -31,8 +31,7 @@ class BlockPrices:
 
     def clock(self, graph: Graph) -> Clock:
         """A clock for `graph` that stands at 0."""
-        software = self.software
-        return clock_of(graph, self.mesh, self.hardware, software.compiled, software.stack, software.profile)
+        return clock_of(graph, self.mesh, self.hardware, self.software)
 
     def sent_us(self, size_bytes: int, axis: str) -> float:
         """Microseconds from a stage to the next one along `axis`."""

@@ -17,10 +17,9 @@ from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
-from .kernel_times import KernelTimes
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
-from .stack import Stack
+from .software import OWN, Software
 
 COMPUTE, WAIT, STAGE = "compute", "wait", "stage "
 _SHOWN = 8
@@ -125,16 +124,9 @@ class Timeline:
         return "\n".join([*rows, str(self.peak)])
 
 
-def timeline(
-    local: LocalGraph,
-    hardware: Hardware,
-    compiled: bool = False,
-    *,
-    stack: Stack | None = None,
-    profile: KernelTimes | None = None,
-) -> Timeline:
+def timeline(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> Timeline:
     """The timeline of a step of one rank (`planner.prediction.timeline`)."""
-    clock = steady_start(local, priced(local, hardware, compiled, stack, profile))
+    clock = steady_start(local, priced(local, hardware, software))
     spans: list[Span] = []
     ends: list[float] = []
     calls = [node for node in local.graph.nodes if node.op == "call_function"]

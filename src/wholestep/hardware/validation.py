@@ -1,4 +1,4 @@
-"""How far predicted step times were from published runs, by device: the table that `benchmarks.accuracy` writes."""
+"""How far predicted step times were from published runs, by device: the table that `foresight.accuracy` writes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from ..cost.stack import Fills
+from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.loop import bodies_of, loop_of

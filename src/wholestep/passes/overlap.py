@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from ..cost.kernels import alone_us
+from ..cost.compute import alone_us
 from ..cost.simulation import Clock, arrivals_after, start
-from ..cost.stack import Fills
+from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.nodes import is_collective, is_wait, node_at, operands
@@ -31,7 +31,7 @@ class Overlap(InPlace):
     """Starts collectives when their last input exists, and waits for them at the last moment. Bitwise the same.
 
     Arithmetic of the forward and backward keeps its order, but for gradients of weights, which are computed while the
-    rank would wait for activations, as `fills` says (`Stack`); with "all" where that is simulated to gain, and while
+    rank would wait for activations, as `fills` says (`Software`); with "all" where that is simulated to gain, and while
     what they read is at most `in_flight_bytes`. Gathers of parameters start ahead of their use, in order of
     use, while at most `in_flight_bytes` of gathered parameters, or `in_flight` of them (by the program's sizes), wait
     for it. Optimizer updates that feed a parameter all-gather are issued as soon as

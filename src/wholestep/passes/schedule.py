@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..cost.stack import Stack
+from ..cost.software import OWN, Software
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from ..tuning import TUNING
@@ -56,20 +56,19 @@ class Schedule:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that it stands for."""
-        return self.passes_of(None, True)
+        return self.passes_of(OWN, True)
 
-    def passes_of(self, stack: Stack | None, may_coalesce: bool) -> tuple[Pass, ...]:
-        """The passes of this schedule, or of a `stack`: one that does not overlap reduces all after the backward."""
-        stack = stack or Stack("", overlaps=True, fills="all", splits_update=True)
-        hardware, fills, overlaps = self.hardware, stack.fills, stack.overlaps
+    def passes_of(self, software: Software, may_coalesce: bool) -> tuple[Pass, ...]:
+        """The passes of this schedule on `software`: one that does not overlap reduces all after the backward."""
+        hardware, fills, overlaps = self.hardware, software.fills, software.overlaps
         sizes = SizeBuckets(
             hardware, self.bucket_bytes, self.first_bucket_bytes, self.in_flight_bytes,
-            may_coalesce=may_coalesce and not stack.copies,
+            may_coalesce=may_coalesce and not software.copies,
         )  # fmt: skip
         waits = (SinkWaits(),) if overlaps else ()
         reductions = Bucket.sized("reduce_scatter"), Bucket.sized("all_reduce"), BucketOwned("sums")
         gathers = Bucket.sized("all_gather"), BucketOwned("spread")
-        split = (SplitOptimizer(),) if overlaps and stack.splits_update else ()
+        split = (SplitOptimizer(),) if overlaps and software.splits_update else ()
         merging = (*waits, *reductions, *split, *waits, *gathers, AsyncTensorParallel(hardware))
         bodies = (InBodies(hardware, fills), PeelPieces()) if overlaps else ()
         across = (CrossStep(),) if self.across_steps else ()

@@ -167,7 +167,7 @@ class Auto:
         """
         mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         hardware = hardware or self.hardware or Hardware.default()
-        passes = tuple(passes_of("none", hardware, stack=software.stack) if passes is None else passes)
+        passes = tuple(passes_of("none", hardware, software=software) if passes is None else passes)
         watch = watch or unwatched
         if self.pipeline is not None:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import prod
 
 from torch.fx import Node
 
 from ..cost.compute import flops
-from ..cost.memory import PeakMemory, curve, peak_memory
+from ..cost.memory import PeakMemory, peak_memory
 from ..cost.reserved import reserved_bytes
-from ..cost.simulation import SimulationResult, kind_of, whole_bytes
-from ..cost.software import OWN, Software
+from ..cost.simulation import SimulationResult, kind_of, simulate, whole_bytes
+from ..cost.software import OWN, Software, pricing_of
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import communicates, is_collective
 from ..graph.op_kinds import is_list_op
-from ..graph.storage import Storage, storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
-from ..passes.forward_backward import forward_backward
 from ..plan.data_parallel import DataParallel
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
@@ -83,35 +80,26 @@ class Costs:
             {kind: round(size) for kind, size in sizes.items() if size > 0}, precision=self.precision,
         )  # fmt: skip
 
-    def grown(self, smaller: Costs, larger: Costs) -> Costs:
-        """This plus `larger` minus `smaller`: what a larger step costs besides, known from smaller ones."""
-        names = ("peak_bytes", "sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
-        added = {name: getattr(self, name) + getattr(larger, name) - getattr(smaller, name) for name in names}
-        kinds = {**self.by_kind, **larger.by_kind}
-        sizes = {k: self.by_kind.get(k, 0) + larger.by_kind.get(k, 0) - smaller.by_kind.get(k, 0) for k in kinds}
-        positive = {kind: size for kind, size in sizes.items() if size > 0}
-        return replace(self, **added, by_kind=positive, reserved_bytes=None)
-
 
 def costs(
     local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None, software: Software = OWN
 ) -> Costs:
     """The costs of a rank's program after `passes`, the standard pipeline of `software` if None."""
-    program = run_passes(local, passes_of("none", hardware, stack=software.stack) if passes is None else passes)
+    program = run_passes(local, passes_of("none", hardware, software=software) if passes is None else passes)
     return costs_of(program, planned, hardware, software)
 
 
 def costs_of(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
     """The costs of a program with all layers that has been through all passes."""
     part_costs = costs_of_part(program, planned, hardware, software)
-    return replace(part_costs, reserved_bytes=reserved_bytes(program, hardware, software.stack))
+    return replace(part_costs, reserved_bytes=reserved_bytes(program, hardware, software))
 
 
 def costs_of_part(program: LocalGraph, planned: Plan, hardware: Hardware, software: Software = OWN) -> Costs:
     """The same of one with few layers, from which costs are extrapolated. What an allocator reserves is not even in
     layers, so that it is not asked for.
     """
-    return costs_from(program, planned, software.simulate(program, hardware), peak_memory(program))
+    return costs_from(program, planned, simulate(program, hardware, software), peak_memory(program))
 
 
 def costs_from(program: LocalGraph, planned: Plan, took: SimulationResult, peak: PeakMemory) -> Costs:
@@ -153,76 +141,13 @@ class LowerBound:
 def lower_bound(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> LowerBound:
     """The lower bound of `local` before passes."""
     sent: Counter[tuple[str, str]] = Counter()
-    computed, op_us = 0.0, software.op_us(local.graph, hardware)
+    computed, op_us = 0.0, pricing_of(local.graph, hardware, software)
     for node, times in with_bodies(local.graph):
         if is_collective(node):
             sent[str(node.args[-1]), kind_of(node)] += times * whole_bytes(node)
         elif node.op == "call_function" and (flops(node) or is_list_op(node.target)) and not loop_of(node):
             computed += times * op_us(node)
     return LowerBound(computed, sent)
-
-
-def least_bytes(local: LocalGraph) -> int:
-    """Bytes that a rank holds at least, whatever passes do to `local`: its inputs, and between two ops of the forward
-    and backward, whose order no pass changes, what ops before made and ops behind read. Gathered parameters and
-    gradients come and go as they are scheduled, and do not count.
-    """
-    calls = [node for node in local.graph.nodes if node.op == "call_function"]
-    place = {node: i for i, node in enumerate(calls)}
-    varying, main = forward_backward(local, later_stages=False)
-    ordered = {node for node in calls if node in varying and node in main}
-    changes, rest = [0] * (len(calls) + 1), 0
-    for storage in storages(local.graph):
-        if storage.first < 0:
-            rest += storage.size_bytes
-            continue
-        reads = [place[user] for member in storage.members for user in member.users if user in ordered]
-        last = max(reads, default=0)
-        if storage.node in ordered and last > storage.first + 1:
-            changes[storage.first + 1] += storage.size_bytes
-            changes[last] -= storage.size_bytes
-    return rest + max(accumulate(changes), default=0)
-
-
-def peak_beside_gradients(program: LocalGraph) -> int:
-    """The most bytes that a rank holds besides the gradients of parameters and what is made of them."""
-    varying, main = forward_backward(program, later_stages=False)
-    all_storages, calls = storages(program.graph), sum(node.op == "call_function" for node in program.graph.nodes)
-    gradients = _gradients(all_storages, varying, main)
-
-    def counts(storage: Storage) -> bool:
-        node, index = storage.node, storage.index
-        return storage.first < 0 or node not in varying or (node in main and (node, index) not in gradients)
-
-    return max(curve([storage for storage in all_storages if counts(storage)], calls), default=0)
-
-
-def gradients_of(program: LocalGraph) -> set[tuple[Node, int]]:
-    """The gradients of parameters, whole as a backward leaves them: nodes, and the numbers of their outputs."""
-    return _gradients(storages(program.graph), *forward_backward(program, later_stages=False))
-
-
-def _gradients(all_storages: Sequence[Storage], varying: set[Node], main: set[Node]) -> set[tuple[Node, int]]:
-    """The results of the backward that are read behind it, themselves or views of them."""
-    results = [storage for storage in all_storages if storage.node in main and meta.is_backward(storage.node)]
-    return {
-        (storage.node, storage.index) for storage in results
-        if any(user in varying and user not in main for member in storage.members for user in member.users)
-    }  # fmt: skip
-
-
-def held_between(local: LocalGraph) -> int:
-    """Bytes of what depends on the batch that a rank holds when it begins the last of several micro-batches, each an
-    input of its own: gradients that add up, as they are then. Some are whole on each rank until they are summed along
-    tensor parallelism.
-    """
-    calls = [node for node in local.graph.nodes if node.op == "call_function"]
-    place = {node: i for i, node in enumerate(calls)}
-    batches = [node for graph_input, node in local.placeholders() if graph_input.role is Role.BATCH]
-    begins = max((min(place[user] for user in node.users) for node in batches if node.users), default=0)
-    varying, _ = forward_backward(local, later_stages=False)
-    live = [storage for storage in storages(local.graph) if storage.node in varying and 0 <= storage.first < begins]
-    return sum(storage.size_bytes for storage in live if storage.last is not None and storage.last >= begins)
 
 
 def fingerprint(local: LocalGraph) -> int:

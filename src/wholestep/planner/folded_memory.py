@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from ..cost.simulation import simulate
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands
@@ -177,16 +178,12 @@ class FoldedFit:
         """Microseconds and peak bytes of the whole step with `classes` rematerialized."""
         if (way, classes) not in self.costs:
             programs = [rematerialized(step.saved, step.names(classes)) for step in (self.smaller, self.larger)]
-            passes, context = (
-                smaller_buckets(self.fit.after)[way],
-                Context(traffic=self.folded.carried(self.pair, programs)),
-            )
-            passes = smaller_buckets(self.fit.after)[way]
+            folded, passes = self.folded, smaller_buckets(self.fit.after)[way]
+            context = Context(traffic=folded.carried(self.pair, programs))
             a, b = (run_passes(local, passes, context=context) for local in programs)
-            hardware, software = self.folded.hardware, self.folded.software
-            took = software.simulate(a, hardware).step_us, software.simulate(b, hardware).step_us
+            a_us, b_us = (simulate(local, folded.hardware, folded.software).step_us for local in (a, b))
             peaks = self.fit.peak(a).size_bytes, self.fit.peak(b).size_bytes
-            self.costs[way, classes] = self.folded.whole(self.pair, took), self.folded.whole(self.pair, peaks)
+            self.costs[way, classes] = folded.whole(self.pair, (a_us, b_us)), folded.whole(self.pair, peaks)
         return self.costs[way, classes]
 
     def unfolded(self, local: LocalGraph, fitting: FoldedFitting) -> Fitting | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from math import ceil, prod
 from typing import cast
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ..cost.software import OWN, Software
-from ..errors import GraphError, WholestepError
+from ..errors import GraphError, PlanError, WholestepError
 from ..graph.folding.fold import fold
 from ..graph.folding.repeats import Repeats, find_repeats
 from ..graph.graph import LocalGraph, Role, TrainGraph
@@ -31,6 +32,8 @@ from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of_part
 
 FEWEST = TUNING.folded_layers
+CaptureStep = Callable[[int, int, int], TrainGraph]
+"""From sequences of a rank at a time, micro-batches and layers, to the step."""
 
 
 @dataclass
@@ -192,6 +195,23 @@ def fold_step(
     except GraphError:
         return None
     return step
+
+
+def from_few_layers(
+    capture: Callable[[int], TrainGraph], layers: int, hardware: Hardware, software: Software = OWN,
+    model: nn.Module | None = None,
+) -> FoldedStep | TrainGraph:  # fmt: skip
+    """The step of which `capture` makes so many layers, from few; from all `layers` where few do not stand for these,
+    also in `model`.
+    """
+    short = FEWEST[1] + 1
+    with suppress(PlanError):  # no model has so few
+        graph = capture(short) if 2 * short <= layers else None
+        folded = graph and fold_step(graph, hardware, layers_left_out=layers - short, software=software)
+        if folded and (model is None or folded.stands_for(model)):
+            return folded
+    graph = capture(layers)
+    return fold_step(graph, hardware, software=software) or graph
 
 
 def layers_alike(model: nn.Module, repeats: Repeats) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ..cost import simulation
+from ..cost import timeline as timelines
 from ..cost.kernel_times import KernelTimes
 from ..cost.simulation import SimulationResult
-from ..cost.software import Software
-from ..cost.stack import Stack
+from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..cost.timeline import Timeline
 from ..graph.graph import LocalGraph
@@ -18,12 +19,12 @@ def simulate(
     hardware: Hardware,
     compiled: bool = False,
     *,
-    stack: Stack | None = None,
     profile: KernelTimes | None = None,
+    software: Software = OWN,
 ) -> SimulationResult:
     """Predict the time of a step from the order of its program. If a step ends in the next call, the result is that of
-    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them. `stack`: the
-    kernels are those of other software, started by its host. `profile`: measured kernels count as measured.
+    the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them.
+    `profile`: measured kernels count as measured. `software`: other software that runs the step.
 
     The program of all stages of a pipeline has been through no passes. Its time is that of the programs that `compile`
     makes of it for `hardware`, in the order that it has; `exposed_us` is what a rank waits for collectives and for
@@ -35,10 +36,10 @@ def simulate(
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    software = Software(compiled, stack, profile)
+    software = software.measured(compiled, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline.simulated
-    return software.simulate(local, hardware)
+    return simulation.simulate(local, hardware, software)
 
 
 def timeline(
@@ -46,12 +47,12 @@ def timeline(
     hardware: Hardware,
     compiled: bool = False,
     *,
-    stack: Stack | None = None,
     profile: KernelTimes | None = None,
+    software: Software = OWN,
 ) -> Timeline:
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
     `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
-    `stack`: the kernels are those of other software; `profile`: measured ones count. Memory is that of the program op
+    `profile`: measured ones count; `software`: other software that runs the step. Memory is that of the program op
     by op. The program of all stages of a pipeline is predicted as by `simulate`: a stream for each stage, with its
     blocks for each micro-batch, and the peak of the fullest.
 
@@ -61,10 +62,10 @@ def timeline(
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    software = Software(compiled, stack, profile)
+    software = software.measured(compiled, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline
-    return software.timeline(local, hardware)
+    return timelines.timeline(local, hardware, software)
 
 
 def _is_of_all_stages(local: LocalGraph) -> bool:

@@ -44,9 +44,8 @@ from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
 from ..tuning import TUNING
 from .bounds import Costs
-from .folded_step import FoldedStep
+from .folded_step import CaptureStep, FoldedStep
 from .resolve import planned_program
-from .short_steps import CaptureStep
 
 Traffic = Sequence[CollectiveTraffic] | None
 _PIECES = 2  # that a short step has: blocks are those of any number
@@ -56,9 +55,9 @@ _MOST = 4  # layers in a stage of the smaller short step
 
 
 def stage_passes(mesh: Mesh, axis: str, prices: BlockPrices) -> tuple[Pass, ...]:
-    """The passes that `compile` applies to the program of a stage, with the overlap that a stack has."""
+    """The passes that `compile` applies to the program of a stage, with the overlap that the software has."""
     schedule = Schedule(prices.hardware) if mesh.size > mesh.axis_size(axis) else None
-    return default_passes(schedule=schedule, stack=prices.software.stack)
+    return default_passes(schedule=schedule, software=prices.software)
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,8 @@ class ShortPair:
 @dataclass
 class ShortPipelines:
     """Pipelines of a model with `layers` layers, which `capture` builds with few of them: from the sequences in the
-    batch, 1, and layers. `model`: as in `ShortSteps`. `folded` and `short`: what was captured and planned, for models
-    that differ in `layers` alone.
+    batch, 1, and layers. `model`: as in `from_few_layers`. `folded` and `short`: what was captured and planned, for
+    models that differ in `layers` alone.
     """
 
     capture: CaptureStep
@@ -487,7 +486,7 @@ def fullest_reserves(step: StagedStep, local: LocalGraph, hardware: Hardware, so
     if not hardware.has_gpus:
         return None
     program = stage_program(local, step.stages.index(step.fullest))
-    return reserved_bytes(run_passes(program, default_passes(schedule=None)), hardware, software.stack)
+    return reserved_bytes(run_passes(program, default_passes(schedule=None)), hardware, software)
 
 
 def costs_of_staged(step: StagedStep) -> Costs:

@@ -59,7 +59,7 @@ def compare(
     pipeline of `software` if None, which runs them.
     """
     hardware, by_name = hardware or Hardware.default(), {template.name: template for template in chosen}
-    passes = passes_of("none", hardware, stack=software.stack) if passes is None else passes
+    passes = passes_of("none", hardware, software=software) if passes is None else passes
     all_layers = any(isinstance(p, FitMemory) for p in passes)  # a budget is for all layers
     short, rows = None if all_layers else fold_step(graph, hardware, software=software), list[PlanRow]()
     for template in chosen:

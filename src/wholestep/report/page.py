@@ -8,10 +8,9 @@ from typing import Any
 
 from ..cost.kernel_times import KernelTimes
 from ..cost.software import OWN, Software
-from ..cost.stack import Stack
 from ..cost.stage_costs import BlockPrices
 from ..cost.staged import StageOfStep
-from ..cost.timeline import Timeline
+from ..cost.timeline import Timeline, timeline
 from ..errors import PlanError
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.text import human, seconds
@@ -40,8 +39,8 @@ def report(
     chosen: str = "",
     what_if: Sequence[WhatIf] = (),
     compiled: bool = False,
-    stack: Stack | None = None,
     profile: KernelTimes | None = None,
+    software: Software = OWN,
     measured: Timeline | None = None,
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
@@ -56,8 +55,8 @@ def report(
         chosen: the name of the alternative that is this plan.
         what_if: rows of `wholestep.report.what_if.what_if`.
         compiled: ops run as the kernels that `backend="inductor"` makes of them.
-        stack: other software that runs the step.
         profile: measured kernels.
+        software: other software that runs the step.
         measured: what `step.profile` has measured, to be drawn below what is predicted.
 
     Raises:
@@ -71,32 +70,32 @@ def report(
         next_step = "pass the name of the row of this plan, or omit chosen"
         raise PlanError(f"no alternative is called {chosen!r}", needed, next_step)
     hardware = hardware or Hardware.default()
-    local = program(plan, graph, hardware, passes_of("none", hardware, stack=stack))
-    timeline, stages = step_of(plan, local, hardware, Software(compiled, stack, profile))
+    local = program(plan, graph, hardware, passes_of("none", hardware, software=software))
+    predicted, stages = step_of(plan, local, hardware, software.measured(compiled, profile))
     capacity = hardware.memory_bytes
-    shown = _memory(timeline, capacity) | {"plan": plan, "local": local, "made": timeline, "tree": tree(plan)}
-    shown |= {"sent": sent(local, timeline), "lanes": lanes(timeline, measured), "ops": by_op(timeline), "rows": _ROWS}
+    shown = _memory(predicted, capacity) | {"plan": plan, "local": local, "made": predicted, "tree": tree(plan)}
+    shown |= {"sent": sent(local, predicted), "lanes": lanes(predicted, measured), "ops": by_op(predicted)}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown["what_if"] = [(case, capacity is not None and case.row.costs and case.row.costs.peak_bytes > capacity)
                         for case in what_if]  # fmt: skip
-    shown |= {"stages": stages, "model": model or "training step", "hardware": hardware.name}
+    shown |= {"rows": _ROWS, "stages": stages, "model": model or "training step", "hardware": hardware.name}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(rendered("page.html", {**shown, "chosen": chosen}), encoding="utf-8")
+    Path(path).write_text(rendered(_TEMPLATES / "page.html", {**shown, "chosen": chosen}), encoding="utf-8")
 
 
-def rendered(template: str, shown: Mapping[str, Any]) -> str:
+def rendered(template: Path, shown: Mapping[str, Any]) -> str:
     """A template filled in, with the style and the script of all pages."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(template.parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"human": human, "time": _shown_us}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
     raw = {kind: Markup((_TEMPLATES / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
-    return environment.get_template(template).render(**shown, **raw)
+    return environment.get_template(template.name).render(**shown, **raw)
 
 
 def step_of(
@@ -106,7 +105,7 @@ def step_of(
     if local.stage_axis and local.stage is None:
         step = staged(local, BlockPrices(hardware, local.mesh, software))
         return step.timeline, step.stages
-    return software.timeline(local, hardware), ()
+    return timeline(local, hardware, software), ()
 
 
 def program(
@@ -129,18 +128,18 @@ def program(
     return graph
 
 
-def _memory(timeline: Timeline, capacity: int | None) -> dict[str, Any]:
+def _memory(predicted: Timeline, capacity: int | None) -> dict[str, Any]:
     """The drawing of live bytes; the capacity is in it where the peak is at least half of it."""
-    step, peak = timeline.simulated.step_us, timeline.peak
+    step, peak = predicted.simulated.step_us, predicted.peak
     near = capacity if capacity is not None and capacity <= 2 * peak.size_bytes else None
     top = max(int(1.08 * peak.size_bytes), int(1.04 * near) if near else 0, 1)
-    most = columns(timeline.memory, step)
+    most = columns(predicted.memory, step)
     return {
         "area": outline(most, top),
         "columns": COLUMNS,
         "rest_y": 100 - 100 * peak.rest_bytes / top,
-        "peak_x": 100 * peak_at(timeline) / step if step else 0.0,
-        "peak_us": peak_at(timeline),
+        "peak_x": 100 * peak_at(predicted) / step if step else 0.0,
+        "peak_us": peak_at(predicted),
         "peak_y": 100 - 100 * peak.size_bytes / top,
         "capacity": capacity,
         "capacity_y": 100 - 100 * near / top if near else None,

@@ -1,0 +1,1 @@
+"""Tests of wholestep-foresight: make test-foresight."""
