@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from tests import catalogue
 from tests.catalogue import CASES, OPTIMIZERS
+from tests.steps import mean_square
 from wholestep import _torch
 from wholestep._torch import dispatch
 from wholestep.graph import meta
@@ -89,7 +91,7 @@ def differentiated(x: Tensor, y: Tensor) -> Any:
 
 def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None]) -> None:
     taken: list[Any] = []
-    record = dispatch._record
+    record = dispatch.record
 
     def counted(mode: Any, op: Any, *rest: Any) -> Any:
         taken.append(op)
@@ -101,7 +103,7 @@ def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None
         graph = ws.capture(case.step, model, OPTIMIZERS["AdamW-plain"].make(model.parameters()), case.batches(0))
         return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
-    monkeypatch.setattr(dispatch, "_record", counted)
+    monkeypatch.setattr(dispatch, "record", counted)
     ops = captured()
     assert len(taken) > 0.9 * len(ops), "all but what torch's own way is needed for"
     taken.clear()
@@ -189,6 +191,33 @@ def test_of_whole_steps(case: str, recipe: str, own_way: Callable[[], None]) -> 
     quick = captured()
     own_way()
     assert quick == captured()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("recipe", catalogue.RECIPES)
+def test_updates_of_parameters_alike_are_those_of_each(
+    recipe: str, calls: int, own_way: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated: list[object] = []
+    repeat = _torch.repeat_ops
+    monkeypatch.setattr(_torch, "repeat_ops", lambda tape, twins: repeated.append(repeat(tape, twins)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.LayerNorm(4)).double()
+    optimizer = OPTIMIZERS[recipe].make(model.parameters())
+    for _ in range(calls):
+        mean_square(model, optimizer, torch.ones(2, 4).double())
+
+    def captured() -> str:
+        graph = ws.capture(mean_square, model, optimizer, torch.ones(2, 4).double())
+        nodes = [f"{meta.tensors(node)} {meta.source_line(node)}" for node in graph.graph.nodes]
+        return "\n".join([str(graph), str(graph.outputs), *nodes])
+
+    quick, several = captured(), len(repeated)
+    own_way()
+    assert quick == captured()
+    assert len(repeated) == several
+    if recipe.startswith("Adam-plain"):
+        assert several == 4 - 2 + 6 - 2, "of equal weights and biases, all but two"
 
 
 def test_torch_is_left_as_it_was() -> None:

@@ -15,6 +15,9 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx. sym_node.SymNode.eq: equal at once.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
+- utils._python_dispatch._get_current_dispatch_mode_stack (2.0), _C._len_torch_function_stack (1.13): whether a mode of
+  the user's sees the ops of an optimizer, whose loops are optim's functions `_single_tensor_*` (1.12) (`op_tapes`);
+  public forms.
 - _ops.OpOverload, OpOverloadPacket (1.12): the targets of graph nodes; public names of the two classes.
 - OpOverload._op (1.12): calls an op without a frame of Python; a call of the overload that has none.
 - nodes' _update_args_kwargs (2.11), fx.Graph._target_to_str (1.10): creates nodes without a search for symbolic
@@ -89,6 +92,7 @@ from .dynamo import *
 from .fake_results import *
 from .held import *
 from .op_schemas import *
+from .op_tapes import *
 from .other_threads import *
 from .python_hooks import *
 from .replaced import *

@@ -38,6 +38,9 @@ _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.l
 _proxies: Any = proxy_tensor
 _kind: Callable[[Any], Any] = type
 _TAKES_NUMBERS = "should_allow_numbers_as_tensors"
+TAPE = "wholestep_tape"  # an attribute of the mode of a trace: where it lists the ops that it records, or None
+TapedOp = tuple[Any, tuple[Any, ...], dict[str, Any], Any, Any]
+"""An op that was recorded, its arguments, its result, and the annotations of its node."""
 _NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
 
 
@@ -109,18 +112,26 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         nonlocal outermost
         if op is _DEVICE and _kind(args[0]) in FAKE_TYPES:
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        outermost = outermost or mode
+        if outermost is None:
+            outermost = mode
+            vars(mode).setdefault(TAPE, None)
         if op not in plain:
             plain[op] = _is_plain(op, forms)
         named: dict[str, Any] = kwargs or {}
+        tape = getattr(mode, TAPE, None)
         try:
             if mode is not outermost or not plain[op]:
                 raise _SlowPathError
-            nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
+            nodes = nodes_of(mode, args), {key: nodes_of(mode, value) for key, value in named.items()}
         except _SlowPathError:
+            if tape is not None:
+                tape.append(None)
             args, named = at_op(op, args, named)
             return slow(mode, op, types, args, named)
-        return _record(mode, op, (args, named), nodes)
+        out = record(mode, op, (args, named), nodes)
+        if tape is not None:
+            tape.append((op, args, named, out, fx_traceback.current_meta.get("custom")))
+        return out
 
     return dispatch
 
@@ -132,7 +143,7 @@ def _is_plain(op: Any, forms: Mapping[Any, Any]) -> bool:
     return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def _nodes(mode: Any, value: Any) -> Any:
+def nodes_of(mode: Any, value: Any) -> Any:
     """Replace traced tensors in `value` by their nodes."""
     kind = _kind(value)
     if kind in FAKE_TYPES:
@@ -141,13 +152,13 @@ def _nodes(mode: Any, value: Any) -> Any:
             raise _SlowPathError
         return slot.proxy.node
     if kind in _SEQUENCES:
-        return kind([_nodes(mode, v) for v in value])
+        return kind([nodes_of(mode, v) for v in value])
     if kind not in _VALUES and not is_size(value):
         raise _SlowPathError
     return value
 
 
-def _record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
+def record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
     tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
     with torch._C.DisableTorchFunction():  # in a backward, modes would see what torch computes for itself
         out: Any = fake_result(op, *called)

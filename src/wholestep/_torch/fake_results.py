@@ -69,6 +69,26 @@ def _hashable(part: Any) -> Any:
     return tuple(map(_hashable, cast(Any, part))) if isinstance(part, (tuple, list)) else part
 
 
+def kind_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return what determines results of ops on these fake tensors; None where that is not known."""
+    parts: list[Any] = []
+    with _C.DisableTorchFunction():
+        if not all(_kind(value) in FAKE_TYPES for value in values) or not _note(parts, values):
+            return None
+        parts += (value.requires_grad for value in values)
+        return tuple(parts) if all(_kind(size) is int for value in values for size in value.shape) else None
+
+
+def is_known(op: Any) -> bool:
+    """Return whether results of an op are new tensors, or its first operand, which it changes."""
+    return _aliasing.get(op) in (_FRESH, _IN_PLACE)
+
+
+def changes_first(op: Any) -> bool:
+    """Return whether an op changes its first operand in place, and returns it."""
+    return _aliasing[op] is _IN_PLACE
+
+
 def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an op on fake tensors, outside of modes of torch functions.
 

@@ -166,6 +166,10 @@ class Numbers:
         number = self._of(value)
         return number.now if number else value
 
+    def count(self) -> int:
+        """How much is recorded of numbers."""
+        return len(self._lines) + len(self._decisions) + len(self._casts) + len(self._by_id)
+
     def _of(self, value: Any) -> _Number | None:
         return self._by_id.get(id(value)) or self._options.get(id(value))
 

@@ -32,6 +32,7 @@ from .host_numbers import Numbers
 from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_entries import Entry, Items
+from .optimizer_loops import optimizer_loops
 from .optimizer_scalars import Counts
 from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, refuse_generators
@@ -153,7 +154,8 @@ class Traced:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
             sized = sized_forms(self.stand_ins.symbols is not None)
-            forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention]
+            loops = optimizer_loops(self.own.fake_of, self._kind_of, self.numbers.count)
+            forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention, *loops]
             with (
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
@@ -176,6 +178,11 @@ class Traced:
         placeholders = zip(self.stand_ins.inputs, self.module.graph.find_nodes(op="placeholder"), strict=True)
         used = (i for i, node in placeholders if any(user.op != "output" for user in node.users))
         self.read_grads |= {i.owner for i in used if i.role is Role.GRAD}
+
+    def _kind_of(self, fakes: list[torch.Tensor]) -> object:
+        """What determines how an optimizer updates these tensors of one parameter; None where that is not known."""
+        kind = None if self.numbers.among(fakes) else _torch.kind_of(fakes)
+        return kind and (kind, *(id(fake) in self.counts.scalars for fake in fakes))
 
     def _add_number(self, position: int, source: Input, fake: torch.Tensor) -> None:
         self.stand_ins.put(source, fake, position)
