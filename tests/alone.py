@@ -35,8 +35,9 @@ def predicted_and_measured(local: ws.LocalGraph, group: str, exchange: bool) -> 
     coordinate = {axis.name: 0 for axis in local.mesh.axes}
     if local.stage is not None:
         coordinate[local.stage_axis] = local.stage
-    graph = bind(local, coordinate, dict.fromkeys(coordinate, group), exchange)
-    run = eager(graph)
+    groups = dict.fromkeys(coordinate, group)
+    graph = bind(local, coordinate, groups, exchange, runs=False)
+    run = eager(bind(local, coordinate, groups, exchange))
     inputs = [_input(i, layout, local, coordinate) for i, layout in zip(local.inputs, local.layouts, strict=True)]
     run(inputs)  # the first call checks strides
     return ws.peak_memory(replace(local, graph=graph)), peak_of(run, inputs)

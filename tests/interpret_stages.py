@@ -17,15 +17,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tests.interpret import COMPUTE, as_traced, is_random
-from wholestep.backend.eager import RunStage
-from wholestep.backend.rank_binding import bound_arguments, with_shapes
+from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph.graph import LocalGraph
-from wholestep.graph.loop import loop_of
-from wholestep.graph.nodes import function_of, is_collective, is_wait, operands
+from wholestep.graph.nodes import copy_graph, function_of, is_collective, is_wait
 from wholestep.graph.op_kinds import collective_kind
-from wholestep.graph.stage_part import part_of
+from wholestep.graph.region import region_of
 from wholestep.mesh import TIME
-from wholestep.partition.stage_program import receive, send, stage_program
+from wholestep.partition.stage_program import RECEIVES, SENDS, complete, receive, send, stage_program
+from wholestep.partition.written_out import written_out
 from wholestep.passes.base import Pass, run_passes
 
 PATIENCE_S = 60.0
@@ -148,7 +147,9 @@ class Rank:
                 barrier.abort()
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        return self.nodes(self.program.graph, inputs, {})
+        graph = copy_graph(self.program.graph)
+        written_out(graph)
+        return self.nodes(graph, inputs, {})
 
     def nodes(self, graph: Graph, inputs: Sequence[Any], piece: dict[str, int]) -> list[Any]:
         """Run a graph on this rank; `piece` is the number of the piece in a body."""
@@ -165,20 +166,15 @@ class Rank:
             return self.collective(node, args, kwargs.get("out"))
         if is_wait(node):
             return args[0]
-        if node.target is send:
-            return self.start_send(*args).wait()
-        if node.target is receive:
+        if node.target in SENDS:
+            begun = self.start_send(*args), args[0]
+            return complete(begun) if node.target is send else begun
+        if node.target in RECEIVES:
             out = torch.empty(args[0], dtype=args[1], device=args[2])
-            self.start_receive(out, *args[3:]).wait()
-            return out
-        if part := part_of(node):
-            part = with_shapes(part, self.place)
-            return RunStage(part, self.start_send, self.start_receive, self.body)(*args)
-        if loop := loop_of(node):
-            totals: list[Any] = [None] * len(operands(next(iter(reversed(loop.body.nodes)))))
-            for piece in range(loop.pieces):
-                totals = self.nodes(loop.body, [*args, *totals], {TIME: piece})
-            return totals
+            begun = self.start_receive(out, *args[3:]), out
+            return complete(begun) if node.target is receive else begun
+        if region := region_of(node):
+            return self.nodes(region.body, args[0], {TIME: args[1]})
         if not is_random(node):
             return as_traced(node, function_of(node)(*args, **kwargs))
         with self.fabric.random:
@@ -186,9 +182,6 @@ class Rank:
             made = as_traced(node, function_of(node)(*args, **kwargs))
             self.stream = torch.get_rng_state()
         return made
-
-    def body(self, graph: Graph) -> Any:
-        return lambda inputs, piece: self.nodes(graph, inputs, {TIME: piece})
 
 
 def run_stages(

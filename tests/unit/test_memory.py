@@ -1,5 +1,6 @@
 """Predicted peak memory against a count of live tensors, and what is said about it."""
 
+import operator
 import weakref
 from functools import lru_cache
 
@@ -13,10 +14,11 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.catalogue import CASES, OPTIMIZERS
 from tests.steps import mean_square as train
-from wholestep.backend.eager import RunStage
+from wholestep.backend.eager import eager
 from wholestep.capture import Capture, capture_step
 from wholestep.graph.stage_part import Action, StageBlock, StagePart
 from wholestep.partition.accumulators import add_up
+from wholestep.partition.written_out import written_out
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.units import parse_bytes
@@ -147,6 +149,10 @@ def test_a_block_of_a_stage_lets_go_of_what_it_is_given_with_its_last_reader() -
     )
     actions = [Action("run", name, piece) for piece in range(2) for name in ("a", "b")]
     part = StagePart("pp", 0, 2, blocks, {}, tuple(actions), ("x",), (("total", "end"),), "cpu", returned=("total",))
-    (end,) = RunStage(part)(torch.zeros(2))
+    graph = Graph()
+    stage = graph.call_function(part, (graph.placeholder("x"),))
+    graph.output((graph.call_function(operator.getitem, (stage, 0)),))
+    written_out(graph)
+    (end,) = eager(graph)([torch.zeros(2)])
     assert end.tolist() == [4, 4]
     assert seen == [False, False]

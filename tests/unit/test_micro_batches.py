@@ -306,7 +306,7 @@ def test_memory_is_as_predicted(style: str, pieces: int, again: bool | None) -> 
     data = ws.DataParallel(style, reshard_after_forward=again)
     with fake_group(2) as group:
         predicted, measured = predicted_and_measured(_final([data, ws.MicroBatches(pieces)]), group, exchange=False)
-    assert abs(predicted.size_bytes / measured - 1) < 0.05
+    assert -0.05 < predicted.size_bytes / measured - 1 < 0.1, "the last piece frees what it reads"
 
 
 def test_activations_are_those_of_one_piece() -> None:

@@ -168,7 +168,7 @@ def _runs_apart(local: ws.LocalGraph, plan: ws.Plan) -> None:
     """Updates run on the host, and collectives and stages on the device."""
     here = {axis: local.stage or 0 if axis == "pp" else 0 for axis in plan.mesh.names}
     on_host = (Role.PARAM, Role.STATE, Role.GRAD)
-    program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, here, {"dp": "0", "pp": "0"})))
+    program = OnTwoDevices(torch.fx.GraphModule({}, bind(local, here, {"dp": "0", "pp": "0"}, runs=False)))
     with _torch.fake_mode():
         given: list[Tensor] = []
         for i in local.inputs:

@@ -20,17 +20,15 @@ from torch.fx.node import map_aggregate
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
-from ..graph.loop import ByPiece, Loop, loop_of
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
-from ..graph.sizes_in_graph import sizes_among
-from ..graph.stage_part import StagePart, part_of
+from ..graph.region import ByPiece, inputs_of, region_of
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator, text_of
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
 from .reached import GO_TO, LANDMARKS, Landmarks
 
-_PIECE = "wholestep_piece"
+_PIECE, _INPUTS = "wholestep_piece", "wholestep_inputs"
 WAITS = "wholestep_waits"  # a global of a generated function: by line, the collective that it waits for
 Layout = tuple[str, tuple[int, ...] | None, "list[tuple[Any, Layout]]"]
 """Of a node: its name, the strides of its result in the trace, and the layouts of items that nodes select from it."""
@@ -77,10 +75,6 @@ class WaitClock:
 
         return run
 
-    def timed_block(self, name: str, run: RunBody) -> RunBody:
-        """Blocks of stages wait for nothing."""
-        return run
-
 
 @dataclass
 class Eager:
@@ -102,22 +96,22 @@ class Eager:
 
 
 def eager(graph: Graph, clock: NodeClock | None = None, body: Callable[[Graph], RunBody] | None = None) -> Run:
-    """Compile `graph` to a Python function from the list of inputs to the list of outputs; `body` compiles what runs
-    for each piece, by default op by op as well.
+    """Compile `graph` to a Python function from the list of inputs to the list of outputs; `body` compiles the regions
+    that it calls, by default op by op as well.
     """
     return _Eager(graph, clock, body=body)
 
 
 def op_by_op(body: Graph) -> RunBody:
-    """The body of a loop, or a block of a stage, as a function that frees each input with its last reader."""
+    """The body of a region as a function that frees each input with its last reader."""
     return _Eager(body, None, is_body=True)
 
 
 class _Eager:
     """A bound graph as a function; `source` is its text.
 
-    The body of a loop is a function of its own, which takes the number of the piece too. It empties the list of inputs
-    that it is given, and frees each with its last reader: what a piece has kept goes while its backward runs.
+    The body of a region is a function of its own, which takes the number of the piece too. It empties the list of
+    inputs that it is given, and frees each with its last reader: what a piece has kept goes while its backward runs.
 
     Later nodes count on the strides that the trace recorded, and a few kernels of torch disagree with their own shape
     functions about them. The first call with certain sizes finds those nodes: each function that it calls is in one
@@ -130,7 +124,6 @@ class _Eager:
     ) -> None:  # fmt: skip
         self._graph, self._clock, self._is_body, self._compile_body = graph, clock, is_body, body or op_by_op
         self._wrong: dict[str, tuple[int, ...]] = {}
-        self._loops: dict[Node, RunLoop | RunStage] = {}
         self._blocks: dict[Graph, RunBody] = {}
         distinct: dict[Hashable, tuple[int, ...]] = {}
         traced = ((node, meta.traced_stride(node)) for node in graph.nodes)
@@ -154,7 +147,7 @@ class _Eager:
             self._compile()
         if self._sizes is None:
             self._check_run = self._run
-            self._graph, self._loops, self._blocks, self._strides, self._layouts = Graph(), {}, {}, {}, {}
+            self._graph, self._blocks, self._strides, self._layouts = Graph(), {}, {}, {}
         if len(self._checked) >= _MOST_SIZES:
             self._checked.clear()
         self._checked.add(now)
@@ -220,40 +213,36 @@ class _Eager:
             lines += [f"    ({symbols}) = {self._constant(self._sizes, 'c')}.now"]
             lines += [f"    {name} = {text}" for text, name in self._texts.items()]
         for node in nodes:
+            freed = [f"del {', '.join(sorted(set(dying[node])))}"] if node in dying else []
             if node.op == "call_function":
                 if is_wait(node):
                     self._waits[len(lines) + 1] = node_at(node, 0).name
                 self._numbered.append((len(lines) + 1, node))
-                lines.append(f"    {self._line(node)}")
+                line = self._line(node)
+                if region_of(node):  # which frees what nothing else reads
+                    line, freed = "; ".join([f"{_INPUTS} = {self._value(inputs_of(node))}", *freed, line]), []
+                lines.append(f"    {line}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
-            if node in dying:
-                lines.append(f"    del {', '.join(sorted(set(dying[node])))}")
+            lines += [f"    {line}" for line in freed]
         return "\n".join(lines) + "\n"
 
     def _line(self, node: Node) -> str:
         if _torch.is_getitem(node.target):
             call = f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         else:
-            target = self._bodies(node) or _torch.directly(function_of(node))
+            region = region_of(node)
+            target = self._block(region.body) if region else _torch.directly(function_of(node))
             target = self._clock.timed(node, target) if self._clock else target
             args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
+            args = [_INPUTS, *args[1:]] if region else args
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         if node.name in self._wrong:
             call = f"{self._constant(meta.with_stride, 'c')}({call}, {self._value(self._wrong[node.name])})"
         return f"{node.name} = {call}" if node.users else call
 
-    def _bodies(self, node: Node) -> RunLoop | RunStage | None:
-        """What runs the bodies of a node for pieces, compiled once; None for other nodes."""
-        if node not in self._loops:
-            if loop := loop_of(node):
-                self._loops[node] = RunLoop(loop, compile=self._block)
-            elif part := part_of(node):
-                self._loops[node] = RunStage(part, compile=self._block, clock=self._clock)
-        return self._loops.get(node)
-
     def _block(self, body: Graph) -> RunBody:
-        """The body of a loop, or a block of a stage, which several parts may run."""
+        """The body of a region, compiled once."""
         if body not in self._blocks:
             self._blocks[body] = self._compile_body(body)
         return self._blocks[body]
@@ -279,145 +268,6 @@ class _Eager:
             self._names[key] = f"_{prefix}{len(self._constants)}"
             self._constants[self._names[key]] = value
         return self._names[key]
-
-
-class RunLoop:
-    """A loop as a function: its body is compiled once, and runs for every piece."""
-
-    def __init__(self, loop: Loop, compile: Callable[[Graph], RunBody] = op_by_op) -> None:
-        self._pieces, self._body = loop.pieces, compile(loop.body)
-        self._totals = len(operands(next(iter(reversed(loop.body.nodes)))))
-
-    def __call__(self, *inputs: Any) -> list[Any]:
-        """What the pieces accumulate."""
-        totals: list[Any] = [None] * self._totals
-        for piece in range(self._pieces):
-            totals = self._body([*inputs, *totals], piece)
-        return totals
-
-
-Start = Callable[[torch.Tensor, int, int, str], Any]
-"""Starts to send a tensor, or to receive into one: the other rank, a tag, the group. The result has a `wait`."""
-_TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
-
-
-@dataclass
-class StageState:
-    """What a part of a stage leaves to the part that follows. By piece: `values` by name, and how often each is still
-    read; `coming` is received, `going` is sent.
-    """
-
-    values: list[dict[str, Any]]
-    unread: list[dict[str, int]]
-    totals: dict[str, Any]
-    coming: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
-        default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
-    )
-    going: dict[tuple[str, int], tuple[Any, torch.Tensor]] = field(
-        default_factory=dict[tuple[str, int], "tuple[Any, torch.Tensor]"]
-    )
-
-    def take(self, name: str, piece: int) -> Any:
-        """An accumulator, or a value of a piece, which is dropped with its last reader."""
-        if name in self.totals:
-            return self.totals[name]
-        unread, values = self.unread[piece], self.values[piece]
-        unread[name] -= 1
-        return values[name] if unread[name] else values.pop(name)
-
-    def put(self, name: str, piece: int, value: Any) -> None:
-        """What a block outside has computed."""
-        if name in self.totals:
-            self.totals[name] = value
-        elif self.unread[piece].get(name):
-            self.values[piece][name] = value
-
-
-class RunStage:
-    """A part of a stage as a function: its blocks are compiled once, and run for every piece in the order of its
-    actions.
-    """
-
-    def __init__(
-        self, part: StagePart, send: Start = _torch.start_send, receive: Start = _torch.start_receive,
-        compile: Callable[[Graph], RunBody] = op_by_op, clock: NodeClock | None = None,
-    ) -> None:  # fmt: skip
-        self._part, self._send, self._receive = part.with_bodies([Graph() for _ in part.blocks]), send, receive
-        self._blocks = {block.name: (block.takes, block.gives, compile(block.body)) for block in part.running}
-        if clock is not None:
-            timed = clock.timed_block
-            self._blocks = {name: (*ends, timed(name, run)) for name, (*ends, run) in self._blocks.items()}
-        self._so_far = {end: before for before, end in part.totals}
-        self._tags = {name: _TAGS + number * part.pieces for number, name in enumerate(part.messages)}
-        self._groups = {name: part.group_of(message) for name, message in part.messages.items()}
-        self._readers = part.readers
-        shapes = {name: message.shape for name, message in part.messages.items() if message.target == part.stage}
-        self._shapes = _shapes_of(shapes)
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        """What the pieces accumulate, what others take, and the state for the part that follows."""
-        part, remaining = self._part, iter(operands)
-        state = self._begin() if part.begins else next(remaining)
-        fixed, shapes = dict(zip(part.operands, remaining, strict=False)), self._shapes()
-        for (name, piece), value in zip(part.entering, operands[len(operands) - len(part.entering) :], strict=True):
-            state.put(name, piece, value)
-        for action in part.actions:
-            name, piece = action.name, action.piece
-            if action.kind == "run":
-                self._run_block(name, piece, fixed, state)
-            elif action.kind == "send":
-                self._begin_send(name, piece, state)
-            elif action.kind == "post":
-                self._begin_receive(name, piece, shapes[name][piece], state)
-            elif action.kind == "wait":
-                begun, state.values[piece][name] = state.coming.pop((name, piece))
-                begun.wait()
-            else:
-                for key in [(name, piece)] if action.kind == "sent" else list(state.going):
-                    state.going.pop(key)[0].wait()
-        out = [*(state.totals[name] for name in part.returned), *(state.take(*key) for key in part.leaving)]
-        return out if part.ends else [*out, state]
-
-    def _begin(self) -> StageState:
-        pieces = range(self._part.pieces)
-        totals = {before: None for before, _ in self._part.totals}
-        return StageState([{} for _ in pieces], [dict(self._readers) for _ in pieces], totals)
-
-    def _begin_send(self, name: str, piece: int, state: StageState) -> None:
-        message = self._part.messages[name]
-        value = state.take(message.value, piece)
-        begun = self._send(value, message.target, self._tags[name] + piece, self._groups[name])
-        state.going[name, piece] = begun, value
-
-    def _begin_receive(self, name: str, piece: int, shape: Sequence[int], state: StageState) -> None:
-        message = self._part.messages[name]
-        out = torch.empty(shape, dtype=message.dtype, device=self._part.device)
-        begun = self._receive(out, message.source, self._tags[name] + piece, self._groups[name])
-        state.coming[name, piece] = begun, out
-
-    def _run_block(self, name: str, piece: int, fixed: Mapping[str, Any], state: StageState) -> None:
-        takes, gives, run = self._blocks[name]
-        values = run([fixed[operand] if operand in fixed else state.take(operand, piece) for operand in takes], piece)
-        for end, value in zip(gives, values, strict=True):
-            if end in self._so_far:
-                state.totals[self._so_far[end]] = value
-            if self._readers.get(end):
-                state.values[piece][end] = value
-
-
-Shapes = Mapping[str, Sequence[Sequence[int]]]
-"""The shape of what a stage receives, by name of the message and number of the piece."""
-
-
-def _shapes_of(shapes: Shapes) -> Callable[[], Shapes]:
-    """What gives these shapes for the sizes of the call."""
-    sizes = sizes_among([shapes])
-    if not sizes:
-        return lambda: shapes
-    record = sizes[0].guards
-    texts = [f"({''.join(f'({_texts(shape)}), ' for shape in by_piece)})" for by_piece in shapes.values()]
-    values = evaluator(texts, list(record.dims))
-    return lambda: dict(zip(shapes, values(*record.now), strict=True))
 
 
 def _defined(code: CodeType, scope: dict[str, Any]) -> _Function:

@@ -12,8 +12,8 @@ from ..graph.graph import Input
 Run = Callable[[Sequence[Any]], list[Any]]
 """From the list of inputs of a program to the list of its outputs."""
 RunBody = Callable[[list[Any], int], list[Any]]
-"""Runs the body of a loop, or a block of a stage, for a piece of the batch: from the inputs, which it takes out of the
-list, and the number of the piece to the outputs.
+"""Runs the body of a region for a piece of the batch: from the inputs, which it takes out of the list, and the number
+of the piece to the outputs.
 """
 
 
@@ -22,10 +22,6 @@ class NodeClock(Protocol):
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` with its time recorded for `node`; `call` itself where the clock does not measure `node`."""
-        ...
-
-    def timed_block(self, name: str, run: RunBody) -> RunBody:
-        """The block of a stage with the times of its pieces recorded; `run` itself where nobody asks for them."""
         ...
 
 

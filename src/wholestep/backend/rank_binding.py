@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,14 +12,16 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.loop import ByPiece, loop_of
+from ..graph.loop import bodies_of, put_bodies
 from ..graph.nodes import copy_graph, is_collective, node_at
 from ..graph.owned import of_owner
-from ..graph.stage_part import StagePart, part_of
+from ..graph.region import ByPiece
+from ..graph.stage_part import part_of
 from ..layout import resolve
 from ..mesh import TIME, channel
 from ..partition.rank_ops import RANK_DEPENDENT
-from ..partition.stage_program import POINT_TO_POINT, send
+from ..partition.stage_program import POINT_TO_POINT, SENDS
+from ..partition.written_out import written_out
 from ..passes.bucket import OWN_APART, READS_A_PLACE, join_rows, of_one
 from ..passes.coalesced import COALESCED, coalesce
 from ..passes.fused_products import FUSED
@@ -50,20 +51,22 @@ def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) ->
     those of its pieces.
     """
     graph = copy_graph(graph)
+    _change_bodies(graph, lambda body, pieces: bound_calls(body, coordinate, pieces))
     for node in graph.nodes:
-        if loop := loop_of(node):
-            node.target = loop.with_body(bound_calls(loop.body, coordinate, loop.pieces))
-        elif part := part_of(node):
-            bodies = [bound_calls(block.body, coordinate, part.pieces) for block in part.blocks]
-            node.target = with_shapes(part.with_bodies(bodies), coordinate)
-        else:
-            _torch.set_operands(node, *_arguments(node, coordinate, pieces))
+        if part := part_of(node):
+            places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
+            node.target = part.with_shapes(lambda shape, at=places: tuple(resolve(shape, place) for place in at))
+        _torch.set_operands(node, *_arguments(node, coordinate, pieces))
     return graph
 
 
-def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False) -> Graph:
+def bind(
+    local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool = False,
+    runs: bool = True,
+) -> Graph:  # fmt: skip
     """A copy of the graph for one rank; `groups` maps names of axes, and of channels (`mesh.channel`) that have a group
-    of their own, to registered process group names.
+    of their own, to registered process group names. With `runs`, what it does for pieces of the batch is written out,
+    as calls of regions; else it is there to be priced.
 
     With `exchange`, a reduce-scatter is an all-to-all and a local sum. That moves (W-1)/W of the tensor, where gloo's
     own moves what an all-reduce does, and adds ranks in their order, whatever else is in the tensor.
@@ -79,26 +82,22 @@ def bind(local: LocalGraph, coordinate: Mapping[str, int], groups: Mapping[str, 
             meta.set_owner(node, None)
         if spec.role is Role.CARRY and spec.key and exchange:
             add_up(graph, node, spec.key, local.mesh.axis_size(spec.owner))
-    _bind(graph, coordinate, groups, exchange)
-    return graph
+    _change_bodies(graph, lambda body, pieces: _bind(copy_graph(body), coordinate, groups, exchange, pieces))
+    if runs:
+        written_out(graph)
+    return _bind(graph, coordinate, groups, exchange)
 
 
 def _bind(
     graph: Graph, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool, pieces: int = 1
-) -> None:
+) -> Graph:
     """Bind the nodes of a graph, or of a body that runs for several pieces."""
-    bodies = dict[int, Graph]()
     if exchange:
         in_buckets(graph)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if loop := loop_of(node):
-            node.target = loop.with_body(copy_graph(loop.body))
-            _bind(node.target.body, coordinate, groups, exchange, loop.pieces)
-        elif part := part_of(node):
-            node.target = _bound_part(part, coordinate, groups, exchange, bodies)
-        elif is_collective(node):
+        if is_collective(node):
             _torch.count_our_collectives()
             args = bound_arguments(node, coordinate)[0]
             node.args = (*args[:-1], groups[str(args[-1])])
@@ -115,10 +114,17 @@ def _bind(
             node.args = (*args[:-1], groups[str(args[-1])])
         elif node.target in POINT_TO_POINT:
             args, here = bound_arguments(node, coordinate)[0], coordinate[str(node.args[-1])]
-            ends = (here, args[1]) if node.target is send else (args[3], here)
-            node.args = (*args[:-1], _group_of(groups, str(args[-1]), *ends))
+            ends = (here, args[1]) if node.target in SENDS else (args[3], here)
+            node.args = (*args[:-1], groups.get(channel(str(args[-1]), *ends), groups[str(args[-1])]))
         else:
             _torch.set_operands(node, *_arguments(node, coordinate, pieces))
+    return graph
+
+
+def _change_bodies(graph: Graph, change: Callable[[Graph, int], Graph]) -> None:
+    """Replace each body that nodes of a graph run, for as many pieces."""
+    bodies = {body: pieces for node in graph.nodes for pieces, bodies in [bodies_of(node)] for body in bodies}
+    put_bodies(graph, {body: change(body, pieces) for body, pieces in bodies.items()})
 
 
 def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[Any, Any]:
@@ -127,33 +133,6 @@ def _arguments(node: Node, coordinate: Mapping[str, int], pieces: int) -> tuple[
         return bound_arguments(node, coordinate)
     each = [bound_arguments(node, {**coordinate, TIME: piece}) for piece in range(pieces)]
     return cast("tuple[Any, Any]", _by_piece(each))
-
-
-def _bound_part(
-    part: StagePart, coordinate: Mapping[str, int], groups: Mapping[str, str], exchange: bool, bodies: dict[int, Graph]
-) -> StagePart:
-    """The part of a stage on one rank: its blocks, and the shape of each message for each piece. `bodies`: of blocks
-    that other parts have too, so that they are compiled once.
-    """
-    for block in part.blocks:
-        if id(block.body) not in bodies:
-            bodies[id(block.body)] = copy_graph(block.body)
-            _bind(bodies[id(block.body)], coordinate, groups, exchange, part.pieces)
-    bound = part.with_bodies([bodies[id(block.body)] for block in part.blocks])
-    pairs = {(message.source, message.target) for message in part.messages.values()}
-    links = {pair: _group_of(groups, part.axis, *pair) for pair in pairs}
-    return replace(with_shapes(bound, coordinate), axis=groups[part.axis], groups=links)
-
-
-def _group_of(groups: Mapping[str, str], axis: str, source: int, target: int) -> str:
-    """The process group of a channel, which may be that of its axis."""
-    return groups.get(channel(axis, source, target), groups[axis])
-
-
-def with_shapes(part: StagePart, coordinate: Mapping[str, int]) -> StagePart:
-    """`part` with the shape of each message for each piece, on the rank at `coordinate`."""
-    places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
-    return part.with_shapes(lambda shape: tuple(resolve(shape, place) for place in places))
 
 
 def _by_piece(values: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ A function knows the line of its first change and those of its collectives, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
-from ..graph.loop import loop_of
 from ..graph.nodes import communicates, is_mutating, operands, written
-from ..graph.stage_part import part_of
+from ..graph.region import Region, inputs_of, region_of
+from ..partition.stage_program import complete, start_receive, start_send
 from ..passes.reinplace import aliased
 from ..rules.registry import is_random
 from .host_choices import CHOICES
@@ -30,12 +30,12 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Lines of a function: the first one that may change an input, and those that communicate; the text of those that
-    complete the last call, apart from all else, and the first change of these.
+    """Lines of a function: the first one that may change an input; the first and last ones of what it exchanges; the
+    text of those that complete the last call, apart from all else, and the first change of these.
     """
 
     change: int
-    exchanges: tuple[int, ...]
+    exchanges: tuple[tuple[int, int], ...]
     late: Mapping[int, str]
     late_change: int
 
@@ -51,7 +51,7 @@ class Landmarks:
             min((line for line, node in lines if node in writers and (line in late) == ends), default=_NEVER)
             for ends in (False, True)
         )
-        return Landmarks(change, tuple(line for line, node in lines if _exchanges(node)), late, late_change)
+        return Landmarks(change, tuple(_exchanges(lines).values()), late, late_change)
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def reached(error: BaseException) -> Reached:
     for frame, line in walk_tb(error.__traceback__):
         landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS)
         if landmarks is not None:
-            before = sum(exchange < line for exchange in landmarks.exchanges)
+            before = sum(end < line for _, end in landmarks.exchanges)
             torn = line >= landmarks.change or (line in landmarks.late and line >= landmarks.late_change)
-            return Reached(torn, None if line in landmarks.exchanges else before)
+            return Reached(torn, None if any(begin <= line <= end for begin, end in landmarks.exchanges) else before)
     return Reached(True, None)
 
 
@@ -86,40 +86,48 @@ def rest_of(error: BaseException) -> Callable[[], None] | None:
     return None
 
 
-def _exchanges(node: Node) -> bool:
-    loop = loop_of(node)
-    return (
-        communicates(node) or part_of(node) is not None or (loop is not None and any(map(_exchanges, loop.body.nodes)))
-    )
+def _exchanges(lines: Sequence[tuple[int, Node]]) -> dict[str, tuple[int, int]]:
+    """The first and the last line of each exchange: of a collective, and of all that stands for a loop or for a part of
+    a stage.
+    """
+    exchanges: dict[str, tuple[int, int]] = {}
+    regions = {region for _, node in lines if (region := region_of(node))}
+    regions = {region for region in regions if any(map(communicates, region.body.nodes))}
+    for line, node in lines:
+        in_pieces = node.target in regions or node.target in (start_send, start_receive, complete)
+        if in_pieces or communicates(node):
+            name = meta.part_of(node) if in_pieces else node.name
+            exchanges[name] = exchanges.get(name, (line, line))[0], line
+    return exchanges
 
 
 def _writers(graph: Graph) -> dict[Node, list[Node]]:
     """The calls that may write into inputs of a graph, and these inputs."""
     root: dict[Node, Node] = {}
     writers: dict[Node, list[Node]] = {}
+    changed_by: dict[Region, set[int]] = {}
     for node in graph.nodes:
         source = aliased(node)
         root[node] = root.get(source, source) if source is not None else node
-        for changed in (root.get(operand, operand) for operand in _written(node)):
+        for changed in (root.get(operand, operand) for operand in _written(node, changed_by)):
             if changed.op == "placeholder" or (meta.is_late(changed) and not meta.is_late(node)):
                 writers.setdefault(node, []).append(changed)
     return writers
 
 
-def _written(node: Node) -> Sequence[Node]:
-    """The operands that a call may write into."""
+def _written(node: Node, changed_by: dict[Region, set[int]]) -> Sequence[Node]:
+    """The operands that a call may write into; `changed_by`: of regions, the numbers of inputs."""
     if is_mutating(node):
         return written(node)
     if node.target in CHOICES:
         return operands(node)[1:2]
     if node.op == "call_function" and not _is_known(node.target):
         return operands(node)
-    if loop := loop_of(node):
-        return _in_bodies([(loop.body, operands(node))])
-    if part := part_of(node):
-        sources = operands(node)
-        named = dict(zip(part.operands, sources if part.begins else sources[1:], strict=False))
-        return _in_bodies([(block.body, [named.get(name) for name in block.takes]) for block in part.running])
+    if region := region_of(node):
+        if region not in changed_by:
+            at = {placeholder: i for i, placeholder in enumerate(region.body.find_nodes(op="placeholder"))}
+            changed_by[region] = {at[changed] for inputs in _writers(region.body).values() for changed in inputs}
+        return [value for i, value in enumerate(inputs_of(node)) if i in changed_by[region] and value is not None]
     return ()
 
 
@@ -127,13 +135,3 @@ def _is_known(target: Any) -> bool:
     """Whether a function is an op, or one of wholestep; not so what another compiler has made."""
     named = getattr(target, "__module__", type(target).__module__)
     return _torch.is_op(target) or _torch.is_getitem(target) or str(named).startswith("wholestep")
-
-
-def _in_bodies(bodies: Iterable[tuple[Graph, Sequence[Node | None]]]) -> list[Node]:
-    """Which of the values that bodies are given they may write into."""
-    targets: list[Node] = []
-    for body, values in bodies:
-        at = {placeholder: i for i, placeholder in enumerate(body.find_nodes(op="placeholder"))}
-        numbers = {at[changed] for inputs in _writers(body).values() for changed in inputs}
-        targets += [operand for i, operand in enumerate(values) if i in numbers and operand is not None]
-    return targets

@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import Input, Role
-from ..graph.loop import loop_of
 from ..graph.nodes import communicates, operands
+from ..graph.region import region_of
 from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
 from ..rules.registry import is_random
@@ -109,8 +109,8 @@ def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbe
     """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
     if node.target in HOST_COPIES:
         return "moves between host and device"
-    if loop_of(node):
-        return "is a loop over micro-batches, which was not tried as a graph"
+    if region_of(node):
+        return "is of a loop over micro-batches, which was not tried as a graph"
     if node.target is drawn:
         return "draws a piece of a random tensor, from a generator that is set in Python"
     if communicates(node) and library != "nccl":

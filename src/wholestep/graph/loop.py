@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from torch.fx import Graph, Node
 
-from .nodes import function_of, operands
+from .region import Region
 from .stage_part import StageParts, part_of
 
 
@@ -18,7 +18,7 @@ class Loop:
 
     The node's operands are those of the whole rank. Placeholders of the body are these, then one for each accumulator,
     which is None for the first piece; the body returns the accumulators. Before binding, the coordinate of a piece is
-    the axis `time`, as that of a rank is another axis; then arguments that differ between pieces are a `ByPiece`.
+    the axis `time`, as that of a rank is another axis.
     `stages`: how the stages of a pipeline share the body.
     """
 
@@ -28,44 +28,12 @@ class Loop:
     __name__ = "loop"
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Run the pieces node by node, once the loop is bound to a rank. The backend `eager` compiles the body."""
-        ends = operands(next(iter(reversed(self.body.nodes))))
-        totals: list[Any] = [None] * len(ends)
-        for piece in range(self.pieces):
-            arguments = iter([*inputs, *totals])
-            values: dict[Node, Any] = {}
-
-            def read(value: Any, piece: int = piece, values: dict[Node, Any] = values) -> Any:
-                if isinstance(value, Node):
-                    return values[value]
-                if isinstance(value, (list, tuple)):
-                    entries = map(read, cast(Sequence[Any], value))
-                    return list(entries) if isinstance(value, list) else tuple(entries)
-                return value.values[piece] if isinstance(value, ByPiece) else value
-
-            for node in self.body.nodes:
-                if node.op == "call_function":
-                    kwargs = {key: read(value) for key, value in node.kwargs.items()}
-                    values[node] = function_of(node)(*map(read, node.args), **kwargs)
-                elif node.op == "placeholder":
-                    values[node] = next(arguments)
-            totals = list(map(read, ends))
-        return totals
+        """A loop does not run: its pieces are written out where a program is bound to a rank."""
+        raise AssertionError("loops are written out")
 
     def with_body(self, body: Graph) -> Loop:
         """This loop with another body."""
         return replace(self, body=body)
-
-
-@dataclass(frozen=True)
-class ByPiece:
-    """An argument of a body that is bound to a rank: its value for each piece."""
-
-    values: tuple[Any, ...]
-
-    def map(self, change: Callable[[Any], Any]) -> ByPiece:
-        """The same with each value changed."""
-        return replace(self, values=tuple(map(change, self.values)))
 
 
 def loop_of(node: Node) -> Loop | None:
@@ -87,7 +55,9 @@ def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None
 
 
 def bodies_of(node: Node) -> tuple[int, list[Graph]]:
-    """The bodies that `node` runs, and how often each: of a loop, or the blocks of a stage."""
+    """The bodies that `node` runs, and how often each: of a loop, the blocks of a stage, or a region."""
+    if isinstance(region := node.target, Region):
+        return 1, [region.body]
     if isinstance(loop := node.target, Loop):
         return loop.pieces, [loop.body]
     part = part_of(node)
@@ -112,4 +82,4 @@ def put_bodies(graph: Graph, replacements: Mapping[Graph, Graph]) -> None:
         if loop := loop_of(node):
             node.target = loop.with_body(replacements[loop.body])
         elif part := part_of(node):
-            node.target = part.with_bodies([replacements[block.body] for block in part.blocks])
+            node.target = part.with_bodies([replacements.get(block.body, block.body) for block in part.blocks])

@@ -354,9 +354,9 @@ def runs_on_first(node: Node) -> bool:
     return owner(node) in (None, 0)
 
 
-def set_piece(node: Node, piece: int, block: str) -> None:
+def set_piece(node: Node, piece: int, block: str | None) -> None:
     """Record for which piece of the batch a node outside of loops runs what the body of a loop says, and the block of a
-    stage that it is of.
+    stage that it is of, if any.
     """
     node.meta["wholestep_piece"] = piece
     node.meta["wholestep_block"] = block

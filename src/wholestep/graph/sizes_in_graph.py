@@ -15,9 +15,10 @@ from .. import _torch
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator, in_units, unit_of
 from . import meta
 from .graph import Input, TrainGraph
-from .loop import ByPiece, with_bodies
+from .loop import with_bodies
 from .meta import TensorMeta
 from .nodes import copy_with, node_at
+from .region import ByPiece
 from .stage_part import part_of
 
 aten = torch.ops.aten

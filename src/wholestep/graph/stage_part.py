@@ -86,8 +86,7 @@ class StagePart:
 
     Operands of the node are the values `operands`. `totals`: of each accumulator its name before a piece (None for the
     first), and after it. `device`: of what is received.
-    `peak_bytes`: of values of pieces, by simulation. `groups`: once bound, the process group of each channel that has
-    one of its own; `axis` is that of the others.
+    `peak_bytes`: of values of pieces, by simulation.
 
     Where runs of some blocks are written out in the graph (`passes.peel`), several parts follow each other. A part that
     is not `begins` is given the state that the part before returns last, in front of `operands`, and behind them the
@@ -110,12 +109,11 @@ class StagePart:
     leaving: tuple[tuple[str, int], ...] = ()
     begins: bool = True
     ends: bool = True
-    groups: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     __name__ = "stage"
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """A part runs once a backend has compiled its blocks."""
-        raise AssertionError("the backend 'eager' runs the blocks of a stage")
+        """A part does not run: its actions are written out where a program is bound to a rank."""
+        raise AssertionError("parts of stages are written out")
 
     @property
     def running(self) -> tuple[StageBlock, ...]:
@@ -132,9 +130,9 @@ class StagePart:
             counts[name] = counts.get(name, 0) + 1
         return counts
 
-    def group_of(self, message: Message) -> str:
-        """The process group that carries a message."""
-        return self.groups.get((message.source, message.target), self.axis)
+    def block(self, name: str) -> StageBlock:
+        """The block of a name."""
+        return next(block for block in self.blocks if block.name == name)
 
     def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
         """This part with other bodies of its blocks."""

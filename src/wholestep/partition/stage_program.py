@@ -23,19 +23,39 @@ from .rank_ops import drawn
 aten = torch.ops.aten
 
 
+Message = tuple[Any, Tensor]
+"""A message under way, which has a `wait`, and its tensor."""
+
+
+def start_send(x: Tensor, target: int, tag: int, group: str) -> Message:
+    """Start to send `x` to coordinate `target` of an axis."""
+    return _torch.start_send(x, target, tag, group), x
+
+
+def start_receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, tag: int, group: str) -> Message:
+    """Start to receive a tensor from coordinate `source` of an axis."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    return _torch.start_receive(out, source, tag, group), out
+
+
+def complete(message: Message) -> Tensor:
+    """Wait until a message has left, or is there; returns its tensor."""
+    message[0].wait()
+    return message[1]
+
+
 def send(x: Tensor, target: int, tag: int, group: str) -> None:
     """Send `x` to coordinate `target` of an axis, and wait until it has left."""
-    _torch.start_send(x, target, tag, group).wait()
+    complete(start_send(x, target, tag, group))
 
 
 def receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, tag: int, group: str) -> Tensor:
     """Receive a tensor from coordinate `source` of an axis."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    _torch.start_receive(out, source, tag, group).wait()
-    return out
+    return complete(start_receive(shape, dtype, device, source, tag, group))
 
 
-POINT_TO_POINT = (send, receive)
+SENDS, RECEIVES = (send, start_send), (receive, start_receive)
+POINT_TO_POINT = (*SENDS, *RECEIVES)
 """Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
 
 

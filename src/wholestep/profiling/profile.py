@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..backend.protocol import RunBody
 from ..cost.kernel_times import KernelTimes
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
@@ -18,6 +17,7 @@ from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.region import region_of
 from ..graph.stage_part import part_of
 from ..partition.stage_program import POINT_TO_POINT
 
@@ -35,29 +35,23 @@ class SpanClock:
     blocks: list[tuple[str, int, float, float]] = field(default_factory=list[tuple[str, int, float, float]])
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed."""
-        name = node.name
+        """`call`, timed; that of a piece of a loop for the loop."""
+        called = region_of(node)
+        name, block, piece = meta.part_of(node) if called else node.name, meta.block(node), meta.piece(node)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             out = call(*args, **kwargs)
             if self.on_gpu:
                 torch.cuda.synchronize()
-            self.spans.append((name, begin, time.perf_counter()))
+            span = begin, time.perf_counter()
+            if called and block is not None and piece is not None:
+                self.blocks.append((block, piece, *span))
+            else:
+                self.spans.append((name, *span))
             return out
 
         return run
-
-    def timed_block(self, name: str, run: RunBody) -> RunBody:
-        """`run`, timed."""
-
-        def timed(inputs: list[Any], piece: int) -> list[Any]:
-            begin = time.perf_counter()
-            out = run(inputs, piece)
-            self.blocks.append((name, piece, begin, time.perf_counter()))
-            return out
-
-        return timed
 
     def clear(self) -> None:
         """Forget all spans."""
@@ -143,7 +137,7 @@ def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]
         note_run(*run)
     for name, start, end in clock.spans:
         node = nodes.get(name)
-        if node is None or is_wait(node) or part_of(node) or node.target in POINT_TO_POINT:
+        if node is None or is_wait(node) or node.target in POINT_TO_POINT:
             continue
         if (block := meta.block(node)) is not None:  # a run of a block that is written out
             note_run(block, meta.piece(node), start, end, meta.module_path(node))

@@ -308,7 +308,7 @@ def _over(what: str, rank: int, size_bytes: int, budget_bytes: int) -> PlanError
     return PlanError(problem, needed, f"give memory_bytes={human_at_least(size_bytes)!r} or more: {why}")
 
 
-def bound_to_rank(local: LocalGraph, world: World) -> LocalGraph:
-    """The program with the sizes of this rank."""
-    graph = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device))
+def bound_to_rank(local: LocalGraph, world: World, runs: bool = False) -> LocalGraph:
+    """The program with the sizes of this rank; `runs`: as backends get it."""
+    graph = bind(local, world.coordinate, world.groups, exchange=exchanges(world.device), runs=runs)
     return replace(local, graph=graph)

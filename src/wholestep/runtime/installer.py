@@ -125,7 +125,7 @@ class Installer:
         recordings: Recordings | None = None,
     ) -> Run:  # fmt: skip
         """`local` as a function on this rank."""
-        bound = bound_to_rank(local, world)
+        bound = bound_to_rank(local, world, runs=True)
         return compiled(self._options.backend, bound.graph, local.inputs, example_inputs, clock, recordings)
 
     def _prepare_recordings(self, world: World, ranks: Rendezvous) -> None:

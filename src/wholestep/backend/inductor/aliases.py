@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ... import _torch
-from ...graph.loop import ByPiece
 from ...graph.nodes import is_mutating, is_wait, operands
+from ...graph.region import ByPiece
 from ...graph.storage import UNMARKED_VIEWS, always_shares
 
 aten = torch.ops.aten

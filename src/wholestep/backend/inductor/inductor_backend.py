@@ -15,19 +15,18 @@ from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph import meta
 from ...graph.graph import Input
-from ...graph.loop import ByPiece, loop_of
 from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
+from ...graph.region import ByPiece, region_of
 from ...graph.sizes_in_graph import record_of, sizes_among
-from ...graph.stage_part import part_of
 from ...partition.accumulators import ACCUMULATORS
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
-from ...partition.stage_program import POINT_TO_POINT, receive, send
+from ...partition.stage_program import POINT_TO_POINT, RECEIVES, SENDS, complete
 from ...passes.bucket import outline
 from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
 from ...sizes import SizeFloat, SizeGuards, SizeInt
-from ..eager import RunLoop, RunStage, eager, op_by_op
+from ..eager import eager, op_by_op
 from ..protocol import NodeClock, Run, RunBody
 from ..tensorize_numbers import as_tensors
 from .aliases import without_aliases
@@ -37,7 +36,7 @@ from .sized_regions import symbolic_fake
 
 Scope = Literal["region", "whole"]
 _IN_PYTHON = (
-    drawn, *FUSED, *HOST_COPIES, *ACCUMULATORS, *POINT_TO_POINT, torch.ops.aten._local_scalar_dense.default,
+    drawn, *FUSED, *HOST_COPIES, *ACCUMULATORS, *POINT_TO_POINT, complete, torch.ops.aten._local_scalar_dense.default,
 )  # fmt: skip
 _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 """Random ops draw what eager mode draws, in its order."""
@@ -100,7 +99,7 @@ class Inductor:
             raise BackendError(problem, next_step='use backend="eager"') from error
 
     def _apart(self, node: Node) -> bool:
-        if node.target in _IN_PYTHON or loop_of(node) or part_of(node) or _torch.runs_fused_optimizer(node.target):
+        if node.target in _IN_PYTHON or region_of(node) or _torch.runs_fused_optimizer(node.target):
             return True
         if any(operand.target is _IN_PYTHON[-1] for operand in operands(node)):
             return True  # a number that is in the graph of Inductor is a constant
@@ -127,8 +126,8 @@ def _compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 class _Fakes:
-    """What nodes make, without values; with symbols for sizes, in an environment of their own. The bodies of loops and
-    of blocks of stages run on fakes, too, which shows the inputs that they are called with.
+    """What nodes make, without values; with symbols for sizes, in an environment of their own. The bodies of regions
+    run on fakes, too, which shows the inputs that they are called with.
     """
 
     def __init__(self, record: SizeGuards | None, apart: Callable[[Node], bool], by_layer: bool) -> None:
@@ -151,7 +150,7 @@ class _Fakes:
             return self._run(graph, [fake(node, value) for node, value in zip(nodes, inputs, strict=True)])
 
     def body(self, graph: Graph) -> RunBody:
-        """What runs the body of a loop or a block. What follows from symbols runs op by op there."""
+        """What runs the body of a region. What follows from symbols runs op by op there."""
         return self.bodies.of(graph) if self._record is None else op_by_op(graph)
 
     def _run(self, graph: Graph, inputs: Sequence[Any], piece: int = 0) -> dict[Node, Any]:
@@ -178,10 +177,8 @@ class _Fakes:
         return values
 
     def _function(self, node: Node) -> Callable[..., Any]:
-        if loop := loop_of(node):
-            return RunLoop(loop, self._on_fakes)
-        if part := part_of(node):
-            return RunStage(part, _nothing_begun, _nothing_begun, self._on_fakes)
+        if region := region_of(node):
+            return self._on_fakes(region.body)
         return _ON_FAKES.get(node.target) or function_of(node)
 
     def _on_fakes(self, graph: Graph) -> RunBody:
@@ -195,22 +192,17 @@ class _Fakes:
         return run
 
 
-class _Nothing:
-    """A message between stages that nobody has to wait for."""
-
-    def wait(self) -> None:
-        """It is there."""
-
-
-def _nothing_begun(value: torch.Tensor, other: int, tag: int, group: str) -> _Nothing:
-    return _Nothing()
-
-
 def _received(shape: Sequence[int], dtype: torch.dtype, device: str, *_: Any) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-_ON_FAKES: dict[Any, Callable[..., Any]] = {send: lambda *args: None, receive: _received}
+def _arrived(message: torch.Tensor | None) -> torch.Tensor | None:
+    return message
+
+
+_ON_FAKES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(SENDS, lambda *args: None), **dict.fromkeys(RECEIVES, _received), complete: _arrived,
+}  # fmt: skip
 
 
 def _insert_shapes(graph: Graph, values: dict[Node, Any]) -> None:
