@@ -97,6 +97,34 @@ def _of_kind(kind: str, rows: int) -> tuple[Any, Any, list[tuple[Any, ...]]]:
     return mean_square, mlp, [(torch.randn(rows, 12),) for _ in range(3)]
 
 
+class Interpreted:
+    """A backend of a user's, which calls what a graph names as it is."""
+
+    name = "interpreted"
+    fused_optimizers, in_place_buffers, splits_steps, times_nodes, recordable = True, True, False, False, False
+
+    def compile(self, graph: torch.fx.Graph, inputs: Any, example_inputs: Any, clock: Any) -> Any:
+        module = torch.fx.GraphModule(torch.nn.Module(), graph)
+        return lambda values: list(torch.fx.Interpreter(module).run(*values))
+
+
+def _interpreted(rank: int, world: int) -> list[list[float]]:
+    """The losses of stages by the backend of a user's, and by `eager`."""
+    losses: list[list[float]] = []
+    for backend in (Interpreted(), "eager"):
+        torch.manual_seed(0)
+        fn, make, data = _of_kind("mlp", 10)
+        model, optimizer = make()
+        step = ws.compile(fn, parallel=ws.Pipeline(micro_batches=4), mesh="pp=2", backend=backend)
+        losses.append([step(model, optimizer, *batch).item() for batch in data])
+    return losses
+
+
+def test_backends_of_users_run_stages() -> None:
+    for ours, eager in run_ranks(_interpreted, 2):
+        assert ours == eager
+
+
 def _compiled(rank: int, world: int, parallel: Any, mesh: str, rows: int, kind: str) -> tuple[float, int, int]:
     """How far a step of Inductor is from one process; the calls of compiled regions in bodies, and their forms. Of the
     small model nothing is compiled: a region runs as it is.

@@ -95,7 +95,7 @@ def _bind(
     if exchange:
         in_buckets(graph)
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or _torch.is_getitem(node.target):
             continue
         if is_collective(node):
             _torch.count_our_collectives()
