@@ -231,7 +231,7 @@ _STACKS = (  # the first whose pattern is found in source, reference, sharding, 
     (r"llm.?foundry|mosaicml", "llm-foundry-2023"), (r"", "fsdp"),
 )  # fmt: skip
 _PULL = r"torchtitan.*?(?:pr #|pull/)(\d+)"
-_BY_PULL = (  # of torchtitan: below which number a pull request ran what; `cost.stack` has the commits
+_BY_PULL = (  # of torchtitan: below which number a pull request ran what; `wholestep_foresight.stack` has the commits
     (400, "torchtrain-2024"), (1033, "torchtitan-2024"), (1776, "torchtitan-2025"),
 )  # fmt: skip
 _GRAPH_PULLS = {  # experiments/graph_trainer, where a row does not say so, and what its commits ran

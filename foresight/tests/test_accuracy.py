@@ -372,7 +372,7 @@ def test_layers_that_are_not_simulated_follow_from_those_that_are() -> None:
     graph = ws.capture(step, *given, options=ws.CaptureOptions(mixed_precision=simulated.HALF))
     local = ws.partition(graph, ws.plan(graph, "dp=16", model.strategies(run), hardware=A100))
     local = ws.run_passes(local, passes_of("none", A100, software=run.stack))
-    whole = ws.simulate(local, A100, stack=run.stack).step_us / 1e6
+    whole = ws.simulate(local, A100, software=run.stack).step_us / 1e6
     assert simulated.step_s(run, A100) == pytest.approx(whole, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Measures the job it runs in for `hardware.calibration`: collectives by size, products by shape and dtype, copies."""
+"""Measures the job it runs in for `calibration`: collectives by size, products by shape and dtype, copies."""
 
 from __future__ import annotations
 

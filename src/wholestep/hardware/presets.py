@@ -9,35 +9,46 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 from ..errors import PlanError, shown
 from .curves import Curve, Regime
-from .data_sheets import (
-    INFINITY_FABRIC,
-    NVLINK2,
-    PCIE3,
-    PCIE4,
-    PCIE5,
-    SHEETS,
-    WIRING,
-    assumed,
-    like,
-    link_sources,
-    mi300x,
-    v100,
-)
 from .device import Ceiling, Device, Tile
 from .hardware import Hardware, Level
 
 _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
 
-_XLA = "XLA default_collective_perf_table and gemm tables (openxla/xla, Apache-2.0): H100 of 2 and 8 ranks, B200 of 8"
+XLA = "XLA default_collective_perf_table and gemm tables (openxla/xla, Apache-2.0): H100 of 2 and 8 ranks, B200 of 8"
 _VTRAIN = "vTrain nccl-tests tables (MIT): A100 all-reduce of 2, 4 and 8 ranks"
 _H200_SOURCE = "nccl-tests of 8 H200 (NCCL 2.27.7, NVLS), published plot"
 _PEAKS = "NVIDIA GTC24 S62129: peak bus bandwidths by link"
 _CLOCKS = "sustained rates of bf16 products beside bursts (stas00/ml-engineering: MSMF and MAMF, 8 busy H200 and B200)"
 _HPL = "A100: 1305 of 1410 MHz under HPL at its power limit; bursts reach 86 % of the peak (stas00/ml-engineering)"
 _FLASH = "FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608): causal, heads of 128, 2k to 16k tokens"
+
+
+SHEETS = {
+    "A100": "NVIDIA A100 data sheet: 312 TFLOPS of bfloat16; 1,555 GB/s (40 GB), 1,935 (80 GB PCIe), 2,039 (80 GB SXM)",
+    "H100": "NVIDIA H100 data sheet: SXM 989 TFLOPS of bfloat16, 1,979 of float8, 3.35 TB/s, NVLink 900 GB/s both ways",
+    "H200": "NVIDIA H200 data sheet: 141 GB, 4.8 TB/s; peaks and NVLink of H100 SXM",
+    "H100 500 W": "pytorch/torchtitan docs/performance.md: H100 of 96 GB HBM2e, 2.4 TB/s, 500 W (Grand Teton)",
+    "B200": "NVIDIA HGX B200 data sheet: 2,250 TFLOPS of bfloat16, 8 TB/s, NVLink 1.8 TB/s both ways",
+    "EFA": "AWS documentation: P4d 400 Gbit/s, P5 and P6 3,200 Gbit/s for a node of 8 GPUs",
+}  # fmt: skip
+_LINKS = {
+    "infiniband": "NVIDIA GTC24 S62129: peak bus bandwidths of InfiniBand; NCCL src/graph/tuning.cc: latency of a hop",
+    "roce": "assumed, not measured: RoCE has the curves of InfiniBand, a tenth less of the rate, 4 us of latency",
+    "efa": "assumed, not measured: EFA reaches 85 % of its rate with 12 us of latency, between InfiniBand and TCP",
+    "ethernet": "assumed, not measured: TCP reaches 80 % of the rate with 25 us of latency",
+    "fastrak": "GCP A3-mega nccl-tests, 16 H100",
+}  # fmt: skip
+WIRING = "assumed: leaf switches of 64 ports, half of them down; what crosses them has 1/K of the rate"
+
+
+def link_sources(link: str) -> tuple[str, ...]:
+    """The sources of the figures of a link between nodes, by its name."""
+    kind = link.partition("-")[0]
+    return (*([SHEETS["EFA"]] if kind == "efa" else []), _LINKS[kind])
 
 
 def _tiles(large: float, middle: float, small: float, smallest: float) -> tuple[Tile, ...]:
@@ -48,7 +59,7 @@ def _tiles(large: float, middle: float, small: float, smallest: float) -> tuple[
     )  # fmt: skip
 
 
-_HOPPER_HALF, _HOPPER_TF32, _HOPPER_EIGHT = (
+HOPPER_HALF, _HOPPER_TF32, _HOPPER_EIGHT = (
     _tiles(0.61, 0.859, 0.721, 0.577), _tiles(0.664, 0.42, 0.333, 0.25), _tiles(0.913, 0.95, 0.704, 0.563),
 )  # fmt: skip
 
@@ -71,8 +82,8 @@ def _hopper(
     """
     sustained *= ((watts - 100) / 600) ** (1 / 3)
     ceilings = (
-        Ceiling("bfloat16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
-        Ceiling("float16", 989 * _TERA, _HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
+        Ceiling("bfloat16", 989 * _TERA, HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
+        Ceiling("float16", 989 * _TERA, HOPPER_HALF, 0.75, 0.7, attention=0.38, attention_backward=0.32),
         Ceiling("tf32", 495 * _TERA, _HOPPER_TF32, 0.65, 0.62, attention=0.4, attention_backward=0.3),
         Ceiling("float8", 1979 * _TERA, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 67 * _TERA, (), 0.8),
@@ -99,15 +110,14 @@ A100 = Device(
     memory_rate=0.74, launch_us=3.0, host_us=7.0, processors=108, contention=108 / (108 - _NCCL_BLOCKS),
     sustained=_A100_SUSTAINED,
 )  # fmt: skip
-A100_40GB = replace(A100, name="A100 SXM 40 GB", memory_bytes=40 * _GIB, memory_bytes_per_us=1555 * _GB)
 H100 = _hopper("H100 SXM 80 GB", 80 * _GIB, 3350 * _GB)
 H100_500W = _hopper("H100 96 GB HBM2e, 500 W", 96 * _GIB, 2400 * _GB, watts=500)
 H200 = _hopper("H200 SXM 141 GB", 141 * 10**9, 4800 * _GB, _H200_SUSTAINED)
 B200 = Device(
     "B200 192 GB", 192 * 10**9, 8000 * _GB,
     (
-        Ceiling("bfloat16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
-        Ceiling("float16", 2250 * _TERA, _HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
+        Ceiling("bfloat16", 2250 * _TERA, HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
+        Ceiling("float16", 2250 * _TERA, HOPPER_HALF, 0.7, 0.6, attention=0.4, attention_backward=0.33),
         Ceiling("tf32", 1125 * _TERA, _HOPPER_TF32, 0.65, 0.6, attention=0.4, attention_backward=0.3),
         Ceiling("float8", 4500 * _TERA, _HOPPER_EIGHT, 0.6, 0.01, attention=0.4, attention_backward=0.3),
         Ceiling("float32", 75 * _TERA, (), 0.8),
@@ -149,12 +159,6 @@ NVLINK5 = Level("nvlink5", 72, 640 * _GB, 1.0, (
     _curve("all_to_all", "pairwise", (36.3, 0.36, 0.617), (65.0, 0.36, 0.939)),
 ))  # fmt: skip
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
-
-
-def _board_of_4(level: Level) -> Level:
-    """HGX with four GPUs."""
-    curves = tuple(curve for curve in level.curves if curve.algorithm != "nvls")
-    return replace(level, name=f"{level.name} of 4", ranks=4, curves=curves, direct=True)
 
 
 def _between(name: str, bytes_per_us: float, latency_us: float, quick: tuple[float, float, float],
@@ -216,20 +220,21 @@ def presets() -> dict[str, Hardware]:
     """All presets by name; each also as `NAME+LINK`."""
     ib = LINKS["infiniband-200"], LINKS["infiniband-400"]
     rows = [
-        _fitted("dgx-a100", A100, NVLINK3, ib[0], "A100", _VTRAIN, _HPL, _FLASH),
-        _fitted("dgx-h100", H100, NVLINK4, ib[1], "H100", _XLA, _CLOCKS, _FLASH),
-        _fitted("h200", H200, NVLINK4_H200, ib[1], "H200", _H200_SOURCE, _XLA, _CLOCKS, _FLASH),
-        _fitted("b200-nvl72", B200, NVLINK5, ib[1], "B200", _XLA, _CLOCKS, _FLASH),
-        _fitted("h100-96gb-500w", H100_500W, NVLINK4, LINKS["roce-400"], "H100 500 W", _XLA, _CLOCKS, _FLASH),
-        _fitted("a3-mega", H100, NVLINK4, FASTRAK, "H100", _XLA, _CLOCKS, _FLASH),
+        preset_of("dgx-a100", A100, NVLINK3, ib[0], SHEETS["A100"], _VTRAIN, _HPL, _FLASH),
+        preset_of("dgx-h100", H100, NVLINK4, ib[1], SHEETS["H100"], XLA, _CLOCKS, _FLASH),
+        preset_of("h200", H200, NVLINK4_H200, ib[1], SHEETS["H200"], _H200_SOURCE, XLA, _CLOCKS, _FLASH),
+        preset_of("b200-nvl72", B200, NVLINK5, ib[1], SHEETS["B200"], XLA, _CLOCKS, _FLASH),
+        preset_of("h100-96gb-500w", H100_500W, NVLINK4, LINKS["roce-400"], SHEETS["H100 500 W"], XLA, _CLOCKS, _FLASH),
+        preset_of("a3-mega", H100, NVLINK4, FASTRAK, SHEETS["H100"], XLA, _CLOCKS, _FLASH),
         *_by_sheet(),
         Hardware("loopback", _CPU, (LOOPBACK,), ("wholestep calibrate: two gloo ranks on two busy cores",)),
     ]
     return {row.name: row for row in rows}
 
 
-def _fitted(name: str, device: Device, inside: Level, between: Level, sheet: str, *sources: str) -> Hardware:
-    return Hardware(name, device, (inside, between), (SHEETS[sheet], *sources, *_links(between)))
+def preset_of(name: str, device: Device, inside: Level, between: Level, *sources: str) -> Hardware:
+    """A preset with the sources of its links beside those of its device."""
+    return Hardware(name, device, (inside, between), (*sources, *_links(between)))
 
 
 def _links(between: Level) -> tuple[str, ...]:
@@ -237,48 +242,10 @@ def _links(between: Level) -> tuple[str, ...]:
     return (_PEAKS, *link_sources(between.name))
 
 
-def _by_sheet() -> list[Hardware]:
-    """Devices that no published times were fitted to."""
-    ampere = {"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
-    hopper = {"bfloat16": 756.5, "float16": 756.5, "tf32": 378.0, "float8": 1513.0, "float32": 51.0, "float64": 51.0}
-    grace = {"bfloat16": 2500.0, "float16": 2500.0, "tf32": 1250.0, "float8": 5000.0, "float32": 80.0, "float64": 40.0}
-    ada = {"bfloat16": 362.05, "float16": 362.05, "tf32": 183.0, "float8": 733.0, "float32": 91.6, "float64": 1.43}
-    ib100, ib200, ib400 = (LINKS[f"infiniband-{gbit}"] for gbit in (100, 200, 400))
-    a100_pcie = [
-        like(A100, f"A100 PCIe {gb} GB", gb * _GIB, rate * _GB, ampere, 108) for gb, rate in ((40, 1555), (80, 1935))
-    ]
-    h100_pcie = like(H100, "H100 PCIe 80 GB", 80 * _GIB, 2000 * _GB, hopper, 114)
-    gb200 = like(B200, "GB200 186 GB", 186 * 10**9, 8000 * _GB, grace, 148)
-    l40s = like(H100, "L40S 48 GB", 45 * _GIB, 864 * _GB, ada, 142)
-    nvlink5 = replace(NVLINK5, ranks=8)
-    four = SHEETS["board of 4"]
-    fitted = {
-        "a100": assumed("A100 SXM 80 GB"),
-        "h100": assumed("H100 SXM"),
-        "b200": assumed("B200, itself not fitted"),
-    }
-    rows = [
-        ("dgx-a100-40gb", A100_40GB, NVLINK3, ib200, "A100", fitted["a100"]),
-        ("p4d", A100_40GB, NVLINK3, LINKS["efa-50"], "A100", fitted["a100"]),
-        ("a100-pcie-40gb", a100_pcie[0], PCIE4, ib200, "A100", fitted["a100"]),
-        ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
-        ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),
-        ("p5", H100, NVLINK4, LINKS["efa-400"], "H100", _XLA),
-        ("hgx-a100-4", A100, _board_of_4(NVLINK3), ib200, "A100", f"{fitted['a100']}; {four}"),
-        ("hgx-h100-4", H100, _board_of_4(NVLINK4), ib400, "H100", f"{fitted['h100']}; {four}"),
-        ("hgx-h200-4", H200, _board_of_4(NVLINK4_H200), ib400, "H200", f"{fitted['h100']}; {four}"),
-        ("l40s", l40s, PCIE4, ib200, "L40S", fitted["h100"]),
-        ("b200", B200, nvlink5, ib400, "B200", _XLA),
-        ("gb200-nvl72", gb200, NVLINK5, ib400, "GB200", fitted["b200"]),
-        ("mi300x", mi300x(_HOPPER_HALF), INFINITY_FABRIC, ib400, "MI300X", fitted["h100"]),
-        ("v100-16gb", v100("V100 SXM 16 GB", 16, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
-        ("v100-32gb", v100("V100 SXM 32 GB", 32, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
-        ("v100-pcie", v100("V100 PCIe 16 GB", 16, 112, 14), PCIE3, ib100, "V100", fitted["a100"]),
-    ]  # fmt: skip
-    return [
-        _fitted(name, device, inside, between, sheet, near)
-        for name, device, inside, between, sheet, near in rows
-    ]  # fmt: skip
+@functools.cache
+def _by_sheet() -> tuple[Hardware, ...]:
+    """The presets of installed packages: of their entry points `wholestep.hardware`."""
+    return tuple(row for entry in entry_points(group="wholestep.hardware") for row in entry.load()())
 
 
 def preset(name: str) -> Hardware:
@@ -292,7 +259,8 @@ def preset(name: str) -> Hardware:
     if base not in by_name or (link and (link not in LINKS or not many)):
         raise PlanError(
             f"there is no hardware {shown(name)}", f"one of {', '.join(by_name)}, or NAME+LINK with {', '.join(LINKS)}",
-            "correct the name, or give a file to Hardware.load",
+            "correct the name, or give a file to Hardware.load"
+            + ("" if _by_sheet() else "; pip install 'wholestep[foresight]' has presets from data sheets, as l40s"),
         )  # fmt: skip
     machine = by_name[base]
     if not link:

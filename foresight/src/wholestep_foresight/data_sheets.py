@@ -1,8 +1,8 @@
 """Devices and links inside a node of which only data sheets are known.
 
-Peaks, memory and link rates are from the sheets in `SHEETS`. No times of these devices were fitted: the shares of the
+Peaks, memory and link rates are from the sheets in `_SHEETS`. No times of these devices were fitted: the shares of the
 peaks that kernels and collectives reach are those of the fitted device of the nearest generation. Each row of
-`presets.presets` says so in its `sources`.
+`presets` says so in its `sources`.
 """
 
 from __future__ import annotations
@@ -10,42 +10,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .curves import Curve, Regime
-from .device import Ceiling, Device, Tile
-from .hardware import Level
+from wholestep.hardware.curves import Curve, Regime
+from wholestep.hardware.device import Ceiling, Device, Tile
+from wholestep.hardware.hardware import Hardware, Level
+from wholestep.hardware.presets import (
+    A100,
+    B200,
+    H100,
+    H200,
+    HOPPER_HALF,
+    LINKS,
+    NVLINK3,
+    NVLINK4,
+    NVLINK4_H200,
+    NVLINK5,
+    SHEETS,
+    XLA,
+    preset_of,
+)
 
 _GB, _GIB, _TERA = 1e3, 1 << 30, 1e6  # bytes per microsecond, bytes, operations per microsecond
 
-SHEETS = {
+_SHEETS = SHEETS | {
     "V100": "NVIDIA V100 data sheet: 125 (PCIe 112) TFLOPS of float16, 900 GB/s, NVLink 300 GB/s both ways",
-    "A100": "NVIDIA A100 data sheet: 312 TFLOPS of bfloat16; 1,555 GB/s (40 GB), 1,935 (80 GB PCIe), 2,039 (80 GB SXM)",
-    "H100": "NVIDIA H100 data sheet: SXM 989 TFLOPS of bfloat16, 1,979 of float8, 3.35 TB/s, NVLink 900 GB/s both ways",
-    "H200": "NVIDIA H200 data sheet: 141 GB, 4.8 TB/s; peaks and NVLink of H100 SXM",
-    "H100 500 W": "pytorch/torchtitan docs/performance.md: H100 of 96 GB HBM2e, 2.4 TB/s, 500 W (Grand Teton)",
     "L40S": "NVIDIA L40S data sheet: 362 TFLOPS of bfloat16, 733 of float8, 864 GB/s, PCIe 4 x16",
     "H100 PCIe": "NVIDIA H100 data sheet: PCIe 756 TFLOPS of bfloat16, 1,513 of float8, 2,000 GB/s, PCIe 5 x16",
-    "B200": "NVIDIA HGX B200 data sheet: 2,250 TFLOPS of bfloat16, 8 TB/s, NVLink 1.8 TB/s both ways",
     "GB200": "NVIDIA GB200 NVL72 data sheet, by 72: 2,500 TFLOPS of bfloat16, 5,000 of float8, 186 GB, 8 TB/s",
     "MI300X": "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS of bfloat16, 2,614.9 of float8, 5.3 TB/s, 7 x 64 GB/s",
     "board of 4": "NVIDIA HGX 4-GPU: each pair of GPUs is joined by a third of the NVLinks of each, without a switch",
-    "EFA": "AWS documentation: P4d 400 Gbit/s, P5 and P6 3,200 Gbit/s for a node of 8 GPUs",
 }  # fmt: skip
-
-
-_LINKS = {
-    "infiniband": "NVIDIA GTC24 S62129: peak bus bandwidths of InfiniBand; NCCL src/graph/tuning.cc: latency of a hop",
-    "roce": "assumed, not measured: RoCE has the curves of InfiniBand, a tenth less of the rate, 4 us of latency",
-    "efa": "assumed, not measured: EFA reaches 85 % of its rate with 12 us of latency, between InfiniBand and TCP",
-    "ethernet": "assumed, not measured: TCP reaches 80 % of the rate with 25 us of latency",
-    "fastrak": "GCP A3-mega nccl-tests, 16 H100",
-}  # fmt: skip
-WIRING = "assumed: leaf switches of 64 ports, half of them down; what crosses them has 1/K of the rate"
-
-
-def link_sources(link: str) -> tuple[str, ...]:
-    """The sources of the figures of a link between nodes, by its name."""
-    kind = link.partition("-")[0]
-    return (*([SHEETS["EFA"]] if kind == "efa" else []), _LINKS[kind])
 
 
 def assumed(near: str) -> str:
@@ -105,3 +98,54 @@ PCIE3, PCIE4, PCIE5 = (ring_level(f"pcie{n}", 8, rate, 5.0, 0.7) for n, rate in 
 NVLINK2 = ring_level("nvlink2", 8, 150, 3.1, 0.85)
 # 64 GB/s to each other GPU. All-reduces of 4 GiB: 313 GB/s of 8 GPUs, 48 of 2 (stas00/ml-engineering).
 INFINITY_FABRIC = replace(ring_level("infinity-fabric", 8, 448, 3.1, 0.7), direct=True)
+
+
+def _board_of_4(level: Level) -> Level:
+    """HGX with four GPUs."""
+    curves = tuple(curve for curve in level.curves if curve.algorithm != "nvls")
+    return replace(level, name=f"{level.name} of 4", ranks=4, curves=curves, direct=True)
+
+
+def presets() -> list[Hardware]:
+    """Devices that no published times were fitted to."""
+    ampere = {"bfloat16": 312.0, "float16": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
+    hopper = {"bfloat16": 756.5, "float16": 756.5, "tf32": 378.0, "float8": 1513.0, "float32": 51.0, "float64": 51.0}
+    grace = {"bfloat16": 2500.0, "float16": 2500.0, "tf32": 1250.0, "float8": 5000.0, "float32": 80.0, "float64": 40.0}
+    ada = {"bfloat16": 362.05, "float16": 362.05, "tf32": 183.0, "float8": 733.0, "float32": 91.6, "float64": 1.43}
+    a100_40gb = replace(A100, name="A100 SXM 40 GB", memory_bytes=40 * _GIB, memory_bytes_per_us=1555 * _GB)
+    ib100, ib200, ib400 = (LINKS[f"infiniband-{gbit}"] for gbit in (100, 200, 400))
+    a100_pcie = [
+        like(A100, f"A100 PCIe {gb} GB", gb * _GIB, rate * _GB, ampere, 108) for gb, rate in ((40, 1555), (80, 1935))
+    ]
+    h100_pcie = like(H100, "H100 PCIe 80 GB", 80 * _GIB, 2000 * _GB, hopper, 114)
+    gb200 = like(B200, "GB200 186 GB", 186 * 10**9, 8000 * _GB, grace, 148)
+    l40s = like(H100, "L40S 48 GB", 45 * _GIB, 864 * _GB, ada, 142)
+    nvlink5 = replace(NVLINK5, ranks=8)
+    four = _SHEETS["board of 4"]
+    fitted = {
+        "a100": assumed("A100 SXM 80 GB"),
+        "h100": assumed("H100 SXM"),
+        "b200": assumed("B200, itself not fitted"),
+    }
+    rows = [
+        ("dgx-a100-40gb", a100_40gb, NVLINK3, ib200, "A100", fitted["a100"]),
+        ("p4d", a100_40gb, NVLINK3, LINKS["efa-50"], "A100", fitted["a100"]),
+        ("a100-pcie-40gb", a100_pcie[0], PCIE4, ib200, "A100", fitted["a100"]),
+        ("a100-pcie-80gb", a100_pcie[1], PCIE4, ib200, "A100", fitted["a100"]),
+        ("h100-pcie", h100_pcie, PCIE5, ib400, "H100 PCIe", fitted["h100"]),
+        ("p5", H100, NVLINK4, LINKS["efa-400"], "H100", XLA),
+        ("hgx-a100-4", A100, _board_of_4(NVLINK3), ib200, "A100", f"{fitted['a100']}; {four}"),
+        ("hgx-h100-4", H100, _board_of_4(NVLINK4), ib400, "H100", f"{fitted['h100']}; {four}"),
+        ("hgx-h200-4", H200, _board_of_4(NVLINK4_H200), ib400, "H200", f"{fitted['h100']}; {four}"),
+        ("l40s", l40s, PCIE4, ib200, "L40S", fitted["h100"]),
+        ("b200", B200, nvlink5, ib400, "B200", XLA),
+        ("gb200-nvl72", gb200, NVLINK5, ib400, "GB200", fitted["b200"]),
+        ("mi300x", mi300x(HOPPER_HALF), INFINITY_FABRIC, ib400, "MI300X", fitted["h100"]),
+        ("v100-16gb", v100("V100 SXM 16 GB", 16, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
+        ("v100-32gb", v100("V100 SXM 32 GB", 32, 125, 15.7), NVLINK2, ib100, "V100", fitted["a100"]),
+        ("v100-pcie", v100("V100 PCIe 16 GB", 16, 112, 14), PCIE3, ib100, "V100", fitted["a100"]),
+    ]  # fmt: skip
+    return [
+        preset_of(name, device, inside, between, _SHEETS[sheet], near)
+        for name, device, inside, between, sheet, near in rows
+    ]  # fmt: skip
