@@ -63,8 +63,8 @@ def owned_by(coordinate: int) -> AxisState:
 @dataclass(frozen=True)
 class Layout:
     """Axes that shard each tensor dim (outermost first), axes with partial values, axes along which it varies, and axes
-    of which one coordinate owns it. `blocks`: axes that shard each block of their dim, with the number of blocks: these
-    have one size, which the ranks share evenly.
+    of which one coordinate owns it. `blocks`: axes that shard each block of their dim, with the number of blocks, which
+    have one size.
 
     Invariants: an axis appears once; `dims` has one entry per tensor dim; entries are sorted in `partial`, `varies`,
     `owned` and `blocks`.
@@ -137,11 +137,34 @@ class Layout:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Return the local shape at `coordinate` of a tensor of global `shape`, if it is there (`is_held_at`)."""
         out: list[int] = []
-        for size, axes in zip(map(whole, shape) if self.blocks else shape, self.dims, strict=True):
-            for axis in axes:
-                size = chunk_range(size, mesh.axis_size(axis), coordinate[axis])[1]
-            out.append(size)
+        for dim, size in enumerate(shape):
+            length = 1
+            for block, axes in self._blocks_of(dim, size):
+                for axis in axes:
+                    block = chunk_range(block, mesh.axis_size(axis), coordinate[axis])[1]
+                length = block if length == 1 else length * block
+            out.append(length)
         return tuple(out)
+
+    def extents(self, shape: Sequence[int], mesh: Mesh) -> list[int | Extent]:
+        """Return the local shape of a tensor of global `shape` on every rank."""
+        out: list[int | Extent] = []
+        for dim, size in enumerate(shape):
+            lengths = [extent(block, axes, mesh) for block, axes in self._blocks_of(dim, size)]
+            uneven = next((length for length in lengths if isinstance(length, Extent)), None)
+            times = prod(length for length in lengths if not isinstance(length, Extent))
+            out.append(lengths[0] if len(lengths) == 1 else replace(uneven, times=times) if uneven else times)
+        return out
+
+    def _blocks_of(self, dim: int, size: int) -> list[tuple[int, tuple[str, ...]]]:
+        """A dim as several, merged: their sizes and the axes that shard them."""
+        if not self.blocks:
+            return [(size, self.dims[dim])]
+        counts = sorted({1, *(self.state(axis).blocks for axis in self.dims[dim])})
+        if len(counts) == 1:
+            return [(whole(size), self.dims[dim])]
+        pairs = zip(counts, [*counts[1:], whole(size)], strict=True)
+        return [(after // n, tuple(a for a in self.dims[dim] if self.state(a).blocks == n)) for n, after in pairs]
 
     def check(self, shape: Sequence[int], mesh: Mesh, name: str = "tensor") -> None:
         """Raise LayoutError if the layout does not fit a tensor of `shape` on `mesh`."""
@@ -207,21 +230,22 @@ def split_at_blocks(
     layouts: Sequence[Layout], shape: Sequence[int], mesh: Mesh
 ) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
     """`layouts` of one tensor, and its `shape`, with dims split where axes shard blocks of them, so that each axis
-    shards a dim. Raises LayoutError: pieces of one axis would end within a block of another.
+    shards a dim. Raises LayoutError: pieces of one axis would end within a block of another, or of two differ in size.
     """
     if not any(layout.blocks for layout in layouts):
         return tuple(layouts), tuple(shape)
     sizes, split = list[int](), [list[tuple[str, ...]]() for _ in layouts]
     for dim, size in enumerate(shape):
         counts = sorted({1, *(layout.state(axis).blocks for layout in layouts for axis in layout.dims[dim])})
+        uneven = [0] * len(layouts)
         for count, after in zip(counts, [*counts[1:], size], strict=True):
             sizes.append(size if len(counts) == 1 else after // count)
-            for layout, dims in zip(layouts, split, strict=True):
+            for number, (layout, dims) in enumerate(zip(layouts, split, strict=True)):
                 dims.append(tuple(axis for axis in layout.dims[dim] if layout.state(axis).blocks == count))
-                parts = prod(map(mesh.axis_size, dims[-1]))
-                if len(counts) > 1 and (after % count or after // count % parts):
-                    problem = f"{layout.show(shape)}: {after // count} places of a block over {parts} ranks"
-                    raise LayoutError(problem, "blocks of one size that the ranks share evenly")
+                uneven[number] += isinstance(extent(sizes[-1], dims[-1], mesh), Extent)
+                if len(counts) > 1 and (after % count or uneven[number] > 1):
+                    problem = f"{layout.show(shape)}: {size} in blocks of {after // count}"
+                    raise LayoutError(problem, "blocks of one size, of which the ranks of one axis may share unevenly")
     new_layouts = (replace(layout, dims=tuple(dims), blocks=()) for layout, dims in zip(layouts, split, strict=True))
     return tuple(new_layouts), tuple(sizes)
 
@@ -267,7 +291,7 @@ class Extent:
     """A rank-dependent number of a program: length or start of a rank's shard of a dim.
 
     `axes` shard the dim, outermost first, each with its size. With `chunks` > 1 it is the length of the largest of
-    `chunks` parts of the shard, to which collectives pad.
+    `chunks` parts of the shard, to which collectives pad. The dim has `times` blocks of `size`, each of them sharded.
 
     Example:
         >>> Extent(11, (("dp", 4),)).at({"dp": 3})
@@ -278,6 +302,7 @@ class Extent:
     axes: tuple[tuple[str, int], ...]
     chunks: int = 1
     start: bool = False
+    times: int = 1
 
     def at(self, coordinate: Mapping[str, int]) -> int:
         """Return the number on the rank at `coordinate`."""
@@ -285,12 +310,14 @@ class Extent:
         for axis, parts in self.axes:
             offset, size = chunk_range(size, parts, coordinate[axis])
             begin += offset
-        return begin if self.start else largest_part(size, self.chunks)
+        length = largest_part(size, self.chunks)
+        return begin if self.start else length if self.times == 1 else self.times * length
 
     def __str__(self) -> str:
         unit = unit_of(self.size)
         size = f"{self.size}" if unit is None or int(unit) == 1 else f"{self.size // unit}*{unit}"
         text = f"{size}@{','.join(axis for axis, _ in self.axes)}"
+        text = text if self.times == 1 else f"{self.times} x {text}"
         return f"start({text})" if self.start else f"{text}/{self.chunks}" if self.chunks > 1 else text
 
     __repr__ = __str__

@@ -199,7 +199,7 @@ WRONG = [
         aten.mm.default,
         {"text": "m k, k n -> m n", "reduces": {"k": "max"}},
         (torch.ones(4, 6), torch.ones(6, 5)),
-        "the rule of aten.mm.default is wrong in 3 ways; factor 'k' cut into 2\n"
+        "the rule of aten.mm.default is wrong in 4 ways; factor 'k' cut into 2\n"
         "  needed: 6; output 0 differs in 20 of 20 values, the first at [0, 0]: 3\n"
         "  next: correct the rule: mark a factor that must stay whole with '!'",
     ),

@@ -94,22 +94,24 @@ class Emitter:
         shards = [state.dim for state in states if state.kind == "S"]
         step = replace(step, dim=shards[0], to=shards[-1] if step.to >= 0 else -1) if shards else step
         split = replace(full, shape=shape)
-        reshaped = self._reshaped(node, self._made(before, split))
+        reshaped = self._reshaped(node, before, split)
         begun, finish = self._start(Path((step,), (before, after), 0.0), reshaped, split)
 
         def finish_all() -> Node:
-            last = self._reshaped(finish(), self._made(todo[0][2], full))
+            last = self._reshaped(finish(), todo[0][2], full)
             return self._start_split(rest, last, full)[1]() if rest else last
 
         return begun, finish_all
 
-    def _reshaped(self, node: Node, tensor: TensorMeta) -> Node:
+    def _reshaped(self, node: Node, layout: Layout, full: TensorMeta) -> Node:
+        tensor, shape = self._made(layout, full), layout.extents(full.shape, self.mesh)
         if one_tensor(node).shape == tensor.shape:
             return node
         if node.target is aten.reshape.default and one_tensor(node_at(node, 0)).shape == tensor.shape:
             return node_at(node, 0)
-        new = self.call(aten.reshape.default, (node, list(tensor.shape)), tensor, node)
+        new = self.call(aten.reshape.default, (node, shape), tensor, node)
         meta.set_strided(new, meta.is_strided(node))
+        meta.set_ranked(new, has_extent(shape))
         return new
 
     def _made(self, layout: Layout, full: TensorMeta) -> TensorMeta:

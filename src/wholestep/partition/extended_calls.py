@@ -42,7 +42,8 @@ class ExtendedCalls:
                 places = [(i, term.index(factor)) for i, term in group.operands.items() if factor in term]
                 lengths = [extent(call.shape(i)[d], decision.operands[i].dims[d], self.emit.mesh) for i, d in places]
                 length = next((size for size in lengths if isinstance(size, Extent)), None)
-                if length is not None:
+                in_blocks = any(decision.operands[i].blocks for i, _ in places)  # of which no rank has none
+                if length is not None and not in_blocks:
                     for i, dim in places:
                         arguments[i] = self._at_least_one(arguments[i], dim)
                     for number, term in group.outputs.items():

@@ -213,7 +213,7 @@ class _Lowering:
         cut = any(layout.is_sharded for layout in layouts)
         rule = find_rule(node) if cut else None
         target = node.target
-        if rule is not None and not rule.extends:
+        if rule is not None:
             takes, gives, mesh = decision.operands, decision.outputs, self.plan.mesh
             target, args, kwargs = localize(rule, Call.of(node), takes, gives, mesh, args, kwargs)
         if self.plan.mesh.pieces > 1 and is_drawn_into(node):

@@ -84,6 +84,8 @@ def _resized(cut: Node, value: Node, dim: int, parts: int, axis: str) -> bool:
         at = dim - len(expanded.shape) + len(source.shape)
         if sizes[dim] == -1 or (at >= 0 and source.shape[at] != 1):
             return False
+    if isinstance(sizes[dim], Extent) and sizes[dim].times > 1:
+        return False
     sizes[dim] = _piece_of(sizes[dim], axis, parts)
     with cut.graph.inserting_before(cut):
         new = copy_node(value, cut.graph, lambda operand: operand)

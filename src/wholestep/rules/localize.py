@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.storage import shares
-from ..layout import Extent, Layout, extent
+from ..layout import Extent, Layout
 from ..mesh import Mesh
-from ..sizes import whole
 from .call import Call
 from .rule import BoundRule, Group
 
@@ -49,18 +48,19 @@ def localize(
     args: tuple[Any, ...], kwargs: Mapping[str, Any],
 ) -> Local:  # fmt: skip
     """`call` for one rank, with operands in the layouts `takes` and outputs in `gives`; `args` are the local ones."""
-    if rule is None or rule.extends or not any(layout.is_sharded for layout in (*takes, *gives)):
+    plain = rule is None or not (rule.local or rule.sizes or rule.instead)
+    if rule is None or plain or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
     pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}
     for name, source in rule.sizes.items():
         if match := re.fullmatch(r"(out|in|start)(\d+)", source):
-            number, of = int(match[2]), _start if match[1] == "start" else extent
+            number = int(match[2])
             layout, shape = (
                 (takes[number], call.shape(number)) if match[1] == "in" else (gives[number], call.made(number))
             )
-            shape = map(whole, shape) if layout.blocks else shape
-            values[name] = [of(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True)]
+            starts = (_start(n, axes, mesh) for n, axes in zip(shape, layout.dims, strict=True))
+            values[name] = list(starts) if match[1] == "start" else layout.extents(shape, mesh)
         elif source in pieces:
             values[name] = pieces[source][1]
     if rule.instead is not None:
@@ -87,6 +87,6 @@ def _pieces(
             for dim, factor in enumerate(term):
                 axes = layouts[position].dims[dim] if factor else ()
                 if factor and axes and factor not in pieces:
-                    size = shape(position)[dim]
-                    pieces[factor] = _start(size, axes, mesh), extent(size, axes, mesh)
+                    length = layouts[position].extents(shape(position), mesh)[dim]
+                    pieces[factor] = _start(shape(position)[dim], axes, mesh), length
     return pieces

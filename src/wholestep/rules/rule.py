@@ -18,6 +18,10 @@ LINEAR = frozenset({"sum", "avg"})
 ANY_PARTIAL = frozenset(PARTIAL_OPS)
 
 
+COUNT_OPERANDS: set[Callable[..., Any]] = set()
+"""Functions that run instead of an op on as many places as their operands have, whatever the length of the piece."""
+
+
 @dataclass(frozen=True)
 class PassThrough:
     """Operands that may be partial by `ops`, all together; the outputs are then partial by the same op.
@@ -101,8 +105,9 @@ class Group:
         """
         name, _, blocks = factor.partition(" in ")
         if self.is_inner(factor):
-            places = self.even.get(name, self.sizes.get(name, 0)) if name in self.sizes else 0
-            return places > 0 and places % (int(blocks or 1) * prod(parts)) == 0
+            places, uneven = divmod(self.sizes.get(name, 0), int(blocks or 1))
+            even = name not in self.even or places % prod(parts) == 0
+            return places > 0 and uneven == 0 and even and (name not in self.filled or _is_filled(places, parts))
         size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
         fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
         return fits and (size is None or _is_filled(size, parts))
@@ -117,7 +122,9 @@ class Group:
         return any(isinstance(self.sizes[outer], SizeInt) for factors in behind for outer in factors)
 
     def nests(self, cuts: Mapping[str, Sequence[int]]) -> bool:
-        """True if factors that are split at once, each into its parts, leave every block whole."""
+        """True if factors that are split at once, each into its parts, leave every block whole, and if the parts of one
+        alone differ in size.
+        """
         if len(cuts) == 1 or not any(map(self.is_inner, cuts)):
             return True
         split: dict[str, list[tuple[int, int]]] = {}
@@ -125,7 +132,9 @@ class Group:
             name, _, blocks = factor.partition(" in ")
             split.setdefault(name, []).append((int(blocks or 1), prod(parts)))
         ends = {name: [*sorted(at), (self.sizes.get(name, 0), 1)] for name, at in split.items()}
-        return all(b > 0 and b % (a * parts) == 0 for at in ends.values() for (a, parts), (b, _) in pairwise(at))
+        levels = [(a, parts, b) for at in ends.values() for (a, parts), (b, _) in pairwise(at)]
+        whole = all(b > 0 and b % a == 0 for a, _, b in levels)
+        return whole and sum(isinstance(b, SizeInt) or b // a % parts != 0 for a, parts, b in levels) < 2
 
     def may_be_extended(self, factor: str) -> bool:
         """True if ranks with an empty piece may compute on one place of zeros instead: it is cut off from outputs that
@@ -169,8 +178,8 @@ class BoundRule:
 
     @property
     def extends(self) -> bool:
-        """True if calls may be given more places: no argument says how many, and no other function runs instead."""
-        return not self.sizes and not self.local and self.instead is None
+        """True if calls may be given more places: no argument says how many, nor a function that runs instead."""
+        return not self.sizes and self.instead is None and COUNT_OPERANDS.issuperset(self.local.values())
 
     def made_factors(self, group: Group) -> tuple[str, ...]:
         """Factors that outputs of a group alone have, and whose pieces a function of the rule makes: the rows of an
