@@ -15,11 +15,9 @@ TIME = "time"
 """The axis that ranks do not share but go through, piece after piece. `MicroBatches` adds it to the mesh of a plan."""
 STAGES = "pp"
 """A name that stands for stages of a pipeline: other strategies do not take an axis called so."""
+CONTEXT = "cp"
+"""A name that stands for ranks that share tokens: other strategies do not take an axis called so."""
 _RESERVED = {
-    "cp": (
-        "no strategy has this name",
-        'an axis of another name, whose ranks share tokens: DataParallel(..., semantics="global", input_batch_dim=1)',
-    ),
     "ep": ("experts have no axis of their own", "split experts along tp (the model's plan), or shard them along dp"),
 }
 """Names that stand for a parallelism that an axis does not have yet, and what there is in its place."""
@@ -47,7 +45,7 @@ class Mesh:
         {'dp': 2, 'tp': 1}
 
     Raises:
-        MeshError: the text is not `name=size,...`, a name repeats or is reserved (cp, ep), or a size is not
+        MeshError: the text is not `name=size,...`, a name repeats or is reserved (ep), or a size is not
             positive.
     """
 
@@ -71,7 +69,7 @@ class Mesh:
         reserved = next((axis.name for axis in axes if axis.name in _RESERVED), None)
         if reserved:
             reason, next_step = _RESERVED[reserved]
-            needed = "axes of data parallelism (dp, or any other name), of tensor parallelism (tp) and of stages (pp)"
+            needed = "axes of batches (dp, or any other name), of layers (tp), of tokens (cp) and of stages (pp)"
             raise MeshError(f"mesh {shown(spec)} has an axis {reserved!r}: {reason}", needed, next_step)
         object.__setattr__(self, "axes", axes)
 

@@ -143,8 +143,7 @@ def test_mesh_numbers_ranks_row_major():
         ("dp", "mesh 'dp': cannot parse 'dp'"),
         ("dp=2,dp=2", "mesh 'dp=2,dp=2' names axis 'dp' twice"),
         ("dp=0", "axis 'dp' has size 0"),
-        ("dp=2,cp=4", "mesh 'dp=2,cp=4' has an axis 'cp': no strategy has this name"),
-        ((ws.Axis("cp", 2),), "mesh (Axis(name='cp', size=2),) has an axis 'cp': no strategy has this name"),
+        ((ws.Axis("ep", 2),), "mesh (Axis(name='ep', size=2),) has an axis 'ep': experts have no axis of their own"),
         ("dp=2,ep=4", "mesh 'dp=2,ep=4' has an axis 'ep': experts have no axis of their own"),
     ],
 )
@@ -158,7 +157,7 @@ def test_a_reserved_name_is_refused_with_what_there_is():
     with pytest.raises(ws.MeshError) as caught:
         Mesh("dp=2,ep=4")
     assert str(caught.value).splitlines()[1:] == [
-        "  needed: axes of data parallelism (dp, or any other name), of tensor parallelism (tp) and of stages (pp)",
+        "  needed: axes of batches (dp, or any other name), of layers (tp), of tokens (cp) and of stages (pp)",
         "  next: split experts along tp (the model's plan), or shard them along dp",
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import wholestep as ws
 from wholestep.cost.reserved import reserved_bytes
 from wholestep.cost.timeline import timeline as predict_timeline
-from wholestep.mesh import STAGES
+from wholestep.mesh import CONTEXT, STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
@@ -68,18 +68,19 @@ class PlanRequest:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Data parallelism on the axes besides tensor parallelism and stages. Raises why the model has no plan for
-        tensor parallelism.
+        """Data parallelism on the axes that tokens, stages and tensor parallelism leave. Raises why a model has no plan
+        for the last.
         """
         if isinstance(self.tensor, ws.WholestepError):
             raise self.tensor
         style: Any = style_of(self.options, self.mesh)
-        if self.tensor is None and self.pipeline is None:
+        context = ws.ContextParallel() if CONTEXT in ws.Mesh(self.mesh).names else None
+        if self.tensor is None and self.pipeline is None and context is None:
             return [replace(self.data, style=style)]
-        used = {self.options.tp_axis if self.tensor is not None else "", STAGES}
+        used = {self.options.tp_axis if self.tensor is not None else "", STAGES, CONTEXT}
         axes = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
         data: list[Strategy] = [replace(self.data, style=style, axis=axes)] if axes else []
-        return [*data, *filter(None, (self.pipeline, self.tensor))]
+        return [*data, *filter(None, (self.pipeline, self.tensor, context))]
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..graph import meta
+from ..graph import meta, op_kinds
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
@@ -108,7 +108,8 @@ def flops(node: Node) -> float:
     outputs, shapes, backward = meta.tensors(node), _shapes(node), operation.backward
     if operation.kind == "attention" and len(shapes) >= 3:
         batch, length, width = prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1]
-        return 4.0 * batch * length * shapes[1][-2] * width * (2.5 if backward else 1.0)
+        keys = shapes[1 + backward][-2]  # the first operand of a backward is the gradient of the output
+        return 4.0 * batch * length * keys * width * (2.5 if backward else 1.0)
     if operation.kind == "convolution" and len(shapes) >= 2:
         data, weight = (shapes[0], shapes[2]) if backward else (outputs[0].shape if outputs[0] else (), shapes[1])
         return 2.0 * prod(data[:1] + data[2:]) * prod(weight) * (2 if backward else 1)
@@ -211,7 +212,8 @@ def _attention(node: Node, backward: bool) -> tuple[int, int, int, int, int] | N
 
 
 def _is_causal(node: Node) -> bool:
-    names = [a.name for a in _torch.schema_of(node.target).arguments]
+    op = op_kinds.IN_PLACE_OF.get(node.target, node.target)
+    names = ["start", "length"] * (op is not node.target) + [a.name for a in _torch.schema_of(op).arguments]
     arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
     return arguments.get("is_causal") is True
 

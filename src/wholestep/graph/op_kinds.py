@@ -141,10 +141,15 @@ _ARITHMETIC = {
 }
 
 
+IN_PLACE_OF: dict[object, object] = {}
+"""The op that a function computes for a piece, as ranks call it: (start, length, *arguments of the op)."""
+
+
 @cache
 def arithmetic(target: object) -> Arithmetic | None:
     """The arithmetic of a product, a convolution or fused attention; None for every other op."""
-    return Arithmetic("product") if target in PRODUCTS else _ARITHMETIC.get(packet_name(target))
+    op = IN_PLACE_OF.get(target, target)
+    return Arithmetic("product") if op in PRODUCTS else _ARITHMETIC.get(packet_name(op))
 
 
 _BATCH_NORMS = frozenset({

@@ -123,7 +123,7 @@ class DataParallel:
         for spec in graph.inputs:
             if spec.role is Role.PARAM:
                 have = before[spec.name].param
-                resting[spec.name] = stored(self.kind, spec, have, mesh, axes)
+                resting[spec.name] = stored(self.kind, spec, before[spec.name], mesh, axes)
                 if axis and spec.name in owners:
                     if have.is_sharded:
                         text = f"owners= names {spec.name!r}, which is {have.show(spec.meta.shape)}"
@@ -189,10 +189,17 @@ def batch_dim(input_dim: BatchDim, name: str, ndim: int) -> int | None:
     return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
-def stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
-    """The layouts of a parameter and of its state; `have` is the layout that other strategies give it. Raises PlanError
+def stored(style: StorageStyle, param: Input, before: Resting, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+    """The layouts of a parameter and of its state; `before` is those that other strategies give it. Raises PlanError
     if the style gives something else, or layouts that cannot be those of a parameter and its state.
     """
+    at_rest = _stored(style, param, before.param, mesh, axes)
+    if before.state == before.param:
+        return at_rest
+    return Resting(at_rest.param, _stored(style, param, before.state, mesh, axes).state)
+
+
+def _stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
     returned = cast(object, style.store(param, have, mesh, axes))
     pair = tuple(cast(Sequence[object], returned)) if isinstance(returned, (tuple, list)) else ()
     wrong = "" if len(pair) == 2 and all(isinstance(entry, Layout) for entry in pair) else "no pair of layouts"
@@ -278,7 +285,7 @@ class PerParameterStorage(DataParallel):
         for spec in graph.inputs:
             if spec.role is Role.PARAM and spec.name in self.storage:
                 style = STYLES[self.storage[spec.name].style]
-                out[spec.name] = stored(style, spec, before[spec.name].param, mesh, axes)
+                out[spec.name] = stored(style, spec, before[spec.name], mesh, axes)
         return out
 
     @property

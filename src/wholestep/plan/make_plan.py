@@ -76,8 +76,8 @@ def make_plan(
     if owner_axis and options.named_owners:
         planned = with_updates_by_owner(planned, options.named_owners)
     start = PropagationInputs(
-        planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank, frozenset(cut),
-        hardware=hardware,
+        planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank,
+        frozenset(strategies.storage_axes(mesh)), hardware=hardware,
     )  # fmt: skip
     decisions, expanded, planned = _propagate(start, strategies)
     if owner_axis and options.owners is True:

@@ -20,6 +20,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..typed_json import MalformedError, Readers, as_list, as_object, hints_of, wrong
 from ..typed_json import read as typed
+from .context_parallel import ContextParallel
 from .data_parallel import DataParallel, PerParameterStorage
 from .decision import Decision
 from .micro_batches import MicroBatches
@@ -30,8 +31,10 @@ from .tensor_parallel import SolvedLayouts, TensorParallel
 
 _STRATEGIES = {
     kind.__name__: kind
-    for kind in (DataParallel, MicroBatches, PerParameterStorage, Pipeline, TensorParallel, SolvedLayouts)
-}
+    for kind in (
+        ContextParallel, DataParallel, MicroBatches, PerParameterStorage, Pipeline, TensorParallel, SolvedLayouts,
+    )
+}  # fmt: skip
 _AGAIN = "write the plan again"
 
 

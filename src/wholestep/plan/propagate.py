@@ -64,7 +64,7 @@ class _Propagation:
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     targets: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
-
+    origins: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
     decided: dict[tuple[Hashable, ...], Decision] = field(default_factory=dict[tuple[Hashable, ...], Decision])
 
     def __post_init__(self) -> None:
@@ -96,8 +96,9 @@ class _Propagation:
     # -- the three kinds of node ----------------------------------------------------
     def _pick(self, node: Node) -> Decision:
         source, picked = node_at(node, 0), meta.picked(node)
-        if source in self.targets:
-            self.targets[node] = self.targets[source][picked]
+        for layouts in (self.targets, self.origins):
+            if source in layouts:
+                layouts[node] = layouts[source][picked]
         return Decision((), self.layouts[source][picked], _PRODUCER, reads=(source.name,))
 
     def _gradient(self, node: Node) -> Decision:
@@ -135,6 +136,8 @@ class _Propagation:
         if key not in self.decided:
             self.decided[key] = self._decision(node, inputs, have)
         decision = self.decided[key]
+        if any(layout.partial for layout in decision.outputs):
+            self._note_origins(node, have, decision)
         names = [n.name for n in inputs]
         because = tuple([with_names(text, names) for text in decision.because])
         moved = tuple([(with_names(name, names), text) for name, text in decision.moves])
@@ -283,7 +286,7 @@ class _Propagation:
         count = len(first) if isinstance(first, (list, tuple)) and first else 1
         operand_targets: dict[int, list[tuple[TensorMeta | None, Layout]]] = {}
         for j, n in enumerate(inputs):
-            home = self.target(n)
+            home = self.targets.get(n, (None,))[0]
             if home is not None:
                 operand_targets.setdefault(j % count, []).append((meta.tensor(n), home))
 
@@ -295,8 +298,44 @@ class _Propagation:
         if any(layout is not None for layout in targets):
             self.targets[node] = targets
 
+    def _note_origins(self, node: Node, have: Sequence[Layout], decision: Decision) -> None:
+        """Note where the partial outputs of a call are to be reduced to: what has the shape of an operand that is
+        gathered for it, as its gradient has, to where that was.
+        """
+        pairs = zip(meta.tensors(node), decision.outputs, strict=True)
+        self.origins[node] = tuple(
+            self._origin(node, number, tensor, have, decision) if tensor is not None and layout.partial else None
+            for number, (tensor, layout) in enumerate(pairs)
+        )
+
+    def _origin(
+        self, node: Node, output: int, tensor: TensorMeta, have: Sequence[Layout], decision: Decision
+    ) -> Layout | None:
+        layout = origin = decision.outputs[output].without_partial()
+        for axis, _ in decision.outputs[output].partial:
+            for i, operand in enumerate(operands(node)):
+                took, state, read = decision.operands[i].state(axis), have[i].state(axis), meta.tensor(operand)
+                if took.kind == "P":
+                    state = self._carried(node, output, i, axis)
+                elif (
+                    took != REPLICATED or operand not in self.batch_dependent or not read or read.shape != tensor.shape
+                ):
+                    continue
+                origin = origin.put(axis, state) if state.kind == "S" else origin
+        return None if origin == layout else origin
+
+    def _carried(self, node: Node, output: int, operand: int, axis: str) -> AxisState:
+        """The state along an axis that a linear op gives the output if the operand is where it is to be reduced to."""
+        origin, rule = self.origins.get(operands(node)[operand], (None,))[0], find_rule(node)
+        state = REPLICATED if origin is None else origin.state(axis)
+        for group in rule.groups if rule else ():
+            factor = group.factor_at(0, operand, state) if operand in group.operands else None
+            if factor and output in group.outputs:
+                return group.state_by(factor, 1, output) or REPLICATED
+        return REPLICATED
+
     def target(self, node: Node) -> Layout | None:
-        return self.targets.get(node, (None,))[0]
+        return self.targets.get(node, (None,))[0] or self.origins.get(node, (None,))[0]
 
     def _reduced(self, node: Node, decision: Decision) -> Decision:
         """Reduce a partial value with several readers once, at `node`, unless the readers shrink it."""

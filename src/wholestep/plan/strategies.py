@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 from ..errors import PlanError, shown
 from ..graph.graph import Role, TrainGraph
 from ..hardware.hardware import Hardware
-from ..mesh import STAGES, TIME, Mesh, refuse_time, with_pieces
+from ..mesh import CONTEXT, STAGES, TIME, Mesh, refuse_time, with_pieces
+from .context_parallel import ContextParallel
 from .data_parallel import DataParallel
 from .decision import Decision
 from .micro_batches import MicroBatches
@@ -35,9 +36,24 @@ class Strategies:
         return next((p for p in self.parts if isinstance(p, DataParallel)), None)
 
     @property
+    def context(self) -> ContextParallel | None:
+        """The strategy whose ranks share tokens."""
+        return next((p for p in self.parts if isinstance(p, ContextParallel)), None)
+
+    @property
     def options(self) -> DataParallel:
         """Options of the data-parallel strategy, or the defaults."""
-        return self.data or DataParallel("replicate", axis=(), semantics="global")
+        style = self.context.style if self.context else None
+        return self.data or DataParallel(style or "replicate", axis=(), semantics="global")
+
+    def storage_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which parameters are sharded in storage only."""
+        return tuple(a for part in (self.data, self.context) if part is not None for a in part.axes(mesh))
+
+    def given_whole(self, axis: str) -> bool:
+        """True if each rank along an axis that cuts the batch is given all of it, and takes its part."""
+        part = self.context if self.context is not None and axis == self.context.axis else self.options
+        return part.inputs == "global"
 
     @property
     def micro_batches(self) -> MicroBatches | None:
@@ -147,10 +163,11 @@ class Strategies:
                     needed = "a separate axis for each strategy"
                     raise PlanError(problem, needed, f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")')
                 users[axis] = type(part).__name__
-        if STAGES in mesh.names and users.get(STAGES) != Pipeline.__name__:
-            use = f"is used by {users[STAGES]}" if STAGES in users else "is used by no strategy"
-            needed = "a Pipeline along it"
-            raise PlanError(f"axis {STAGES!r} {use}", needed, "give [..., wholestep.Pipeline()], or rename the axis")
+        for axis, kind in ((STAGES, Pipeline.__name__), (CONTEXT, ContextParallel.__name__)):
+            if axis in mesh.names and mesh.axis_size(axis) > 1 and users.get(axis) != kind:
+                use = f"is used by {users[axis]}" if axis in users else "is used by no strategy"
+                next_step = f"give [..., wholestep.{kind}()], or rename the axis"
+                raise PlanError(f"axis {axis!r} {use}", f"a {kind} along it", next_step)
         return tuple(axis for axis in mesh.names if axis in users)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
@@ -232,8 +249,12 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         raise PlanError(problem, needed, f'pass parallel=wholestep.DataParallel("{style}")')
     if sum(isinstance(p, DataParallel) for p in parts) > 1:
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
+    if sum(isinstance(p, ContextParallel) for p in parts) > 1:
+        raise PlanError("two ContextParallel strategies", "one, over one axis", "pass one")
     if sum(isinstance(p, MicroBatches) for p in parts) > 1:
         raise PlanError("MicroBatches twice", "one number of pieces", "pass one with the product of both")
+    style = next((p.style for p in parts if isinstance(p, DataParallel) and isinstance(p.style, str)), "fully_shard")
+    parts = tuple(replace(p, style=p.style or style) if isinstance(p, ContextParallel) else p for p in parts)
     return Strategies(_with_pieces_of_pipeline(parts))
 
 

@@ -18,6 +18,7 @@ from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.storage_styles import STYLES
 from ..plan.strategies import Strategies
+from ..plan.strategy import Resting
 from ..plan.tensor_parallel import TensorParallel
 from .candidates import Template
 from .ilp.axis_constraints import AxisConstraints, axis_constraints, state_text
@@ -174,7 +175,8 @@ def _keeps(
     param: Input, storage: StorageOption, mesh: Mesh, axes: tuple[str, ...], by_axis: Mapping[str, AxisConstraints]
 ) -> bool:
     """True where a storage option keeps the constraints on a parameter along `axes`."""
-    rest = stored(STYLES[storage.style], param, replicated(len(param.meta.shape)), mesh, axes)
+    whole = replicated(len(param.meta.shape))
+    rest = stored(STYLES[storage.style], param, Resting(whole, whole), mesh, axes)
     for axis, constraints in by_axis.items():
         if param.name in constraints.states and rest.param.state(axis) != constraints.states[param.name][0]:
             return False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..graph.op_kinds import IN_PLACE_OF
 from . import registry
 from .call import Call
 
@@ -40,7 +41,10 @@ def text(inputs: Iterable[str], outputs: Iterable[str]) -> str:
 
 
 def called(function: Callable[..., Any], op: Any, what: str) -> Callable[..., Any]:
-    """`function` under the name that programs print: the name of the op that it replaces, and `what` differs."""
+    """`function` under the name that programs print, the name of the op that it replaces, and `what` differs; it is
+    priced as that op.
+    """
+    IN_PLACE_OF[function] = op
     function.__name__ = f"{op._overloadpacket.__name__}_{what}"
     return function
 

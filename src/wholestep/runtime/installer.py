@@ -95,7 +95,7 @@ class Installer:
                 program.guards.sizes.besides = partial(_over, self._options.memory_bytes, program)
         every = self._options.user.check_every
         if every and world.mesh.size > 1 and connects_all_ranks(program.local):
-            self._check = self._check or ReplicaCheck(every, world, strategies.options)
+            self._check = self._check or ReplicaCheck(every, world, strategies)
             program.check = self._check.before
         return program
 

@@ -20,7 +20,7 @@ from ..errors import RankMismatchError
 from ..graph.graph import LocalGraph
 from ..graph.loop import with_bodies
 from ..graph.nodes import communicates
-from ..plan.data_parallel import DataParallel
+from ..plan.strategies import Strategies
 from ..tuning import TUNING
 from .consistency import OPTIMIZERS, constant_lines, graph_lines, option_lines, state_lines
 from .program import Program
@@ -40,7 +40,7 @@ _DRIFTS = (
 _OF_ONE_BATCH = (
     "one batch for ranks that compute one result together",
     "draw the batch by the rank's place on the axes of data parallelism alone (a sampler's `rank` and `num_replicas`), "
-    "or give each rank its part: TensorParallel(input_dim=...)",
+    'or give each rank its part: TensorParallel(input_dim=...), ContextParallel(inputs="local")',
 )
 _OF_PARTS = (
     'the same on these ranks, as it is not cut by rows: with semantics="global" they compute one result together',
@@ -79,13 +79,13 @@ def connects_all_ranks(local: LocalGraph) -> bool:
 
 @dataclass
 class ReplicaCheck:
-    """Compares what ranks hold alike before the first call and before each `every`-th one. Along the axes of `data`
-    replicas are equal to the bit; along other axes each rank may have computed its own, and rounded differently.
+    """Compares what ranks hold alike before the first call and before each `every`-th one. Along the axes of
+    data and tokens replicas are equal to the bit; along others each rank may have computed its own, and rounded.
     """
 
     every: int
     world: World
-    data: DataParallel
+    strategies: Strategies
     calls: int = 0
 
     def before(self, program: Program, leaves: Sequence[object]) -> None:
@@ -126,8 +126,9 @@ class ReplicaCheck:
         """What has to be alike along `axis` of a call: arguments; and the step, as Python numbers among these are
         constants of a first program.
         """
-        shared = program.shared_along(axis, leaves, self.data.inputs == "global")
-        per_rank = self.data.semantics == "per_rank" and axis in self.data.axes(self.world.mesh)
+        shared = program.shared_along(axis, leaves, self.strategies.given_whole(axis))
+        data = self.strategies.options
+        per_rank = data.semantics == "per_rank" and axis in data.axes(self.world.mesh)
         if self.calls == 0 and not per_rank:
             lines = [*graph_lines(program.capture, self.world.device), *constant_lines(program.capture)]
             text = "\n".join(line for line in lines if not line.strip().startswith("return "))  # a rank may log more
@@ -157,7 +158,7 @@ class ReplicaCheck:
         """What differs first along `axis`, of the `rows` of each rank and of what it holds, what was needed and what to
         do; empty where nothing does but rounding.
         """
-        group, of_data = self._group(axis), axis in self.data.axes(self.world.mesh)
+        group, of_data = self._group(axis), axis in self.strategies.storage_axes(self.world.mesh)
         ranks = dist.get_process_group_ranks(group)
         lines = [rows[rank][0] for rank in ranks]
         other = next((i for i, rank_lines in enumerate(lines) if rank_lines != lines[0]), 0)
@@ -169,7 +170,9 @@ class ReplicaCheck:
         for name in shared[0]:
             if text := _sides([by_name.get(name, 0) for by_name in shared], ranks):
                 problem = f"{name} is not the same on ranks that share a batch along axis {axis!r}: {text}"
-                needed, next_step = _OF_PARTS if of_data else _OF_ONE_BATCH
+                needed, next_step = (
+                    _OF_PARTS if axis in self.strategies.options.axes(self.world.mesh) else _OF_ONE_BATCH
+                )
                 return problem, needed, next_step
         parts = [torch.zeros_like(sums) for _ in ranks]
         dist.all_gather(parts, sums, group=group)

@@ -25,6 +25,7 @@ from ..errors import PlanError, RankMismatchError
 from ..layout import Extent
 from ..mesh import Axis, Mesh
 from ..plan.strategies import Strategies
+from ..plan.strategy import BatchCut
 
 MOST_TENSORS = 63
 MOST_LENGTH = (1 << 20) - 1
@@ -36,11 +37,14 @@ BatchSizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """Dim `dim` of leaf number `leaf` of a call is shared by the ranks of the mesh `parts`: a rank of it has a part."""
+    """Dim `dim` of leaf number `leaf` of a call is shared by the ranks of the mesh `parts`: a rank of it has a part.
+    `given_whole`: each is given all of it, and takes its part.
+    """
 
     leaf: int
     dim: int
     parts: Mesh
+    given_whole: bool
 
 
 @dataclass
@@ -86,14 +90,13 @@ class KnownSizes:
 @dataclass(frozen=True)
 class BatchSharder:
     """Makes this rank's part of a batch. Ranks at different coordinates along `own_axes` have separate batches.
-    `is_global`: each rank is given the full batch. `known_sizes`: parts may differ in size. `tensors`: those leaves.
+    `known_sizes`: parts may differ in size. `tensors`: those leaves.
     """
 
     shared: tuple[ShardedDim, ...]
     names: tuple[str, ...]
     world: World
     own_axes: tuple[str, ...]
-    is_global: bool
     known_sizes: KnownSizes | None
     tensors: tuple[int, ...] = ()
 
@@ -171,7 +174,7 @@ class BatchSharder:
         for cut, lengths in zip(self.shared, sizes, strict=True):
             name = self.names[cut.leaf]
             shape: list[int] = list(out.get(name, tuple(leaves[cut.leaf].shape)))
-            shape[cut.dim] = lengths[0] if self.is_global else sum(lengths)
+            shape[cut.dim] = lengths[0] if cut.given_whole else sum(lengths)
             out[name] = tuple(shape)
         return out
 
@@ -180,9 +183,9 @@ class BatchSharder:
         out = list(leaves)
         often = Counter(cut.leaf for cut in self.shared)
         for cut, lengths in zip(self.shared, sizes, strict=True):
-            total = lengths[0] if self.is_global else sum(lengths)
+            total = lengths[0] if cut.given_whole else sum(lengths)
             start, length = self._piece(total, cut)
-            if self.is_global:
+            if cut.given_whole:
                 out[cut.leaf] = out[cut.leaf].narrow(cut.dim, start, length)
             elif list(lengths) != [self._piece(total, cut, part)[1] for part in range(cut.parts.size)]:
                 if often[cut.leaf] > 1:
@@ -242,7 +245,9 @@ def batch_sharder(
     options, mesh, on_host = strategies.options, world.mesh, world.device.startswith("cpu")
     tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and (on_host or not v.is_cpu))
     shared = tuple(
-        ShardedDim(i, cut.dim, Mesh(tuple(Axis(axis, mesh.axis_size(axis)) for axis in cut.axes)))
+        ShardedDim(
+            i, cut.dim, Mesh(tuple(Axis(a, mesh.axis_size(a)) for a in cut.axes)), _is_given_whole(cut, strategies)
+        )
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
         for cut in (strategies.batch_cuts(mesh, name, leaf.dim()) if i in tensors else ())
     )
@@ -250,12 +255,23 @@ def batch_sharder(
     if not shared and (options.semantics == "per_rank" or not several):
         return None
     own_axes = options.axes(mesh) if options.semantics == "per_rank" else ()
-    is_global, exchange = options.inputs == "global", options.inputs == "local" and options.uneven_batches
+    parts_differ = not all(cut.given_whole for cut in shared) if shared else options.inputs == "local"
+    exchange = parts_differ and options.uneven_batches
     if exchange and len(shared) > MOST_TENSORS:
         problem = f"the batch has {len(shared)} tensors that are cut"
         needed = f"at most {MOST_TENSORS} with uneven_batches=True"
         raise PlanError(problem, needed, "give equal batches and uneven_batches=False, or fewer tensors")
-    return BatchSharder(shared, tuple(names), world, own_axes, is_global, known_sizes() if exchange else None, tensors)
+    return BatchSharder(shared, tuple(names), world, own_axes, known_sizes() if exchange else None, tensors)
+
+
+def _is_given_whole(cut: BatchCut, strategies: Strategies) -> bool:
+    whole = {strategies.given_whole(axis) for axis in cut.axes}
+    if len(whole) > 1:
+        problem = f"dim {cut.dim} of the batch is cut along {' and '.join(cut.axes)}, one of which is given all of it"
+        raise PlanError(
+            problem, "the same inputs= along both", "give ContextParallel and DataParallel the same inputs="
+        )
+    return whole.pop()
 
 
 @dataclass(frozen=True)

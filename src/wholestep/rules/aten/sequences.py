@@ -1,4 +1,4 @@
-"""Attention of all backends, and recurrent layers: batch and heads may be sharded, and queries for some kernels.
+"""Attention of all backends, and recurrent layers: batch and heads may be sharded, and queries where keys are whole.
 
 With grouped queries, query head i uses key and value head i // r, so query heads are a merged dim `(g r)`.
 """
@@ -14,6 +14,7 @@ from ...graph.op_kinds import packet_name
 from ..call import Call
 from ..dsl import WHOLE, rand, row, sample, text
 from ..registry import Bind
+from .query_pieces import query_piece
 
 # -- scaled dot product attention ---------------------------------------------------------------
 _KERNELS = [
@@ -26,7 +27,8 @@ _SEQUENCE_FIRST = [
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
     "_flash_attention_backward", "_efficient_attention_backward", "_cudnn_attention_backward",
 ]  # fmt: skip
-_SHARDS_QUERIES = [*_MATH, _KERNELS[0], f"{_KERNELS[0]}_backward"]
+_BY_PIECE = {f"{name}{end}" for name in _KERNELS[:-1] for end in ("", "_backward")}
+_PADS_SUMS = "_scaled_dot_product_efficient_attention"
 _ROLES = {
     "query": "query", "key": "key", "value": "value", "out": "out", "grad_out": "out", "grad_out_": "out",
     "logsumexp": "sums", "attn_mask": "bias", "attn_bias": "bias", "bias": "bias", "dropout_mask": "scores",
@@ -48,14 +50,23 @@ def attention(call: Call) -> Bind:
     outputs = [terms[role] for role in roles] + ["*"] * (len(call.outputs) - len(roles))
     grad = next((str(i) for i, slot in enumerate(call.slots) if slot.name.startswith("grad_out")), "")
     same = {"v": ""} if name in _MATH else {}  # the weights do not depend on the values
-    return Bind(text(inputs, outputs[: len(call.outputs)]), grad, reduces=same, filled=frozenset("bgrq"))
+    local = {"q": query_piece(call.target)} if name in _BY_PIECE and _shards_queries(call, name) else {}
+    rule_text = text(inputs, outputs[: len(call.outputs)])
+    return Bind(rule_text, grad, reduces=same, local=local, filled=frozenset("bgrq"))
+
+
+def _shards_queries(call: Call, name: str) -> bool:
+    """Whether ranks may have pieces of the queries. Kernels draw dropout by local index."""
+    if name in _MATH:
+        return not call.argument("is_causal")
+    return name in _BY_PIECE and len(call.shape(0)) == 4 and not call.argument("dropout_p")
 
 
 def _terms(call: Call, name: str) -> dict[str, str]:
-    """The term of each role. Queries stay whole if a kernel masks by position or pads its sums."""
+    """The term of each role."""
     shapes = {slot.name: call.shape(slot.positions[0]) for slot in call.slots if slot.positions}
     lead = ["b", *(f"b{i}" for i in range(1, len(shapes["query"]) - 3))] if len(shapes["query"]) > 3 else []
-    q = "q" if name in _SHARDS_QUERIES and not call.argument("is_causal") else "q!"
+    q = "q" if _shards_queries(call, name) else "q!"
     v = "v" if name in _MATH else "v!"
 
     def full(heads: str, sequence: str, size: str) -> str:
@@ -71,14 +82,14 @@ def _terms(call: Call, name: str) -> dict[str, str]:
         "out": full("(g r)", q, v),
         "scores": scores,
         "bias": f"{{{scores}}}" if biased else "*",
-        "sums": _sums(shapes.get("logsumexp", call.made(1)), lead, q),
+        "sums": _sums(shapes.get("logsumexp", call.made(1)), lead, "q!" if name.startswith(_PADS_SUMS) else q),
     }
 
 
 def _sums(shape: tuple[int, ...], lead: list[str], q: str) -> str:
     """(batch, heads, queries), perhaps padded; (heads, all tokens) for packed sequences."""
     if q == "q":
-        return " ".join([*lead, "(g r)", q])
+        return " ".join([*lead, "(g r)", q, *["1"] * (len(shape) - 3)])
     if len(shape) == 2 and not lead:
         return "(g r) l!"
     rest = [f"l{i}!" for i in range(2, len(shape))]

@@ -138,12 +138,15 @@ sample("unsafe_split_with_sizes", lambda: [(rand(5, 7, 6), [3, 4], 1)])
 
 @row("cat stack")
 def cat(call: Call) -> BoundRule:
-    """Joins along one dim, which stays whole; others are sharded together. `cat` ignores empty 1-d tensors."""
-    shape = call.made()
+    """Joins along one dim, which stays whole; others are sharded together. `cat` ignores empty 1-d tensors, and of one
+    other tensor it is a copy.
+    """
+    shape, stacks = call.made(), call.target is aten.stack.default
+    positions = [i for i, m in enumerate(call.operands) if len(m.shape) == len(shape) - stacks]
     at = call.argument("dim", 0) % max(len(shape), 1)
-    line: Term = tuple(None if i == at or size == 1 else f"d{i}" for i, size in enumerate(shape))
-    operand_line = (*line[:at], *line[at + 1 :]) if call.target is aten.stack.default else line
-    positions = [i for i, m in enumerate(call.operands) if len(m.shape) == len(operand_line)]
+    joined = () if len(positions) == 1 and not stacks else (at,)
+    line: Term = tuple(None if i in joined or size == 1 else f"d{i}" for i, size in enumerate(shape))
+    operand_line = (*line[:at], *line[at + 1 :]) if stacks else line
     through = PassThrough(frozenset(positions), ANY_PARTIAL, mixed=True)
     return BoundRule((Group(dict.fromkeys(positions, operand_line), {0: line}, partial=(through,)),))
 

@@ -1,0 +1,148 @@
+"""Context parallelism: ranks of one axis share the tokens of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.fx import Node
+
+from .. import _torch
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.graph import Input, Role, TrainGraph
+from ..graph.nodes import operands
+from ..graph.op_kinds import arithmetic
+from ..layout import AxisState
+from ..mesh import Mesh
+from ..rules.find_rule import find_rule
+from ..rules.rule import Group
+from .data_parallel import BatchDim, batch_dim, stored
+from .decision import Decision
+from .storage_styles import style_named
+from .strategy import BatchCut, Pins, Resting
+
+_QUERIES, _HEADS = "q", "g"
+"""Factors in the rules of fused attention; a head of keys has a group of heads of queries."""
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Ranks of one axis share the tokens of each sequence, contiguous pieces of any length, and compute what one device
+    computes. Positions, labels, masks and the loss follow by propagation; in attention tokens meet.
+
+    Args:
+        axis: the mesh axis.
+        method: how tokens meet in `scaled_dot_product_attention`. `"gather"`: a rank has its queries, and gathers keys
+            and values, with as many heads as they have. `"heads"`: all tokens of some heads, by an all-to-all before
+            and after. `"auto"`: of both the one that sends less; "gather" where the heads of keys do not divide.
+        input_dim: the dim of batch tensors that counts tokens; or by argument, as `DataParallel.input_batch_dim`.
+        inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
+        style: how ranks of the axis store parameters and optimizer state, as `DataParallel.style`; None: as the
+            `DataParallel` beside it, or `"fully_shard"`.
+
+    Example:
+        >>> step = ws.compile(train_step, mesh="cp=4", parallel=ws.ContextParallel())
+        >>> both = [ws.DataParallel("fully_shard", axis="dp"), ws.ContextParallel()]
+        >>> step = ws.compile(train_step, mesh="dp=2,cp=4", parallel=both)
+    """
+
+    axis: str = "cp"
+    method: Literal["auto", "gather", "heads"] = "auto"
+    input_dim: BatchDim = 1
+    inputs: Literal["global", "local"] = "global"
+    style: str | None = None
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Its axis. Raises MeshError if the mesh has none of this name."""
+        mesh.axis_size(self.axis)
+        return (self.axis,)
+
+    @property
+    def shares_batches(self) -> bool:
+        """Ranks have parts of one batch."""
+        return True
+
+    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """The dim that counts tokens."""
+        dim = batch_dim(self.input_dim, name, ndim)
+        return None if dim is None else BatchCut(dim, (self.axis,))
+
+    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+        """Where each parameter and its optimizer state rest. Raises PlanError if no tensor of the batch has tokens."""
+        if not self._cut(graph, mesh):
+            shapes = ", ".join(f"{i.name} {list(i.meta.shape)}" for i in graph.inputs if i.role is Role.BATCH)
+            problem = f"no tensor of the batch has dim {self.input_dim} ({shapes or 'it has no tensors'})"
+            raise PlanError(problem, "a tensor with a dim of tokens", "give ContextParallel(input_dim=...)")
+        style, out = style_named(self.style or "fully_shard"), dict[str, Resting]()
+        for spec in graph.inputs:
+            if spec.role is Role.PARAM:
+                out[spec.name] = stored(style, spec, before[spec.name], mesh, (self.axis,))
+        return out
+
+    def _cut(self, graph: TrainGraph, mesh: Mesh) -> list[tuple[Input, int]]:
+        """Tensors of the batch of which ranks have parts, and the dim."""
+        cuts = [(i, self.batch_cut(mesh, i.name, len(i.meta.shape))) for i in graph.inputs if i.role is Role.BATCH]
+        return [(spec, cut.dim) for spec, cut in cuts if cut is not None]
+
+    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
+        """Heads are sharded in attention to the tokens of the batch, where that is the method. Queries are otherwise,
+        since they arrive so.
+        """
+        parts = mesh.axis_size(self.axis)
+        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        reads, strategies = dict[tuple[str, str], dict[str, AxisState]](), dict[str, dict[str, tuple[str, ...]]]()
+        for node, group in _attention(graph) if parts > 1 and self.method != "gather" else ():
+            query = next(i for i, term in group.operands.items() if _QUERIES in term)
+            dim = group.operands[query].index(_QUERIES)
+            if _size(node, group, query, _QUERIES) not in lengths or not self._by_heads(node, group, query, parts):
+                continue
+            strategies[node.name] = {self.axis: (f"cut {_HEADS}",)}
+            for item in node.users:
+                term = group.outputs.get(meta.picked(item).start, ()) if _torch.is_getitem(item.target) else ()
+                if _HEADS in term and len(term) == len(group.operands[query]):
+                    others = [user.name for user in item.users if not _attends(user)]
+                    reads |= {(name, item.name): {self.axis: AxisState("S", dim)} for name in others}
+        return Pins(reads=reads, op_strategies=strategies)
+
+    def _by_heads(self, node: Node, group: Group, query: int, parts: int) -> bool:
+        """Whether heads are sharded: by bytes, keys and values to each rank against an all-to-all of each operand and
+        of the result.
+        """
+        if not group.splits(_HEADS, (parts,)):
+            if self.method == "auto":
+                return False
+            problem = f"ContextParallel(method='heads') over {parts} ranks: the heads of %{node.name} do not divide"
+            needed = "as many heads of keys and values on each rank"
+            raise PlanError(problem, needed, "give method='gather', or fewer ranks", meta.source_line(node))
+        key = next(i for i, term in group.operands.items() if _HEADS in term and _QUERIES not in term)
+        queries, keys = _size(node, group, query, _HEADS), _size(node, group, key, _HEADS)
+        return self.method == "heads" or parts * keys > queries + keys
+
+    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
+        """Nothing more is promised: what ranks repeat is in `Plan.repeated`."""
+
+    def describe(self, mesh: Mesh) -> str:
+        """One line for the head of a plan."""
+        stored_as = style_named(self.style or "fully_shard").name
+        return f"context parallel on {self.axis}, attention by {self.method}, {stored_as}"
+
+
+def _size(node: Node, group: Group, operand: int, factor: str) -> int:
+    """The size of a factor in an operand."""
+    return meta.one_tensor(operands(node)[operand]).shape[group.operands[operand].index(factor)]
+
+
+def _attention(graph: TrainGraph) -> Iterator[tuple[Node, Group]]:
+    """Calls of fused attention that the rules can shard by queries, and the group of their rule."""
+    for node in graph.graph.nodes:
+        rule = find_rule(node) if _attends(node) else None
+        for group in rule.groups if rule else ():
+            if {_QUERIES, _HEADS} <= {*group.factors}:
+                yield node, group
+
+
+def _attends(node: Node) -> bool:
+    operation = arithmetic(node.target) if node.op == "call_function" else None
+    return operation is not None and operation.kind == "attention"

@@ -1,0 +1,119 @@
+"""`ContextParallel` on gloo ranks: sequences given whole or in pieces, of lengths that change, against one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from tests.tp_models import VOCAB, Llama, next_token, step_of
+from wholestep.errors import RankMismatchError
+
+of_tokens = step_of(next_token)
+LENGTHS = [(2, 16), (2, 12), (2, 13), (2, 3), (2, 29), (1, 13), (3, 8)]
+SHARES = [(8, 8), (5, 7), (13, 0), (1, 2), (15, 14), (6, 7), (4, 4)]
+
+
+def _setup() -> tuple[Any, Any, Any, Any]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Llama(layers=1)
+    other = copy.deepcopy(model)
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    return model, optimizer, other, plain
+
+
+def _batch(call: int, rows: int, length: int) -> torch.Tensor:
+    """Ids and labels; labels of a few tokens are ignored, more of the later ones."""
+    drawn = torch.Generator().manual_seed(call)
+    ids, labels = torch.randint(VOCAB, (2, rows, length), generator=drawn)
+    labels[:, -2:] = -100
+    return torch.stack([ids, labels])
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, list[int]]:
+    model, optimizer, other, plain = _setup()
+    step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel(method=method, inputs=inputs))
+    worst, captures = 0.0, list[int]()
+    for call, ((rows, length), shares) in enumerate(zip(LENGTHS, SHARES, strict=True)):
+        batch = _batch(call, rows, length)
+        start = sum(shares[:rank])
+        own = batch if inputs == "global" else batch[:, :, start : start + shares[rank]]
+        loss = step(model, optimizer, *own)
+        worst = max(worst, abs(loss.item() - of_tokens(other, plain, *batch).item()))
+        captures.append(step.captures)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        worst = max(worst, (_whole(a) - b).abs().max().item())
+    return worst, captures
+
+
+@pytest.mark.usual("gather-local", "heads-global")
+@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_lengths_that_change(method: str, inputs: str) -> None:
+    """Pieces of any lengths, none included. One program serves all lengths of two rows, from the second one on."""
+    for worst, captures in run_ranks(_trains, 2, method, inputs):
+        assert worst < 1e-12
+        assert captures[:5] == [1, 2, 2, 2, 2]
+
+
+def _two_axes(rank: int, world: int) -> float:
+    """Each pair of ranks has a batch of its own, and averages gradients with the other pair, as under DDP."""
+    model, optimizer, other, plain = _setup()
+    parallel = [ws.DataParallel("fully_shard", axis="dp"), ws.ContextParallel(method="heads")]
+    step = ws.compile(of_tokens, mesh="dp=2,cp=2", parallel=parallel)
+    worst = 0.0
+    for call in range(3):
+        batches = [_batch(10 * call + pair, 2, 8) for pair in range(2)]
+        loss = step(model, optimizer, *batches[rank // 2])
+        plain.zero_grad()
+        losses = [next_token(other, *batch) for batch in batches]
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        plain.step()
+        worst = max(worst, abs(loss.item() - losses[rank // 2].item()))
+    return worst
+
+
+def test_data_parallel_pairs() -> None:
+    assert max(run_ranks(_two_axes, 4)) < 1e-12
+
+
+def _other_batch(rank: int, world: int) -> str:
+    model, optimizer, _, _ = _setup()
+    step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel())
+    with pytest.raises(RankMismatchError) as caught:
+        step(model, optimizer, *_batch(rank, 2, 8))
+    return str(caught.value)
+
+
+def test_ranks_with_other_sequences_are_told() -> None:
+    for text in run_ranks(_other_batch, 2):
+        assert "argument" in text
+        assert "one batch for ranks that compute one result together" in text
+
+
+def _resumes(rank: int, world: int, folder: str) -> float:
+    model, optimizer, other, plain = _setup()
+    step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel())
+    step(model, optimizer, *_batch(0, 2, 8))
+    ws.save(folder, step)
+    again = ws.compile(of_tokens, mesh="dp=2", parallel=ws.DataParallel("zero1", semantics="global"))
+    ws.load(folder, model=other, optimizer=plain)
+    losses = list[float]()
+    for compiled, parts in ((step, (model, optimizer)), (again, (other, plain))):
+        batch = _batch(1, 2, 8)
+        losses.append(compiled(*parts, *(batch if compiled is step else batch[:, rank : rank + 1])).item())
+    return abs(losses[0] - losses[1])
+
+
+def test_a_checkpoint_does_not_know_of_it(tmp_path: Any) -> None:
+    assert max(run_ranks(_resumes, 2, str(tmp_path / "saved"))) < 1e-12

@@ -1,0 +1,317 @@
+"""Ranks of one axis share the tokens of each sequence: every mask, length and method equals one device."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from tests.hf_models import entries, loss_of
+from tests.steps import mean_square
+from tests.together import Comparison, Double, OneDevice, compare, without_chance
+from wholestep.cost.compute import flops
+from wholestep.errors import MeshError, PlanError
+from wholestep.graph import meta
+from wholestep.graph.graph import LocalGraph
+from wholestep.graph.op_kinds import collective_kind
+from wholestep.rules.aten.query_pieces import query_piece
+
+pytestmark = pytest.mark.usefixtures("double")
+
+TOLERANCE = 1e-10
+HEADS, KEY_HEADS, WIDTH, DIM = 4, 2, 4, 16
+Mask = Callable[[int], Any]
+aten = torch.ops.aten
+
+
+def _banded(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril().triu(-2)
+
+
+def _documents(length: int) -> Tensor:
+    of = torch.arange(length) // 4
+    return (of[:, None] == of[None]).tril()
+
+
+def _biased(length: int) -> Tensor:
+    bias = torch.arange(length)[None] - torch.arange(length)[:, None]
+    return bias.to(torch.float64).masked_fill(~_banded(length), -torch.inf)
+
+
+MASKS: dict[str, Mask] = {
+    "none": lambda length: {},
+    "causal": lambda length: {"is_causal": True},
+    "window": lambda length: {"attn_mask": _banded(length)},
+    "symmetric window": lambda length: {"attn_mask": _banded(length) | _banded(length).T},
+    "prefix": lambda length: {"attn_mask": torch.ones(length, length, dtype=torch.bool).tril(length // 3)},
+    "documents": lambda length: {"attn_mask": _documents(length)},
+    "chunks": lambda length: {"attn_mask": _documents(length) & _banded(length)},
+    "bias": lambda length: {"attn_mask": _biased(length)},
+}
+
+
+class Attends(nn.Module):
+    """Embeds tokens and their positions, and attends with grouped heads; `padded` masks the end of the last row."""
+
+    def __init__(self, mask: Mask, padded: bool = False, keys: int = KEY_HEADS) -> None:
+        super().__init__()
+        self.mask, self.padded, self.sizes = mask, padded, [HEADS * WIDTH, keys * WIDTH, keys * WIDTH]
+        self.tokens, self.places = nn.Embedding(11, DIM), nn.Embedding(64, DIM)
+        self.qkv = nn.Linear(DIM, sum(self.sizes))
+        self.out, self.norm = nn.Linear(HEADS * WIDTH, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows, length = ids.shape
+        x = self.tokens(ids) + self.places(torch.arange(length))
+        parts = self.qkv(self.norm(x)).split(self.sizes, -1)
+        q, k, v = (t.view(rows, length, -1, WIDTH).transpose(1, 2) for t in parts)
+        options = self.mask(length)
+        if self.padded:
+            there = torch.arange(length) < length - torch.arange(rows)[:, None]
+            options = {"attn_mask": options["attn_mask"] & there[:, None, None]}
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        return x + self.out(attended.transpose(1, 2).reshape(rows, length, -1))
+
+
+def _one(make: Callable[[], nn.Module], rows: int, length: int, step: Any = mean_square) -> OneDevice:
+    def both() -> tuple[nn.Module, Optimizer]:
+        model = make()
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+
+    return OneDevice(both, step, [(torch.randint(0, 11, (rows, length)),) for _ in range(3)])
+
+
+def _same(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
+    comparison = compare(one, mesh, parallel)
+    assert comparison.worst < TOLERANCE, f"{comparison.where} differs by {comparison.worst:.1e}"
+    assert ws.Plan.from_json(comparison.plan.to_json()) == comparison.plan
+    return comparison
+
+
+@pytest.mark.usual("causal-8-2", "causal-7-2", "causal-3-2", "bias-8-2", "documents-7-1")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("length", [8, 7, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_lengths_and_rows(mask: str, length: int, rows: int) -> None:
+    """A length that two, three or four ranks divide or not, or that is shorter than they."""
+    one = _one(lambda: Attends(MASKS[mask]), rows, length)
+    for ranks in (2, 3, 4) if rows == 2 else (4,):
+        for method in ("gather", "heads") if KEY_HEADS % ranks == 0 else ("gather",):
+            assert not _same(one, f"cp={ranks}", ws.ContextParallel(method=method)).plan.repeated
+
+
+def test_padded_rows() -> None:
+    one = _one(lambda: Attends(MASKS["window"], padded=True), 3, 8)
+    for method in ("gather", "heads"):
+        _same(one, "cp=2", ws.ContextParallel(method=method))
+
+
+DATA = ws.DataParallel("fully_shard", axis="dp", semantics="global")
+
+
+@pytest.mark.usual("dp=2,cp=2-parallel0", "cp=2,tp=2-parallel2")
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ("dp=2,cp=2", [DATA, ws.ContextParallel(method="heads")]),
+        ("dp=2,cp=2", [ws.DataParallel("zero1", axis="dp", semantics="global"), ws.ContextParallel(method="gather")]),
+        ("cp=2,tp=2", [ws.ContextParallel(), ws.TensorParallel({"qkv": "colwise_gather_output", "out": "rowwise"})]),
+        ("cp=2", [ws.ContextParallel(style="zero2"), ws.MicroBatches(2)]),
+        ("cp=2", ws.ContextParallel(style="replicate")),
+        ("cp=4", ws.ContextParallel(style="zero1")),
+        ("context=2", ws.ContextParallel(axis="context")),
+    ],
+)
+def test_composes(mesh: str, parallel: Any) -> None:
+    _same(_one(lambda: Attends(MASKS["causal"]), 4, 8), mesh, parallel)
+
+
+# -- work and bytes --------------------------------------------------------------------------------------
+def _multiplications(graph: Graph) -> float:
+    """Those of products and attention, as they are priced: a piece of the queries with all keys."""
+    return sum(flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rank_of_four_does_a_quarter(method: Any, rows: int) -> None:
+    one = _one(lambda: Attends(MASKS["causal"], keys=4), rows, 16)
+    comparison = _same(one, "cp=4", ws.ContextParallel(method=method))
+    assert not comparison.plan.repeated
+    assert _multiplications(comparison.local.graph) == _multiplications(one.capture.graph.graph) / 4
+
+
+def _attention_bytes(local: LocalGraph, *kinds: str) -> int:
+    """Bytes of collectives on tensors of four dims: on what attention reads and returns."""
+    nodes = [n for n in local.graph.nodes if n.op == "call_function" and collective_kind(n.target) in kinds]
+    return sum(meta.size_bytes(n) for n in nodes if len(meta.one_tensor(n).shape) == 4)
+
+
+def test_keys_travel_with_their_own_heads() -> None:
+    """Gathered keys and values of a layer, S x 2 Hkv d; four all-to-alls of a rank's S/n x (2 Hq + 2 Hkv) d."""
+    length, size = 8, 8
+    one = _one(lambda: Attends(MASKS["causal"]), 1, length)
+    gathered = _same(one, "cp=2", ws.ContextParallel(method="gather")).local
+    assert _attention_bytes(gathered, "all_gather") == length * 2 * KEY_HEADS * WIDTH * size
+    by_heads = _same(one, "cp=2", ws.ContextParallel(method="heads")).local
+    there_and_back = 2 * (length // 2) * (2 * HEADS + 2 * KEY_HEADS) * WIDTH * size
+    assert _attention_bytes(by_heads, "all_to_all") == there_and_back
+
+
+@pytest.mark.parametrize(("heads", "keys", "ranks", "by_heads"), [
+    (32, 8, 4, False), (32, 8, 8, True), (8, 8, 2, False), (8, 8, 4, True), (8, 2, 4, False),
+])  # fmt: skip
+def test_auto_takes_what_sends_less(heads: int, keys: int, ranks: int, by_heads: bool) -> None:
+    """Gathering costs n Hkv / (Hq + Hkv) times the all-to-alls; two heads of keys do not divide by four."""
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        q, k = model(x).split([heads * 4, keys * 4], -1)
+        q, k = q.unflatten(-1, (heads, 4)).transpose(1, 2), k.unflatten(-1, (keys, 4)).transpose(1, 2)
+        F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).square().mean().backward()
+
+    graph = ws.capture(step, nn.Linear(4, (heads + keys) * 4), torch.randn(1, 64, 4))
+    planned = ws.plan(graph, f"cp={ranks}", ws.ContextParallel())
+    kinds = ws.partition(graph, planned).collectives()
+    assert ("all_to_all" in kinds) == by_heads
+
+
+# -- kernels that are not here ---------------------------------------------------------------------------
+def _reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and the logarithms of its sums, by products."""
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _derived(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, grad: Tensor, is_causal: bool) -> list[Tensor]:
+    """Gradients by the sums that are given, as kernels compute them."""
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    weights = (scores - sums[..., None]).exp()
+    if is_causal:
+        weights = weights.tril()
+    inner = weights * (grad @ v.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return [inner @ k, inner.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ grad]
+
+
+@pytest.fixture
+def cuda_kernels() -> Iterator[None]:
+    """The ops of flash and efficient attention, computed by products on the CPU."""
+    library: Any = torch.library.Library("aten", "IMPL")
+    none = torch.zeros(0)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any) -> Any:
+        out, sums = _reference(q, k, v, causal)
+        return out, sums, none, none, q.shape[-2], k.shape[-2], none, none, none
+
+    def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *args: Any) -> Any:
+        assert args[2:4] == (q.shape[-2], k.shape[-2]), "the lengths of this call"
+        return tuple(_derived(q, k, v, sums, out, grad, args[5]))
+
+    def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Any, trains: bool, dropout: float = 0.0, *rest: Any) -> Any:
+        out, sums = _reference(q, k, v, *(rest or (False,)))
+        padded = torch.full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), torch.inf, dtype=sums.dtype)
+        padded[..., : sums.shape[2]] = sums
+        return out, padded, none, none
+
+    def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, *rest: Any) -> Any:
+        sums, *_, needed, causal = cast("tuple[Any, ...]", (*rest, *[False] * (6 - len(rest))))
+        assert needed == [True, True, True, False]
+        return (*_derived(q, k, v, sums[..., : q.shape[2]], out, grad, causal), none)
+
+    for name, function in (
+        ("flash_attention", flash), ("flash_attention_backward", flash_backward),
+        ("efficient_attention", efficient), ("efficient_attention_backward", efficient_backward),
+    ):  # fmt: skip
+        library.impl(f"_scaled_dot_product_{name}", function, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("queries", [7, 64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cuda_kernels_of_a_piece_of_the_queries(causal: bool, queries: int) -> None:
+    """What ranks call in place of the op, put together, is what the op returns."""
+    q, k, v, grad = (torch.randn(2, 3, queries, 8) for _ in range(4))
+    flash: tuple[Any, Any] = aten._scaled_dot_product_flash_attention.default, (0.0, causal, False)
+    efficient: tuple[Any, Any] = aten._scaled_dot_product_efficient_attention.default, (None, True, 0.0, causal)
+    for op, options in (flash, efficient):
+        out, sums, *others = op(q, k, v, *options)
+        if op is flash[0]:
+            backward, operands = aten._scaled_dot_product_flash_attention_backward.default, [out, sums, *others[:2]]
+            rest = [queries, queries, 0.0, causal, others[4], others[5]]
+        else:
+            backward, operands = aten._scaled_dot_product_efficient_attention_backward.default, [None, out, sums]
+            rest = [*others, 0.0, [True] * 3 + [False], causal]
+        gradients = backward(grad, q, k, v, *operands, *rest)
+        for piece, whole in zip(_in_pieces(op, [q, k, v, *options], [0]), (out,), strict=False):
+            torch.testing.assert_close(piece, whole)
+        args = [grad, q, k, v, *operands, *rest]
+        cut = [0, 1, *(i for i, a in enumerate(args) if a is out or a is sums)]
+        for piece, whole in zip(_in_pieces(backward, args, cut, of=q), gradients[:3], strict=False):
+            torch.testing.assert_close(piece, whole)
+
+
+def _in_pieces(op: Any, args: list[Any], cut: list[int], of: Tensor | None = None) -> list[Tensor]:
+    """Results of three ranks together: pieces of what has queries, sums of the gradients of keys and values."""
+    count, starts, returned = args[cut[0]].shape[2], [0, 2, 5], list[Any]()
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
+        local = [a[:, :, start:end].clone() if i in cut else a for i, a in enumerate(args)]
+        returned.append(query_piece(op)(start, end - start, *local))
+    by_query = torch.cat([r[0] for r in returned], 2)
+    return [by_query] if of is None else [by_query, *(torch.stack([r[i] for r in returned]).sum(0) for i in (1, 2))]
+
+
+# -- models as they are -----------------------------------------------------------------------------------
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [
+    "llama", "mistral", "gemma3", "qwen3", "gpt2", "t5", "vit", "gpt_oss", "deepseek_v3", "falcon_alibi",
+    "phi3", "bert",
+])  # fmt: skip
+def test_models_of_transformers(name: str) -> None:
+    """Grouped heads, windows, sinks, biases of T5, cross attention, latents; 12 tokens on two ranks and on five."""
+    (entry,) = entries([name])
+    generator = torch.Generator().manual_seed(5)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model: Any = without_chance(entry.build().double())
+        if name in ("gpt_oss", "deepseek_v3"):
+            model.set_experts_implementation("batched_mm")  # grouped products do not take float64
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        with Double():
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = OneDevice(make, step, [(entry.batch(generator),) for _ in range(2)])
+    for ranks in (2, 5):
+        _same(one, f"cp={ranks}", ws.ContextParallel())
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+def test_what_is_refused() -> None:
+    model = Attends(MASKS["causal"])
+    graph = ws.capture(mean_square, model, AdamW(model.parameters()), torch.ones(2, 8).long())
+    cases: list[tuple[str, Any, str]] = [
+        ("cp=4", ws.ContextParallel(method="heads"), "the heads of .* do not divide"),
+        ("cp=2", ws.ContextParallel(input_dim=2), r"no tensor of the batch has dim 2 \(x \[2, 8\]\)"),
+        ("cp=2", ws.DataParallel(), "axis 'cp' is used by DataParallel"),
+        ("dp=2,cp=2", ws.DataParallel(axis="dp"), "axis 'cp' is used by no strategy"),
+        ("a=2,cp=2", [ws.ContextParallel("a"), ws.ContextParallel()], "two ContextParallel strategies"),
+    ]
+    for mesh, parallel, text in cases:
+        with pytest.raises(PlanError, match=text):
+            ws.plan(graph, mesh, parallel)
+    with pytest.raises(MeshError, match="no axis 'cp'"):
+        ws.plan(graph, "dp=2", ws.ContextParallel())
