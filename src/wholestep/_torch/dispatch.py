@@ -19,7 +19,7 @@ from torch.fx.experimental import proxy_tensor, sym_node
 
 from .attributes import Form, forms_set
 from .fake_results import fake_result, snapshot
-from .op_schemas import is_op, set_operands
+from .op_schemas import identity, is_op, set_operands
 from .symbols import SYMBOLIC, is_size
 from .types_shown import FAKE_TYPES
 
@@ -106,7 +106,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
     """Return the dispatch function of one trace; its `slow` is torch's, also for nested traces."""
     outermost: Any = None
-    plain: dict[Any, bool] = {}
+    plain: dict[int, tuple[Any, bool]] = {}  # by the identity of an op, which is kept
 
     def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         nonlocal outermost
@@ -115,12 +115,13 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         if outermost is None:
             outermost = mode
             vars(mode).setdefault(TAPE, None)
-        if op not in plain:
-            plain[op] = _is_plain(op, forms)
+        known = plain.get(identity(op))
+        if known is None:
+            known = plain[identity(op)] = op, _is_plain(op, forms)
         named: dict[str, Any] = kwargs or {}
         tape = getattr(mode, TAPE, None)
         try:
-            if mode is not outermost or not plain[op]:
+            if mode is not outermost or not known[1]:
                 raise _SlowPathError
             nodes = nodes_of(mode, args), {key: nodes_of(mode, value) for key, value in named.items()}
         except _SlowPathError:
@@ -175,13 +176,23 @@ def record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) 
 
 def _add_node(graph: Any, op: Any, nodes: tuple[Any, Any]) -> torch.fx.Node:
     """Append a node with the annotations of `note_on_nodes`, and without torch's other metadata."""
-    packet = getattr(op, "overloadpacket", op)
-    node = graph.create_node("call_function", op, (), {}, graph._target_to_str(packet.__name__))
+    node = graph.create_node("call_function", op, (), {}, _name_of(op, graph))
     set_operands(node, *nodes)
     notes = fx_traceback.current_meta.get("custom")
     if notes:
         node.meta["custom"] = notes
     return node
+
+
+_names: dict[int, tuple[Any, str]] = {}
+
+
+def _name_of(op: Any, graph: Any) -> str:
+    """Return the name that a graph gives to the first node of an op; `op` is kept, as its identity is the key."""
+    known = _names.get(identity(op))
+    if known is None:
+        known = _names[identity(op)] = op, graph._target_to_str(getattr(op, "overloadpacket", op).__name__)
+    return known[1]
 
 
 def _track(tracer: Any, node: torch.fx.Node, value: Any) -> None:

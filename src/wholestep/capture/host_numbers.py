@@ -37,7 +37,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": abs, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "item": lambda x: x, "clone": lambda x: x, "detach": lambda x: x, "double": float,
 }  # fmt: skip
-_AS_TENSOR = (torch.tensor, torch.as_tensor)
+AS_TENSOR = (torch.tensor, torch.as_tensor)
 
 
 @dataclass(frozen=True)
@@ -141,21 +141,24 @@ class Numbers:
         self._last: Any = None
 
     def __contains__(self, value: object) -> bool:
-        return id(value) in self._by_id
+        return _torch.identity(value) in self._by_id
 
     def __bool__(self) -> bool:
         return bool(self._by_id or self._options)
 
     def stands_for_one(self, tensor: torch.Tensor) -> bool:
         """Return whether uncompiled code has a Python number for `tensor`, which is a number or the cast of one."""
-        return self._of(tensor) is not None or id(tensor) in self._casts
+        return self._of(tensor) is not None or _torch.identity(tensor) in self._casts
 
     def among(self, values: Sequence[Any]) -> bool:
         """Return whether a number is among these values, or inside a list or an index among them."""
-        return any(
-            self._of(v) if _torch.is_fake(v) else isinstance(v, (list, tuple, slice)) and self.among(parts_of(v))
-            for v in values
-        )
+        for value in values if self else ():
+            if _torch.is_fake(value):
+                if self._of(value):
+                    return True
+            elif isinstance(value, (list, tuple, slice)) and self.among(parts_of(value)):
+                return True
+        return False
 
     def read(self, place: Location, now: Any, late: bool = False) -> torch.Tensor:
         """Record a read of `place` and return its number; `late` if an effect changes it before."""
@@ -171,11 +174,12 @@ class Numbers:
         return len(self._lines) + len(self._decisions) + len(self._casts) + len(self._by_id)
 
     def _of(self, value: Any) -> _Number | None:
-        return self._by_id.get(id(value)) or self._options.get(id(value))
+        key = _torch.identity(value)
+        return self._by_id.get(key) or self._options.get(key)
 
     def option(self, fake: torch.Tensor, place: Location, now: float) -> None:
         """Register a hyper's input; the host reads it at `place` if the step returns it or passes it to a callback."""
-        self._options[id(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
+        self._options[_torch.identity(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
         self._lines.append(partial(place.get))
 
     def effect(self, changed: Sequence[dict[Any, Any]], fn: Callable[..., Any], *args: Any) -> None:
@@ -205,7 +209,7 @@ class Numbers:
         `of_torch`: torch.optim makes the call; it stays in the graph if only hypers are involved.
         """
         numbers = [self._of(a) for a in args]
-        carried = any(id(a) in self._by_id for a in args)
+        carried = any(_torch.identity(a) in self._by_id for a in args)
         if not (carried or (any(numbers) and not of_torch)) or not all(
             n or isinstance(a, (int, float)) for n, a in zip(numbers, args, strict=True)
         ):
@@ -224,7 +228,7 @@ class Numbers:
         fake, self._last = _torch.new_input(self._mode, dtype, position, self._last)
         names = {n.name for n in self._by_id.values()} if name == path else set[str]()
         name = name if name not in names else f"{name}@{len(self._lines)}"
-        self._by_id[id(fake)] = _Number(len(self._lines), now, late, fake, name, path)
+        self._by_id[_torch.identity(fake)] = _Number(len(self._lines), now, late, fake, name, path)
         self._lines.append(line)
         self._add_input(position, Input(name, Role.HYPER, TensorMeta((), (), dtype, "cpu")), fake)
         return fake
@@ -251,7 +255,7 @@ class Numbers:
 
     def refuse_read(self, value: Any, how: str, where: str) -> None:
         """Raise CaptureError if the step reads a recorded number as a Python value."""
-        number = self._by_id.get(id(value))
+        number = self._by_id.get(_torch.identity(value))
         if number:
             error = CaptureError(
                 f"the step reads {number.path}, a number that changes between calls, with {how}",
@@ -266,7 +270,7 @@ class Numbers:
     def operands(self, func: Any, args: Any) -> Any:
         """Return `args` of a tensor operation with numbers cast as type promotion treats Python numbers."""
         tensors = [v for v in parts_of(args) if isinstance(v, torch.Tensor)]
-        plain_tensors = [t for t in tensors if id(t) not in self._by_id]
+        plain_tensors = [t for t in tensors if _torch.identity(t) not in self._by_id]
         if len(plain_tensors) == len(tensors):
             return args
         name = getattr(func, "__name__", "").strip("_")
@@ -283,7 +287,7 @@ class Numbers:
 
     def stacked(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """`torch.tensor` of a number, or of a list with numbers and 0-dim tensors of the trace; else NotImplemented."""
-        listed = func in _AS_TENSOR and args and (isinstance(args[0], (list, tuple)) or self._of(args[0]))
+        listed = func in AS_TENSOR and args and (isinstance(args[0], (list, tuple)) or self._of(args[0]))
         if not listed:
             return NotImplemented
         parts = parts_of(args[0])
@@ -304,9 +308,11 @@ class Numbers:
 
     def _converted(self, args: Any, kinds: Mapping[bool, torch.dtype]) -> Any:
         def convert(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and id(value) in self._by_id:
+            if isinstance(value, torch.Tensor) and _torch.identity(value) in self._by_id:
                 cast_one = value.to(kinds.get(value.is_floating_point(), value.dtype))
-                self._casts[id(cast_one)] = cast_one  # kept: the id of a tensor that is gone may be another's
+                self._casts[_torch.identity(cast_one)] = (
+                    cast_one  # kept: the id of a tensor that is gone may be another's
+                )
                 return cast_one
             if type(value) in (list, tuple):
                 return type(value)(convert(v) for v in cast(Sequence[Any], value))

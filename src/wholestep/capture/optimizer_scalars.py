@@ -22,6 +22,8 @@ from .optimizer_entries import Entry
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
 _COPIES = "_foreach_copy_"
+INSTEAD = (*_MULTIPLIES, _COPIES, "where")
+"""Names of the functions for which another call may run instead."""
 _INTERNAL = ("capture/optimizer_scalars.py", "capture/trace.py")
 _OPTIMIZERS = torch.optim.Optimizer.__module__.rpartition(".")[0].replace(".", "/")
 
@@ -61,7 +63,7 @@ class Counts:
         name = getattr(func, "__name__", "")
         if func is torch.where and len(args) == 3 and not any(isinstance(a, Tensor) for a in args[1:]):
             return _where(*args) if _called_by_optimizer() else NotImplemented
-        scalars = self._written_scalars(args[0]) if self.scalars and name in (*_MULTIPLIES, _COPIES) else []
+        scalars = self._written_scalars(args[0]) if self.scalars and name in INSTEAD else []
         if scalars and name in _MULTIPLIES:
             for scalar, factor in zip(scalars, _listed(args[1], len(scalars)), strict=True):
                 scalar.tensor.copy_(scalar.tensor.to(scalar.dtype) * _as_operand(factor, scalar.dtype))

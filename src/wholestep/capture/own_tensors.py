@@ -38,24 +38,24 @@ class OwnTensors:
         """Let `fake` stand for the tensor `own`, which has the input `name`."""
         _torch.shown_to_user(fake)
         self._batch += [original] * of_batch
-        self._fakes[id(original)], self._own[id(fake)] = fake, original
+        self._fakes[_torch.identity(original)], self._own[_torch.identity(fake)] = fake, original
         vars(fake).update({key: v for key, v in tensor_attributes(original).items() if not hasattr(fake, key)})
-        self._names[id(original)] = self._names[id(fake)] = name
+        self._names[_torch.identity(original)] = self._names[_torch.identity(fake)] = name
 
     def name_of(self, tensor: object) -> str | None:
         """Return the input that a tensor of the user's, or its fake, is; None for any other value."""
-        return self._names.get(id(tensor))
+        return self._names.get(_torch.identity(tensor))
 
     def of(self, tensor: Any) -> Any:
         """Return the user's tensor where `made` is its fake; any other value unchanged."""
-        return self._own.get(id(tensor), tensor)
+        return self._own.get(_torch.identity(tensor), tensor)
 
     def fake_of(self, value: Any) -> Any:
         """Exchange the user's tensors in a value, and inside lists, tuples, dicts and slices, for their fakes."""
         kind = _kind(value)
         if kind in _NEVER:
             return value
-        fake = self._fakes.get(id(value))
+        fake = self._fakes.get(_torch.identity(value))
         if fake is not None:
             return fake
         if issubclass(kind, (tuple, list)):
@@ -78,7 +78,9 @@ class OwnTensors:
     def attributes(self) -> list[Container]:
         """The attributes that no call repeats: those of batch tensors, and those of the fakes that a Function has."""
         tensors = [("tensor", tensor) for tensor in self._batch] + [("fake", fake) for fake in self._fakes.values()]
-        return [Container(self._names[id(t)], vars(t), style, refused=_NOT_CARRIED) for style, t in tensors]
+        return [
+            Container(self._names[_torch.identity(t)], vars(t), style, refused=_NOT_CARRIED) for style, t in tensors
+        ]
 
     def entrances(self) -> AbstractContextManager[None]:
         """Exchange tensors inside this context where torch takes them without asking its function modes."""
@@ -92,9 +94,9 @@ class OwnTensors:
         """Exchange tensors in the arguments of an op that is recorded; CaptureError if a gradient would be lost."""
         if torch.is_grad_enabled():
             for value in parts_of((args, *kwargs.values())):
-                if id(value) in self._fakes and value.requires_grad:
+                if _torch.identity(value) in self._fakes and value.requires_grad:
                     raise CaptureError(
-                        f"{op} takes {self._names[id(value)]!r} past torch's Python functions, so that its gradient "
+                        f"{op} takes {self.name_of(value)!r} past torch's Python functions, so that its gradient "
                         "would be lost",
                         "operations that torch's function modes see (torch.*, tensors' methods, torch.ops)",
                         "register the operation with torch.library.custom_op, or call it outside the step",

@@ -28,12 +28,12 @@ from .call_structure import LENGTHS, Structure, in_place, leaf_names, take_apart
 from .effects import RefusedError, SizesFixedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
-from .host_numbers import Numbers
+from .host_numbers import AS_TENSOR, Numbers
 from .locations import MISSING, GroupEntry, Location, NumberLocation, places_of, same_kind
 from .methods import methods, refuse_anomaly_mode, refuse_open_scalers
 from .optimizer_entries import Entry, Items
 from .optimizer_loops import optimizer_loops
-from .optimizer_scalars import Counts
+from .optimizer_scalars import INSTEAD, Counts
 from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
@@ -393,6 +393,7 @@ class _TorchCalls(TorchFunctionMode):
         self._step, self._zeros, self._own = run, zeros, run.own
         self._numbers, self._known = run.numbers, run.known
         self.refused: Exception | None = None
+        self._plain: dict[Any, bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FACTS and not kwargs:
@@ -406,9 +407,23 @@ class _TorchCalls(TorchFunctionMode):
             self.refused = self.refused or error
             raise
 
+    def _is_plain(self, func: Any) -> bool:
+        """Return whether a function without numbers among its arguments is only called, whatever these are."""
+        plain = self._plain.get(func)
+        if plain is None:
+            name: str = getattr(func, "__name__", "")
+            forms = form_of(func), _torch.of_tensors(func), _READS.get(func)
+            named = name in INSTEAD or name.strip("_") in (*_ASKS_FOR_ZERO, "get", "set")
+            asked = func in (*_TEXT, *AS_TENSOR, *_torch.SUBTRACTIONS, cuda_attention.SDPA)
+            plain = self._plain[func] = not (named or asked or any(forms))
+        return plain
+
     def _run(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         if func not in _torch.METADATA:
-            _torch.note_on_nodes(line=_calling_line())
+            _torch.note_line(_calling_line())
+        if self._is_plain(func) and not self._numbers.among(args):
+            refuse_generators(named)
+            return func(*args, **named)
         reading = _READS.get(func)
         name = getattr(func, "__name__", "").strip("_")
         asks_for_zero = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
