@@ -91,11 +91,11 @@ def differentiated(x: Tensor, y: Tensor) -> Any:
 
 def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None]) -> None:
     taken: list[Any] = []
-    record = dispatch.record
+    record = dispatch._record
 
-    def counted(mode: Any, op: Any, *rest: Any) -> Any:
+    def counted(tracer: Any, node: Any, op: Any, *rest: Any) -> Any:
         taken.append(op)
-        return record(mode, op, *rest)
+        return record(tracer, node, op, *rest)
 
     def captured() -> list[Any]:
         case = next(iter(CASES.values()))
@@ -103,7 +103,7 @@ def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None
         graph = ws.capture(case.step, model, OPTIMIZERS["AdamW-plain"].make(model.parameters()), case.batches(0))
         return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
-    monkeypatch.setattr(dispatch, "record", counted)
+    monkeypatch.setattr(dispatch, "_record", counted)
     ops = captured()
     assert len(taken) > 0.9 * len(ops), "all but what torch's own way is needed for"
     taken.clear()
@@ -200,7 +200,7 @@ def test_updates_of_parameters_alike_are_those_of_each(
 ) -> None:
     repeated: list[object] = []
     repeat = _torch.repeat_ops
-    monkeypatch.setattr(_torch, "repeat_ops", lambda tape, twins: repeated.append(repeat(tape, twins)))
+    monkeypatch.setattr(_torch, "repeat_ops", lambda tape, fakes: repeated.append(repeat(tape, fakes)))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.LayerNorm(4)).double()
     optimizer = OPTIMIZERS[recipe].make(model.parameters())

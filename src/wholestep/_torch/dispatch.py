@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -18,7 +19,7 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor, sym_node
 
 from .attributes import Form, forms_set
-from .fake_results import fake_result, snapshot
+from .fake_results import fake_result, other_fake, snapshot
 from .op_schemas import identity, is_op, set_operands
 from .symbols import SYMBOLIC, is_size
 from .types_shown import FAKE_TYPES
@@ -39,8 +40,8 @@ _proxies: Any = proxy_tensor
 _kind: Callable[[Any], Any] = type
 _TAKES_NUMBERS = "should_allow_numbers_as_tensors"
 TAPE = "wholestep_tape"  # an attribute of the mode of a trace: where it lists the ops that it records, or None
-TapedOp = tuple[Any, tuple[Any, ...], dict[str, Any], Any, Any]
-"""An op that was recorded, its arguments, its result, and the annotations of its node."""
+TapedOp = tuple[Any, tuple[Any, ...], Any, torch.fx.Node]
+"""An op that was recorded, its positional arguments, its result, and its node."""
 _NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
 
 
@@ -123,15 +124,16 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         try:
             if mode is not outermost or not known[1]:
                 raise _SlowPathError
-            nodes = nodes_of(mode, args), {key: nodes_of(mode, value) for key, value in named.items()}
+            nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
         except _SlowPathError:
             if tape is not None:
                 tape.append(None)
             args, named = at_op(op, args, named)
             return slow(mode, op, types, args, named)
-        out = record(mode, op, (args, named), nodes)
+        node = _add_node(mode.tracer.graph, op, nodes, fx_traceback.current_meta.get("custom"))
+        out = _record(mode.tracer, node, op, args, named)
         if tape is not None:
-            tape.append((op, args, named, out, fx_traceback.current_meta.get("custom")))
+            tape.append((op, args, out, node))
         return out
 
     return dispatch
@@ -144,7 +146,7 @@ def _is_plain(op: Any, forms: Mapping[Any, Any]) -> bool:
     return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def nodes_of(mode: Any, value: Any) -> Any:
+def _nodes(mode: Any, value: Any) -> Any:
     """Replace traced tensors in `value` by their nodes."""
     kind = _kind(value)
     if kind in FAKE_TYPES:
@@ -153,48 +155,57 @@ def nodes_of(mode: Any, value: Any) -> Any:
             raise _SlowPathError
         return slot.proxy.node
     if kind in _SEQUENCES:
-        return kind([nodes_of(mode, v) for v in value])
+        return kind([_nodes(mode, v) for v in value])
     if kind not in _VALUES and not is_size(value):
         raise _SlowPathError
     return value
 
 
-def record(mode: Any, op: Any, called: tuple[Any, Any], nodes: tuple[Any, Any]) -> Any:
-    tracer, node = mode.tracer, _add_node(mode.tracer.graph, op, nodes)
+def _record(tracer: Any, node: torch.fx.Node, op: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunction():  # in a backward, modes would see what torch computes for itself
-        out: Any = fake_result(op, *called)
+        out: Any = fake_result(op, args, kwargs)
         if _kind(out) in FAKE_TYPES:
-            _track(tracer, node, out)
+            node.meta["val"] = snapshot(out)
+            track(tracer, node, out)
         elif _kind(out) in _SEQUENCES and all(_kind(v) in FAKE_TYPES for v in out):
             for index, value in enumerate(out):
-                _track(tracer, _add_node(tracer.graph, operator.getitem, ((node, index), {})), value)
+                item = _add_node(tracer.graph, operator.getitem, ((node, index), {}), node.meta.get("custom"))
+                item.meta["val"] = snapshot(value)
+                track(tracer, item, value)
             node.meta["val"] = _kind(out)(snapshot(value) for value in out)
         elif out is not None:
             _proxies.track_tensor_tree(out, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return out
 
 
-def _add_node(graph: Any, op: Any, nodes: tuple[Any, Any]) -> torch.fx.Node:
+def _add_node(graph: Any, op: Any, operands: tuple[Any, Any], notes: Any) -> torch.fx.Node:
     """Append a node with the annotations of `note_on_nodes`, and without torch's other metadata."""
-    node = graph.create_node("call_function", op, (), {}, _name_of(op, graph))
-    set_operands(node, *nodes)
-    notes = fx_traceback.current_meta.get("custom")
+    name = _first_name(getattr(op, "overloadpacket", op).__name__)
+    node: torch.fx.Node = graph.create_node("call_function", op, (), {}, name)
+    set_operands(node, *operands)
     if notes:
         node.meta["custom"] = notes
     return node
 
 
-_names: dict[int, tuple[Any, str]] = {}
+def same_notes(node: torch.fx.Node, other: torch.fx.Node) -> bool:
+    """Return whether two nodes have the same annotations."""
+    return node.meta.get("custom") == other.meta.get("custom")
 
 
-def _name_of(op: Any, graph: Any) -> str:
-    """Return the name that a graph gives to the first node of an op; `op` is kept, as its identity is the key."""
-    known = _names.get(identity(op))
-    if known is None:
-        known = _names[identity(op)] = op, graph._target_to_str(getattr(op, "overloadpacket", op).__name__)
-    return known[1]
+def add_twin(node: torch.fx.Node, operands: tuple[Any, Any], alias: torch.fx.Node | None) -> torch.fx.Node:
+    """Append a node like one of a plain result, with other operands; its value has the storage of that of `alias`."""
+    twin = _add_node(node.graph, node.target, operands, node.meta.get("custom"))
+    twin.meta["val"] = other_fake(node.meta["val"], alias.meta["val"] if alias is not None else None)
+    return twin
 
 
-def _track(tracer: Any, node: torch.fx.Node, value: Any) -> None:
-    node.meta["val"] = snapshot(value)
+@cache
+def _first_name(op: str) -> str:
+    """The name that a graph gives to its first node of an op."""
+    return cast(Any, torch.fx.Graph())._target_to_str(op)
+
+
+def track(tracer: Any, node: torch.fx.Node, value: Any) -> None:
+    """Let `node` be the node of a fake tensor from now on."""
     tracer.tensor_tracker[value] = _proxies._ProxyTensor(torch.fx.Proxy(node, tracer), None)

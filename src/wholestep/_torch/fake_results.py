@@ -135,6 +135,14 @@ class Remembering(TorchDispatchMode):
         return fake_result(func, args, kwargs or {})
 
 
+def other_fake(value: Any, alias: Any = None) -> Any:
+    """Return a fake tensor like a plain one: of the storage of `alias`, or else of a storage of its own."""
+    with _C.DisableTorchFunction(), _C._DisableTorchDispatch():
+        return _fake(
+            _of_storage(value, None) if alias is None else alias.data, value.__dict__[_DEVICE], value.fake_mode
+        )
+
+
 def snapshot(value: Any) -> Any:
     """Return another fake tensor of the same storage, whose sizes later changes in place leave as they are."""
     if not is_plain(value):

@@ -3,21 +3,33 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .dispatch import TAPE, TapedOp, nodes_of, record
+from .dispatch import TAPE, TapedOp, add_twin, same_notes, track
 from .fake_results import changes_first, is_known
+from .held import storage_key
 from .types_shown import FAKE_TYPES
 
-Tape = list[TapedOp | None]
-_kind: Callable[[Any], Any] = type
+
+@dataclass
+class Tape:
+    """The ops that a trace records, with None for what cannot be recorded again, and the nodes that `fakes` have before
+    and after them.
+    """
+
+    fakes: Sequence[Any]
+    ops: list[TapedOp | None] = field(default_factory=list[TapedOp | None])
+    before: list[Any] = field(default_factory=list[Any])
+    after: list[Any] = field(default_factory=list[Any])
 
 
 def can_tape() -> bool:
@@ -28,69 +40,68 @@ def can_tape() -> bool:
 
 
 @contextmanager
-def ops_taped() -> Generator[Tape]:
-    """List the ops that are recorded inside this context; None for what cannot be recorded again."""
-    proxies: Any = get_proxy_mode()
-    mode, tape = cast(dict[str, Any], vars(proxies)), Tape()
-    mode[TAPE] = tape
+def ops_taped(fakes: Sequence[Any]) -> Generator[Tape]:
+    """List the ops that are recorded inside this context."""
+    mode: Any = get_proxy_mode()
+    tape = Tape(fakes, before=_nodes_of(fakes))
+    setattr(mode, TAPE, tape.ops)
     try:
         yield tape
     finally:
-        mode[TAPE] = None
+        setattr(mode, TAPE, None)
+        tape.after = _nodes_of(fakes)
 
 
-def same_ops(tape: Tape, other: Tape, twins: Mapping[int, Any]) -> bool:
-    """Return whether two tapes have the same ops on tensors and their `twins` (by the identity of the first one), and
-    nothing that `repeat_ops` does not repeat: of ops that neither compute new tensors nor change their first operand.
+def same_ops(tape: Tape, other: Tape) -> bool:
+    """Return whether two tapes have the same ops on their `fakes`, and each can be repeated: it computes a new tensor,
+    or changes one of these, or of `fakes`, as its first operand.
     """
-    twins = dict(twins)
-    if len(tape) != len(other):
+    twins: dict[Any, Any] = dict(zip(tape.before, other.before, strict=True))
+    own = {*map(id, tape.fakes)}
+    if None in twins or len(twins) < len(tape.fakes) or len(tape.ops) != len(other.ops):
         return False
-    for taped, taped_for_other in zip(tape, other, strict=True):
-        if taped is None or taped_for_other is None or not is_known(taped[0]):
+    for taped, taped_for_other in zip(tape.ops, other.ops, strict=True):
+        if taped is None or taped_for_other is None or not _is_repeatable(taped, own):
             return False
-        op, args, named, out, notes = taped
-        other_op, other_args, other_named, other_out, other_notes = taped_for_other
-        if op is not other_op or notes != other_notes or not _same((args, named), (other_args, other_named), twins):
+        (op, args, out, node), (other_op, other_args, other_out, other_node) = taped, taped_for_other
+        operands = map_arg((node.args, node.kwargs), lambda operand: twins.get(operand, operand))
+        same = op is other_op and same_notes(node, other_node)
+        if not same or (out is args[0]) != (other_out is other_args[0]) or operands != _operands(other_node):
             return False
-        if changes_first(op):
-            if out is not args[0] or other_out is not other_args[0]:
-                return False
-        elif _kind(out) not in FAKE_TYPES or _kind(other_out) not in FAKE_TYPES:
-            return False
-        twins[id(out)] = other_out
+        own.add(id(out))
+        twins[node] = other_node
     return True
 
 
-def repeat_ops(tape: Tape, twins: Mapping[int, Any]) -> None:
-    """Record the ops of a tape on the `twins` of its tensors; tensors without one stay."""
-    mode, twins = get_proxy_mode(), dict(twins)
-    with disable_proxy_modes_tracing():
-        for taped in tape:
-            assert taped is not None, "same_ops holds for the tape"
-            op, args, named, out, notes = taped
-            called = _with_twins(args, twins), {key: _with_twins(value, twins) for key, value in named.items()}
-            nodes = nodes_of(mode, called[0]), {key: nodes_of(mode, value) for key, value in called[1].items()}
-            fx_traceback.current_meta["custom"] = notes
-            twins[id(out)] = record(mode, op, called, nodes)
-            if changes_first(op):
-                torch.autograd.graph.increment_version(called[0][0])
+def repeat_ops(tape: Tape, fakes: Sequence[Any]) -> None:
+    """Record the ops of a tape on other tensors than its `fakes`."""
+    mode: Any = get_proxy_mode()
+    tracer, twins = mode.tracer, dict(zip(tape.before, _nodes_of(fakes), strict=True))
+    for taped in tape.ops:
+        assert taped is not None, "same_ops holds for the tape"
+        op, _, _, node = taped
+        operands: Any = map_arg((node.args, node.kwargs), lambda operand: twins.get(operand, operand))
+        twins[node] = add_twin(node, operands, operands[0][0] if changes_first(op) else None)
+    for fake, before, after in zip(fakes, tape.before, tape.after, strict=True):
+        if after is not before:
+            track(tracer, twins[after], fake)
+            torch.autograd.graph.increment_version(fake)
 
 
-def _with_twins(value: Any, twins: Mapping[int, Any]) -> Any:
-    if _kind(value) in FAKE_TYPES:
-        return twins.get(id(value), value)
-    return _kind(value)(_with_twins(v, twins) for v in value) if _kind(value) in (tuple, list) else value
-
-
-def _same(value: Any, other: Any, twins: Mapping[int, Any]) -> bool:
-    kind = _kind(value)
-    if kind in FAKE_TYPES:
-        return other is twins.get(id(value), value)
-    if kind is not _kind(other):
+def _is_repeatable(taped: TapedOp, own: set[int]) -> bool:
+    op, args, out, _ = taped
+    if not args or type(args[0]) not in FAKE_TYPES or type(out) not in FAKE_TYPES or not is_known(op):
         return False
-    if kind is dict:
-        return list(value) == list(other) and _same([*value.values()], [*other.values()], twins)
-    if kind in (tuple, list):
-        return len(value) == len(other) and all(_same(a, b, twins) for a, b in zip(value, other, strict=True))
-    return bool(value == other)
+    if changes_first(op):
+        return out is args[0] and id(out) in own
+    return all(storage_key(out) != storage_key(value) for value in args if type(value) in FAKE_TYPES)
+
+
+def _operands(node: Node) -> tuple[Any, Any]:
+    return node.args, node.kwargs
+
+
+def _nodes_of(fakes: Sequence[Any]) -> list[Any]:
+    mode: Any = get_proxy_mode()
+    slots: list[Any] = [mode.tracer.tensor_tracker.get(fake) for fake in fakes]
+    return [None if slot is None or slot.constant is not None else slot.proxy.node for slot in slots]

@@ -19,10 +19,9 @@ _LOOPS = "_single_tensor_"  # functions of torch.optim whose loop over `params` 
 
 @dataclass
 class _Update:
-    """The ops of the first parameter of a kind, and its tensors. `repeats`: they were the same for the second one."""
+    """The ops of the first parameter of a kind. `repeats`: they were the same for the second one."""
 
     tape: _torch.Tape
-    fakes: list[Any]
     repeats: bool | None = None
 
 
@@ -85,12 +84,12 @@ class _Loop:
             kind = self.kind_of(fakes) if len({*map(id, fakes)}) == len(fakes) else None
             update = updates.get(kind)
             if update is not None and update.repeats:
-                _torch.repeat_ops(update.tape, _twins(update.fakes, fakes))
+                _torch.repeat_ops(update.tape, fakes)
                 continue
             for part, item in zip(self.parts, tensors, strict=True):
                 part.append(item)
             before = self.recorded()
-            with _torch.ops_taped() as tape:
+            with _torch.ops_taped([] if kind is None else fakes) as tape:
                 yield tensors[0]
             same = self.recorded() == before and all(map(_is_same, self.parts, tensors))
             for items, part in zip(self.full, self.parts, strict=True):
@@ -98,14 +97,10 @@ class _Loop:
             if kind is None or (update is not None and update.repeats is not None):
                 continue
             if update is None:
-                updates[kind] = _Update(tape, fakes, None if same else False)
+                updates[kind] = _Update(tape, None if same else False)
             else:
-                update.repeats = same and _torch.same_ops(update.tape, tape, _twins(update.fakes, fakes))
+                update.repeats = same and _torch.same_ops(update.tape, tape)
 
 
 def _is_same(part: Sequence[Any], item: Any) -> bool:
     return part[-1] is item
-
-
-def _twins(fakes: Sequence[Any], of_another: Sequence[Any]) -> dict[int, Any]:
-    return {id(fake): twin for fake, twin in zip(fakes, of_another, strict=True)}
