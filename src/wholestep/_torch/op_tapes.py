@@ -90,7 +90,7 @@ def repeat_ops(tape: Tape, fakes: Sequence[Any]) -> None:
 
 def _is_repeatable(taped: TapedOp, own: set[int]) -> bool:
     op, args, out, _ = taped
-    if not args or type(args[0]) not in FAKE_TYPES or type(out) not in FAKE_TYPES or not is_known(op):
+    if not args or type(out) not in FAKE_TYPES or not is_known(op):
         return False
     if changes_first(op):
         return out is args[0] and id(out) in own
