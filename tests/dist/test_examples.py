@@ -147,3 +147,13 @@ def test_every_example_says_what_it_takes() -> None:
         text = run(name, "--help", ranks=0, timeout=60)
         assert "torchrun --nproc-per-node 2" in text
         assert "--style" in text
+
+
+@pytest.mark.full
+def test_packed_documents_on_ranks_that_share_tokens() -> None:
+    """An odd number of tokens."""
+    alone = run("long_sequences.py", "--tokens", "301", "--steps", "3", ranks=0)
+    shared = run("long_sequences.py", "--tokens", "301", "--steps", "3", ranks=2)
+    losses_alone, losses_shared = ([float(n) for n in re.findall(r" loss (\S+) ", text)] for text in (alone, shared))
+    assert losses_shared == pytest.approx(losses_alone, rel=1e-5)
+    assert len(losses_alone) == 3

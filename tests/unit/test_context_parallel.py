@@ -123,6 +123,7 @@ DATA = ws.DataParallel("fully_shard", axis="dp", semantics="global")
         ("cp=2,tp=2", [ws.ContextParallel(), ws.TensorParallel({"qkv": "colwise_gather_output", "out": "rowwise"})]),
         ("cp=2", [ws.ContextParallel(style="zero2"), ws.MicroBatches(2)]),
         ("cp=2", ws.ContextParallel(style="replicate")),
+        ("pp=2,cp=2", [ws.ContextParallel(style="replicate"), ws.Pipeline(micro_batches=2)]),
         ("cp=4", ws.ContextParallel(style="zero1")),
         ("context=2", ws.ContextParallel(axis="context")),
     ],
