@@ -28,23 +28,24 @@ class _Update:
 def optimizer_loops(
     fakes_of: Callable[[list[Any]], list[Any]], kind_of: Callable[[list[Any]], Any], recorded: Callable[[], int]
 ) -> list[Any]:
-    """Forms of the loops. `fakes_of` exchanges the user's tensors, `kind_of` is equal for fakes that are alike, and how
-    much a trace `recorded` besides ops must not change while ops are repeated.
+    """Forms of the loops. `fakes_of` exchanges the user's tensors, `kind_of` is equal for fakes that are alike, what a
+    trace `recorded` besides ops must not grow while ops are repeated.
     """
 
     def form(original: Callable[..., Any], params: Any, *lists: Any, **named: Any) -> Any:
         full: list[list[Any]] = [params, *(items for items in lists if type(items) is list and items)]
         aligned = all(type(items) is list and len(items) == len(params) for items in full)
-        tensors = any(
-            isinstance(value, torch.Tensor) for value in (*lists, *(v for k, v in named.items() if k != "lr"))
-        )
+        options = (*lists, *(value for key, value in named.items() if key != "lr"))
+        tensors = any(isinstance(value, torch.Tensor) for value in options)
         if not aligned or tensors or torch.is_grad_enabled() or not _torch.can_tape():
             return original(params, *lists, **named)
         parts = iter(_Loop(full, fakes_of, kind_of, recorded).parts)
         return original(next(parts), *(next(parts) if type(v) is list and v else v for v in lists), **named)
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
-    return [(m, name, form) for m in modules for name in vars(m) if name.startswith(_LOOPS)]
+    modules = [m for n, m in sys.modules.items() if n.startswith("torch.optim.") and m is not _torch.ADAFACTOR]
+    return [
+        (m, name, form) for m in modules for name in vars(m) if name.startswith(_LOOPS)
+    ]  # `methods` has Adafactor's
 
 
 class _Params(list[Any]):

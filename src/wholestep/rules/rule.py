@@ -106,7 +106,8 @@ class Group:
         name, _, blocks = factor.partition(" in ")
         if self.is_inner(factor):
             places, uneven = divmod(self.sizes.get(name, 0), int(blocks or 1))
-            even = name not in self.even or places % prod(parts) == 0
+            leads = name in self.even or any(name in factors[:-1] for factors in self.merged.values())
+            even = not leads or places % prod(parts) == 0
             return places > 0 and uneven == 0 and even and (name not in self.filled or _is_filled(places, parts))
         size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
         fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
@@ -122,9 +123,7 @@ class Group:
         return any(isinstance(self.sizes[outer], SizeInt) for factors in behind for outer in factors)
 
     def nests(self, cuts: Mapping[str, Sequence[int]]) -> bool:
-        """True if factors that are split at once, each into its parts, leave every block whole, and if the parts of one
-        alone differ in size.
-        """
+        """True if factors that are split at once leave blocks whole, and the parts of one at most differ in size."""
         if len(cuts) == 1 or not any(map(self.is_inner, cuts)):
             return True
         split: dict[str, list[tuple[int, int]]] = {}
