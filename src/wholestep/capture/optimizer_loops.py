@@ -15,6 +15,7 @@ import torch
 from .. import _torch
 
 _LOOPS = "_single_tensor_"  # functions of torch.optim whose loop over `params` updates one after the other
+_READS_VALUES = "_single_tensor_adafactor"  # `methods` has its form
 
 
 @dataclass
@@ -42,10 +43,9 @@ def optimizer_loops(
         parts = iter(_Loop(full, fakes_of, kind_of, recorded).parts)
         return original(next(parts), *(next(parts) if type(v) is list and v else v for v in lists), **named)
 
-    modules = [m for n, m in sys.modules.items() if n.startswith("torch.optim.") and m is not _torch.ADAFACTOR]
-    return [
-        (m, name, form) for m in modules for name in vars(m) if name.startswith(_LOOPS)
-    ]  # `methods` has Adafactor's
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
+    names = [(module, name) for module in modules for name in vars(module) if name.startswith(_LOOPS)]
+    return [(module, name, form) for module, name in names if name != _READS_VALUES]
 
 
 class _Params(list[Any]):
