@@ -158,11 +158,9 @@ class Layout:
 
     def _blocks_of(self, dim: int, size: int) -> list[tuple[int, tuple[str, ...]]]:
         """A dim as several, merged: their sizes and the axes that shard them."""
-        if not self.blocks:
-            return [(size, self.dims[dim])]
-        counts = sorted({1, *(self.state(axis).blocks for axis in self.dims[dim])})
+        counts = sorted({1, *(self.state(axis).blocks for axis in self.dims[dim])}) if self.blocks else [1]
         if len(counts) == 1:
-            return [(whole(size), self.dims[dim])]
+            return [(whole(size) if self.blocks else size, self.dims[dim])]
         pairs = zip(counts, [*counts[1:], whole(size)], strict=True)
         return [(after // n, tuple(a for a in self.dims[dim] if self.state(a).blocks == n)) for n, after in pairs]
 
@@ -230,22 +228,21 @@ def split_at_blocks(
     layouts: Sequence[Layout], shape: Sequence[int], mesh: Mesh
 ) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
     """`layouts` of one tensor, and its `shape`, with dims split where axes shard blocks of them, so that each axis
-    shards a dim. Raises LayoutError: pieces of one axis would end within a block of another, or of two differ in size.
+    shards a dim. Raises LayoutError: pieces of one axis would end within a block of another.
     """
     if not any(layout.blocks for layout in layouts):
         return tuple(layouts), tuple(shape)
     sizes, split = list[int](), [list[tuple[str, ...]]() for _ in layouts]
     for dim, size in enumerate(shape):
         counts = sorted({1, *(layout.state(axis).blocks for layout in layouts for axis in layout.dims[dim])})
-        uneven = [0] * len(layouts)
         for count, after in zip(counts, [*counts[1:], size], strict=True):
             sizes.append(size if len(counts) == 1 else after // count)
-            for number, (layout, dims) in enumerate(zip(layouts, split, strict=True)):
+            for layout, dims in zip(layouts, split, strict=True):
                 dims.append(tuple(axis for axis in layout.dims[dim] if layout.state(axis).blocks == count))
-                uneven[number] += isinstance(extent(sizes[-1], dims[-1], mesh), Extent)
-                if len(counts) > 1 and (after % count or uneven[number] > 1):
+                uneven = isinstance(extent(sizes[-1], dims[-1], mesh), Extent)
+                if len(counts) > 1 and (after % count or (uneven and count != counts[-1])):
                     problem = f"{layout.show(shape)}: {size} in blocks of {after // count}"
-                    raise LayoutError(problem, "blocks of one size, of which the ranks of one axis may share unevenly")
+                    raise LayoutError(problem, "blocks of one size; the innermost alone may be shared unevenly")
     new_layouts = (replace(layout, dims=tuple(dims), blocks=()) for layout, dims in zip(layouts, split, strict=True))
     return tuple(new_layouts), tuple(sizes)
 

@@ -122,7 +122,7 @@ def test_pieces_of_blocks() -> None:
         assert torch.equal(cut(whole[:20], uneven, mesh, {"a": 0, "b": b}), expected)
         assert uneven.local_shape((20,), mesh, {"a": 0, "b": b}) == (len(expected),)
         assert resolve(uneven.extents((20,), mesh), {"b": b}) == [len(expected)]
-    with pytest.raises(LayoutError, match="of which the ranks of one axis may share unevenly"):
+    with pytest.raises(LayoutError, match="the innermost alone may be shared unevenly"):
         uneven.put("a", AxisState("S", 0, blocks=20)).check((60,), mesh)
     with pytest.raises(LayoutError, match="10 in blocks of 2"):
         uneven.check((10,), mesh)

@@ -316,3 +316,11 @@ def test_what_is_refused() -> None:
             ws.plan(graph, mesh, parallel)
     with pytest.raises(MeshError, match="no axis 'cp'"):
         ws.plan(graph, "dp=2", ws.ContextParallel())
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_rows_and_tokens_that_do_not_divide(rows: int) -> None:
+    """Pieces of tokens behind rows may differ in length; those of rows around them may not, and are gathered."""
+    one = _one(lambda: Attends(MASKS["causal"]), rows, 7)
+    comparison = _same(one, "dp=2,cp=2", [DATA, ws.ContextParallel(method="gather")])
+    assert bool(comparison.plan.repeated) == (rows == 3)

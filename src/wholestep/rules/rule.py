@@ -106,8 +106,7 @@ class Group:
         name, _, blocks = factor.partition(" in ")
         if self.is_inner(factor):
             places, uneven = divmod(self.sizes.get(name, 0), int(blocks or 1))
-            leads = name in self.even or any(name in factors[:-1] for factors in self.merged.values())
-            even = not leads or places % prod(parts) == 0
+            even = not self._leads(name) or places % prod(parts) == 0
             return places > 0 and uneven == 0 and even and (name not in self.filled or _is_filled(places, parts))
         size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
         fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
@@ -123,7 +122,7 @@ class Group:
         return any(isinstance(self.sizes[outer], SizeInt) for factors in behind for outer in factors)
 
     def nests(self, cuts: Mapping[str, Sequence[int]]) -> bool:
-        """True if factors that are split at once leave blocks whole, and the parts of one at most differ in size."""
+        """True if factors that are split at once leave blocks whole: parts of the innermost places alone may differ."""
         if len(cuts) == 1 or not any(map(self.is_inner, cuts)):
             return True
         split: dict[str, list[tuple[int, int]]] = {}
@@ -131,9 +130,15 @@ class Group:
             name, _, blocks = factor.partition(" in ")
             split.setdefault(name, []).append((int(blocks or 1), prod(parts)))
         ends = {name: [*sorted(at), (self.sizes.get(name, 0), 1)] for name, at in split.items()}
-        levels = [(a, parts, b) for at in ends.values() for (a, parts), (b, _) in pairwise(at)]
-        whole = all(b > 0 and b % a == 0 for a, _, b in levels)
-        return whole and sum(isinstance(b, SizeInt) or b // a % parts != 0 for a, parts, b in levels) < 2
+        return all(
+            b > 0 and b % a == 0 and ((i == len(at) - 2 and not self._leads(name)) or b // a % parts == 0)
+            for name, at in ends.items()
+            for i, ((a, parts), (b, _)) in enumerate(pairwise(at))
+        )
+
+    def _leads(self, name: str) -> bool:
+        """True for a factor whose places have others behind them in a merged dim."""
+        return name in self.even or any(name in factors[:-1] for factors in self.merged.values())
 
     def may_be_extended(self, factor: str) -> bool:
         """True if ranks with an empty piece may compute on one place of zeros instead: it is cut off from outputs that

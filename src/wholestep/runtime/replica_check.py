@@ -170,9 +170,8 @@ class ReplicaCheck:
         for name in shared[0]:
             if text := _sides([by_name.get(name, 0) for by_name in shared], ranks):
                 problem = f"{name} is not the same on ranks that share a batch along axis {axis!r}: {text}"
-                needed, next_step = (
-                    _OF_PARTS if axis in self.strategies.options.axes(self.world.mesh) else _OF_ONE_BATCH
-                )
+                cut_by_rows = axis in self.strategies.options.axes(self.world.mesh)
+                needed, next_step = _OF_PARTS if cut_by_rows else _OF_ONE_BATCH
                 return problem, needed, next_step
         parts = [torch.zeros_like(sums) for _ in ranks]
         dist.all_gather(parts, sums, group=group)

@@ -268,9 +268,7 @@ def _is_given_whole(cut: BatchCut, strategies: Strategies) -> bool:
     whole = {strategies.given_whole(axis) for axis in cut.axes}
     if len(whole) > 1:
         problem = f"dim {cut.dim} of the batch is cut along {' and '.join(cut.axes)}, one of which is given all of it"
-        raise PlanError(
-            problem, "the same inputs= along both", "give ContextParallel and DataParallel the same inputs="
-        )
+        raise PlanError(problem, "one inputs= for both", "give DataParallel and ContextParallel the same inputs=")
     return whole.pop()
 
 
