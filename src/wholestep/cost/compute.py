@@ -181,7 +181,7 @@ def _matmul(node: Node) -> tuple[int, int, int, int] | None:
 
 
 def _is_grouped(node: Node) -> bool:
-    return node.target is aten._grouped_mm.default
+    return op_kinds.IN_PLACE_OF.get(node.target, node.target) is aten._grouped_mm.default
 
 
 _CUT = {(2, 3): 0, (3, 2): 1, (2, 2): 2}  # by the dims of both operands: which of (m, n, k) the offsets cut

@@ -372,6 +372,16 @@ def block(node: Node) -> str | None:
     return node.meta.get("wholestep_block")
 
 
+def set_rows(node: Node, rows: tuple[str, tuple[int | None, ...]]) -> None:
+    """Record the sort in whose order the outputs of a node have rows, and along which dim each has them."""
+    node.meta["wholestep_rows"] = rows
+
+
+def rows(node: Node) -> tuple[str, tuple[int | None, ...]] | None:
+    """Return the sort of whose rows a node computes (`plan.rows_in_any_order`), and the dims of rows of its outputs."""
+    return node.meta.get("wholestep_rows")
+
+
 def set_part_of(node: Node, op: str) -> None:
     """Record the captured op that was decomposed into `node` and others."""
     node.meta["wholestep_part_of"] = op

@@ -27,6 +27,7 @@ from .decision import Decision
 from .op_strategies import cut, through, whole
 from .plan import Plan
 from .plan_form import check_form
+from .rows_in_any_order import check_rows
 
 _UPDATED = (Role.PARAM, Role.STATE)
 _REDUCTIONS = ("sum", "avg")
@@ -74,6 +75,7 @@ class _Check:
             else:
                 self._check_call(node, decision)
             self.layouts[node] = decision.given
+        check_rows(graph, self.plan.decisions)
         if len(reductions) > 1:
             raise PlanError("the plan sums some gradients and averages others", "one of them for all", _AGAIN)
         self._check_results(graph)

@@ -31,6 +31,7 @@ from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
 from .repeated_work import repeated_work
+from .rows_in_any_order import check_rows, shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
@@ -79,7 +80,7 @@ def make_plan(
         planned, mesh, axes, rest, grad_targets, op, options.kind.shards_gradients, per_rank,
         frozenset(strategies.storage_axes(mesh)), hardware=hardware,
     )  # fmt: skip
-    decisions, expanded, planned = _propagate(start, strategies)
+    decisions, expanded, planned = _with_rows(start, strategies) or _propagate(start, strategies)
     if owner_axis and options.owners is True:
         names = whole_updates(planned, decisions, rest, owner_axis)
         update_owners = assigned(planned, names, mesh.axis_size(owner_axis), hardware, owners)
@@ -132,6 +133,21 @@ def _placed(
     resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
     cut = strategies.options.axes(mesh) if strategies.data else ()
     return resting, _rest(graph, mesh, strategies, resting, cut)
+
+
+def _with_rows(
+    start: PropagationInputs, strategies: Strategies
+) -> tuple[dict[str, Decision], tuple[str, ...], TrainGraph] | None:
+    """As `_propagate`, where ranks that share tokens share the rows that are sorted by expert; None where none do."""
+    graph = with_rows_in_any_order(start.graph)
+    if graph is start.graph or not any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH):
+        return None
+    decisions, expanded, planned = _propagate(replace(start, graph=graph), strategies)
+    try:
+        check_rows(planned, decisions)
+    except PlanError:  # some op has other pieces
+        return None
+    return (decisions, expanded, planned) if shares_rows(decisions, planned) else None
 
 
 def _propagate(

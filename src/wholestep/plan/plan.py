@@ -27,6 +27,7 @@ from .plan_file import decode, encode
 from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
 from .repeated_work import RepeatedWork
+from .rows_in_any_order import shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .whole_units import mark_units
@@ -104,12 +105,13 @@ class Plan:
         return explanations.explain(self, name)
 
     def decompose(self, graph: TrainGraph) -> TrainGraph:
-        """`graph` with the ops in `decomposed` decomposed, random numbers of all micro-batches drawn at once, and the
-        updates of each stage by themselves.
+        """`graph` with the ops in `decomposed` decomposed, random numbers of all micro-batches drawn at once, the
+        updates of each stage by themselves, and sorts of rows that ranks share.
         """
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
         graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
         graph = with_updates_by_owner(graph, self.update_owners) if self.update_owners else graph
+        graph = with_rows_in_any_order(graph) if shares_rows(self.decisions, graph) else graph
         graph = expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
         mark_units(graph, self.storage)
         return graph

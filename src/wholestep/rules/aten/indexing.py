@@ -139,6 +139,11 @@ class _Places:
         lead = [d for d in rest if d < first] if together else []
         self.out: Term = (*(self.dims[d] for d in lead), *self.names, *(self.dims[d] for d in rest if d not in lead))
 
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The size of each factor."""
+        index = {f"i{j}": n for j, n in enumerate(self.index_shape)}
+        return index | {f"d{i}": n for i, n in enumerate(shape)}
+
     def first(self, shape: Sequence[int]) -> int | None:
         """The first indexed dim, if it is larger than one."""
         return self.indexed[0] if shape[self.indexed[0]] > 1 else None
@@ -193,7 +198,8 @@ def pick(call: Call) -> BoundRule | None:
         places.dims[dim] = "a"
     operands: dict[int, Term] = {0: tuple(places.dims)} | {i + 1: t for i, t in enumerate(places.index)}
     through = (PassThrough(frozenset({0}), ANY_PARTIAL),)
-    group = Group(operands, {0: places.out}, {} if dim is None else {"a": "sum"}, through)
+    reduces = {} if dim is None else {"a": "sum"}
+    group = Group(operands, {0: places.out}, reduces, through, sizes=places.sizes(call.shape(0)))
     return BoundRule((group,), local={} if dim is None else _at_indices(call, dim))
 
 
@@ -213,7 +219,7 @@ def put(call: Call) -> BoundRule | None:
     places, accumulate = _Places(call.shape(0), indices), bool(call.argument("accumulate"))
     last, keep = len(places.index) + 1, next(filter(None, places.names), None) if accumulate else None
     # sizes of the result of x[indices], 1 for dims without a name
-    sizes = {f"i{j}": n for j, n in enumerate(places.index_shape)} | {f"d{i}": n for i, n in enumerate(call.shape(0))}
+    sizes = places.sizes(call.shape(0))
     values = _right(places.out, call.shape(last), [sizes[name] if name else 1 for name in places.out])
     dim = None if accumulate else places.first(call.shape(0))
     if dim is not None:
@@ -221,7 +227,7 @@ def put(call: Call) -> BoundRule | None:
     operands: dict[int, Term] = {0: tuple(places.dims)}
     operands |= {i + 1: _only(t, keep) for i, t in enumerate((*places.index, values))}
     through = (PassThrough(frozenset({0, last}), LINEAR if accumulate else ANY_PARTIAL),)
-    group = Group(operands, {0: tuple(places.dims)}, {keep: "sum"} if keep else {}, through)
+    group = Group(operands, {0: tuple(places.dims)}, {keep: "sum"} if keep else {}, through, sizes=sizes)
     if keep:
         return BoundRule((group,), local={keep: _from_first(call.target)})
     return BoundRule((group,), local={} if dim is None else _at_indices(call, dim, writes=True))

@@ -77,10 +77,14 @@ def grouped(call: Call) -> BoundRule | None:
         "t! k, e! k n, e!, * -> t! n | e! m k, k t!, e!, * -> m t! | m t!, t! n, e!, * -> e m n"
         " | e m k, e k n, *, * -> e m n"
     )
-    bound = Bind(cases, "0 | 1").on(call)
-    group, size = bound.groups[0], call.operands[0].dtype.itemsize
-    even = {f: n * size // 16 for f, n in call.sizes(group.operands).items() if f != "e"}
-    return replace(bound, groups=(replace(group, even=even),))
+    return in_lines_of_16_bytes(Bind(cases, "0 | 1").on(call), call, "e")
+
+
+def in_lines_of_16_bytes(rule: BoundRule, call: Call, besides: str) -> BoundRule:
+    """`rule` of a grouped product whose factors, but those `besides`, are cut into multiples of 16 bytes."""
+    group, size = rule.groups[0], call.operands[0].dtype.itemsize
+    even = {f: n * size // 16 for f, n in call.sizes(group.operands).items() if f not in besides}
+    return replace(rule, groups=(replace(group, even={**group.even, **even}),))
 
 
 # -- factors and solutions: outputs that a call did not request are empty ---------------------------

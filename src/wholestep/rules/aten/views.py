@@ -148,7 +148,8 @@ def cat(call: Call) -> BoundRule:
     line: Term = tuple(None if i in joined or size == 1 else f"d{i}" for i, size in enumerate(shape))
     operand_line = (*line[:at], *line[at + 1 :]) if stacks else line
     through = PassThrough(frozenset(positions), ANY_PARTIAL, mixed=True)
-    return BoundRule((Group(dict.fromkeys(positions, operand_line), {0: line}, partial=(through,)),))
+    sizes = {factor: size for factor, size in zip(line, shape, strict=True) if factor}
+    return BoundRule((Group(dict.fromkeys(positions, operand_line), {0: line}, partial=(through,), sizes=sizes),))
 
 
 sample("cat", lambda: [([rand(5, 2, 6), rand(5, 3, 6)], 1), ([rand(0), rand(5, 3)], -1)])

@@ -1,0 +1,100 @@
+"""Ops on rows that are sorted by group, of which a rank sorts, reads and multiplies its own.
+
+The order of rows is of no account where `plan.rows_in_any_order` proves it. Then a rank that has some of the rows calls
+the op itself on these, and its indices count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graph.op_kinds import PRODUCTS, READS_A_PART
+from ..call import Call
+from ..dsl import aten, called, row
+from ..registry import Bind, Function
+from ..rule import BoundRule
+
+FORWARD = "transformers.grouped_mm_fallback.default"
+BACKWARD = "transformers.grouped_mm_fallback_backward.default"
+
+
+@cache
+def own_rows(op: Any) -> Callable[..., Any]:
+    """`op`, which sorts rows or reads x[rows], of the rows that a rank has."""
+
+    def of_rows(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    if op in READS_A_PART:
+        READS_A_PART.add(of_rows)
+    return _with_rule(called(of_rows, op, "of_rows"), _reads if op is aten.index.Tensor else _sorts)
+
+
+def _sorts(call: Call) -> str:
+    return "t -> t+"
+
+
+def _reads(call: Call) -> Bind:
+    """x[rows]: each place of `x` has as many rows, all of them in the same piece."""
+    rest = " ".join(f"r{i}" for i in range(len(call.shape(0)) - 1))
+    at = "t" if call.shape(0)[0] == call.shape(1)[0] else "(t k)"
+    return Bind(f"t {rest}, {at} -> {at} {rest}", moves="0")
+
+
+def sum_of_rows(rows: Tensor, values: Tensor, each: int) -> Tensor:
+    """The sums of the values at equal positions in `rows`, of which there are `each` for one position."""
+    zeros = values.new_zeros((rows.shape[0] // each, *values.shape[1:]))
+    return zeros.index_put((rows,), values, accumulate=True)
+
+
+@row(sum_of_rows)
+def _sums(call: Call) -> Bind:
+    rest = " ".join(f"r{i}" for i in range(len(call.shape(1)) - 1))
+    at = "t" if call.made() == call.shape(1) else "(t k)"
+    return Bind(f"{at}, {at} {rest} -> t {rest}", linear="1")
+
+
+def inverse_rows(rows: Tensor) -> Tensor:
+    """The inverse of a permutation of rows."""
+    return torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.shape[0], device=rows.device))
+
+
+row(inverse_rows, "t -> t")
+
+
+@cache
+def product_of_rows(op: Any, groups: int) -> Callable[..., Any]:
+    """A grouped product that is given the group of each row, in order, in place of the ends of `groups` groups."""
+
+    def of_rows(x: Tensor, other: Tensor, of: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        ends = torch.searchsorted(
+            of, torch.arange(groups, device=of.device, dtype=of.dtype), right=True, out_int32=True
+        )
+        if of.shape[0] or op is not aten._grouped_mm.default:
+            return op(x, other, ends, *rest, **kwargs)
+        return x.new_zeros((0, other.shape[2]) if other.ndim == 3 else (groups, x.shape[0], other.shape[1]))
+
+    if op in PRODUCTS:
+        PRODUCTS.add(of_rows)
+    return _with_rule(called(of_rows, op, "of_rows"), _multiplies_back if str(op) == BACKWARD else _multiplies)
+
+
+def _multiplies_back(call: Call) -> Bind:
+    return Bind("t k, e! k n, t, t n -> t k, e! k n", "3")
+
+
+def _multiplies(call: Call) -> BoundRule:
+    from .linalg import in_lines_of_16_bytes
+
+    bound = Bind("t k, e! k n, t -> t n | m t, t n, t -> e m n", "0 | 1").on(call)
+    return in_lines_of_16_bytes(bound, call, "et")
+
+
+def _with_rule(function: Callable[..., Any], rule: Function) -> Callable[..., Any]:
+    row(function)(rule)
+    return function

@@ -1,0 +1,61 @@
+"""Mixtures of experts on gloo ranks that share tokens and the rows of experts, against one device."""
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from tests.hf_models import entries
+from tests.steps import mean_square
+
+SHAPES = [(2, 12), (2, 7), (3, 5), (1, 1), (2, 12)]
+
+
+def share_rows(rank: int, world: int) -> None:
+    """Other tokens in each call, of shapes that divide and not; the first expert has no tokens in one call."""
+    moe: Any = importlib.import_module("transformers.integrations.moe")
+    moe._can_use_grouped_mm = _uses_torch
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    (entry,) = entries(["mixtral"])
+    built: Any = entry.build()
+    built.set_experts_implementation("grouped_mm")
+    experts = built.model.layers[0].mlp
+    model, other = _Alone(experts), _Alone(copy.deepcopy(experts))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    step = ws.compile(mean_square, mesh=f"cp={world}", parallel=ws.ContextParallel(style="replicate"))
+    for call, (rows, length) in enumerate(SHAPES):
+        x = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(call))
+        x = x.abs() if call == 2 else x
+        torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), rtol=1e-10, atol=1e-12)
+    assert step.plan is not None
+    assert not step.plan.repeated
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def _uses_torch(*arguments: Tensor) -> bool:
+    """Torch's grouped product knows no double precision."""
+    return False
+
+
+class _Alone(torch.nn.Module):
+    """A layer of experts, and what goes around it."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(x)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_share_rows() -> None:
+    run_ranks(share_rows, 2)

@@ -1,0 +1,241 @@
+"""Mixtures of experts: ranks that share tokens share the rows that are sorted by expert, and equal one device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from tests.hf_models import entries, loss_of
+from tests.steps import mean_square
+from tests.together import Comparison, Double, OneDevice, compare, without_chance
+from wholestep.cost.compute import flops
+from wholestep.errors import PlanError
+from wholestep.graph import meta
+from wholestep.graph.nodes import operands
+from wholestep.layout import replicated
+
+pytestmark = pytest.mark.usefixtures("double")
+
+TOLERANCE = 1e-10
+TOKENS = ws.DataParallel("fully_shard", semantics="global", input_batch_dim=1)
+ROWS = ws.DataParallel("fully_shard", semantics="global")
+
+
+@pytest.fixture(autouse=True)
+def _plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's grouped product knows no double precision."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    def uses_torch(*arguments: Tensor) -> bool:
+        return False
+
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", uses_torch)
+
+
+def _rows(graph: Graph) -> int:
+    """Rows of all grouped products, which multiply each by matrices of one size."""
+    calls = [n for n in graph.nodes if n.name.startswith("grouped_mm")]
+    return sum(meta.one_tensor(operands(n)[0]).shape[0] for n in calls)
+
+
+def _same(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
+    comparison = compare(one, mesh, parallel)
+    assert comparison.worst < TOLERANCE, f"{comparison.where} differs by {comparison.worst:.1e}"
+    assert ws.Plan.from_json(comparison.plan.to_json()) == comparison.plan
+    return comparison
+
+
+def _one(
+    name: str, rows: int = 2, edit: Callable[[Any], None] = lambda model: None, experts: str = "grouped_mm"
+) -> OneDevice:
+    (entry,) = entries([name])
+    generator = torch.Generator().manual_seed(5)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model: Any = without_chance(entry.build().double())
+        model.set_experts_implementation(experts)
+        edit(model)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        with Double():
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def batch() -> dict[str, Tensor]:
+        ids = torch.randint(3, 96, (rows, 12), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return OneDevice(make, step, [(batch(),) for _ in range(3)])
+
+
+def _check(one: OneDevice, mesh: str, parallel: Any, share: float) -> None:
+    """The plan equals one device, and no rank has more than a share of all rows."""
+    comparison = _same(one, mesh, parallel)
+    assert _rows(comparison.local.graph) <= share * _rows(one.capture.graph.graph)
+
+
+@pytest.mark.usual("mixtral-2", "qwen3_moe-3")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_tokens_and_rows(name: str, rows: int) -> None:
+    """Rows of the batch or tokens of each over two, three and four ranks, which they divide or not."""
+    one = _one(name, rows)
+    for ranks in (2, 3, 4):
+        _check(one, f"dp={ranks}", TOKENS, 1 / ranks + 0.01)
+        if rows > 1:
+            _check(one, f"dp={ranks}", ROWS, -(-rows // ranks) / rows)
+
+
+@pytest.mark.usual("dp=2,cp=2-parallel0")
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ("dp=2,cp=2", [ws.DataParallel("fully_shard", axis="dp", semantics="global"), ws.ContextParallel()]),
+        ("cp=4", ws.ContextParallel(style="zero1")),
+    ],
+)
+def test_composes(mesh: str, parallel: Any) -> None:
+    _check(_one("mixtral", 4), mesh, parallel, 0.26)
+
+
+def test_pieces_of_the_batch_have_their_own_rows() -> None:
+    parallel = [ws.DataParallel("zero2", semantics="global"), ws.MicroBatches(2)]
+    _same(_one("mixtral", 4), "dp=2", parallel)
+
+
+def test_batched_products() -> None:
+    """Rows with a copy of their expert each, in the order of tokens."""
+    one = _one("mixtral", 2, experts="batched_mm")
+    for ranks, parallel in ((4, TOKENS), (2, ROWS)):
+        assert not _same(one, f"dp={ranks}", parallel).plan.repeated
+
+
+class Grouped(nn.Module):
+    """Rows sorted by group, and torch's own product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 3), nn.Parameter(torch.randn(3, 16, 16) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 16)
+        of, order = torch.sort(self.gate(tokens).argmax(-1))
+        ends = torch.cumsum(torch.histc(of.float(), 3, 0, 2), 0, dtype=torch.int32)
+        rows, experts = tokens[order].bfloat16(), self.experts.bfloat16()
+        rows = nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends).float()
+        return x + torch.zeros_like(tokens).index_put((order,), rows).reshape(x.shape)
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="this torch has no grouped product")
+def test_the_product_of_torch() -> None:
+    """In 16 bits, of which sums over ranks have another order; a rank has one of the seven tokens."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Grouped().float()
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-2)
+
+    one = OneDevice(make, mean_square, [(torch.randn(1, 7, 16).float(),) for _ in range(3)])
+    comparison = compare(one, "dp=4", TOKENS)
+    assert comparison.worst < 2e-2
+    assert not comparison.plan.repeated
+    priced = sum(flops(n) for n in comparison.local.graph.nodes if "grouped" in n.name)
+    assert 0 < priced <= 2 / 7 * sum(flops(n) for n in one.capture.graph.graph.nodes if "grouped" in n.name)
+
+
+def _to_few(top: int) -> Callable[[Any], None]:
+    """All tokens to the first `top` experts: equal scores."""
+
+    def edit(model: nn.Module) -> None:
+        modules: list[Any] = [*model.modules()]
+        for module in modules:
+            if hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), Tensor):
+                module.top_k = top
+                nn.init.zeros_(module.weight)
+
+    return edit
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_experts_without_tokens(top: int) -> None:
+    _check(_one("mixtral", 2, _to_few(top)), "dp=4", TOKENS, 0.26)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_other_models(name: str) -> None:
+    _check(_one(name, 2), "dp=4", TOKENS, 0.26)
+
+
+class Sorted(nn.Module):
+    """Rows sorted by group, multiplied by a matrix for each, scaled by what `scale` makes of them, and put back."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor] | None = None, inverse: str = "put") -> None:
+        super().__init__()
+        self.scale, self.inverse = scale, inverse
+        self.gate, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        groups = self.gate(tokens).argmax(-1)
+        of, order = torch.sort(groups) if self.inverse == "put" else (None, torch.argsort(groups))
+        of = groups[order] if of is None else of
+        ends = torch.cumsum(torch.histc(of.double(), 3, 0, 2), 0, dtype=torch.int32)
+        rows = torch.ops.transformers.grouped_mm_fallback(tokens[order], self.experts, ends)
+        rows = rows if self.scale is None else self.scale(rows)
+        if self.inverse == "argsort":
+            rows = rows[torch.argsort(order)]
+        else:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0])
+            rows = rows[back]
+        return rows.reshape(x.shape) + x
+
+
+def _sorted(**options: Any) -> OneDevice:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Sorted(**options)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+
+    return OneDevice(make, mean_square, [(torch.randn(2, 12, 8),) for _ in range(3)])
+
+
+@pytest.mark.parametrize("inverse", ["put", "argsort"])
+def test_a_permutation_and_its_inverse(inverse: str) -> None:
+    _check(_sorted(inverse=inverse), "dp=4", TOKENS, 0.26)
+
+
+ORDERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "places": lambda rows: rows * torch.arange(rows.shape[0])[:, None],
+    "running sum": lambda rows: rows.cumsum(0),
+    "neighbours": lambda rows: rows + rows.roll(1, 0),
+    "first row": lambda rows: rows + rows[0],
+    "dropout": lambda rows: rows * torch.bernoulli(torch.full_like(rows, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_where_the_order_counts_all_is_as_it_is(name: str) -> None:
+    one = _sorted(scale=ORDERED[name])
+    local = _same(one, "dp=2", TOKENS).local
+    assert _rows(local.graph) == _rows(one.capture.graph.graph)
+
+
+def test_a_plan_in_which_an_op_has_other_rows_is_refused() -> None:
+    one = _sorted()
+    plan = ws.plan(one.capture.graph, "dp=2", TOKENS)
+    (product,) = [n for n in plan.decisions if n == "grouped_mm_fallback"]
+    decision = plan.decisions[product]
+    whole = tuple(replicated(len(layout.dims)) for layout in decision.operands)
+    edited = replace(decision, operands=whole, outputs=(replicated(2),))
+    with pytest.raises(PlanError, match=f"%{product} has other rows than the sort before it"):
+        ws.partition(one.capture.graph, replace(plan, decisions={**plan.decisions, product: edited}))
