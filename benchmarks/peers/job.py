@@ -34,7 +34,7 @@ class Job:
     @property
     def share(self) -> tuple[int, int]:
         """Which part of the batch this rank is given, and of how many."""
-        return (0, 1) if self.spec.is_pipe else (self.rank, self.spec.processes(self.world))
+        return (0, 1) if self.spec.is_pipe or self.spec.shares_tokens else (self.rank, self.spec.processes(self.world))
 
 
 class Trainer(Protocol):

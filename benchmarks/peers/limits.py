@@ -30,7 +30,7 @@ def sweeps(spec: Spec) -> int:
     ring all-reduce, and ZeRO, and fully sharded parameters that are kept from forward to backward. Those that are
     gathered again for the backward take a third. Stages exchange no parameters.
     """
-    if not spec.exchanges or spec.is_pipe:
+    if not spec.exchanges or spec.is_pipe or spec.shares_tokens:
         return 0
     again = spec.style == "fully_shard" and (spec.has("reshard") or (spec.base == "fsdp2" and not spec.has("keep")))
     return 3 if again else 2

@@ -1,5 +1,6 @@
 """A byte-level GPT and an MLP over bytes in plain torch.nn, and the training step that every torch peer runs."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
@@ -11,13 +12,15 @@ from torch.optim import AdamW, Optimizer
 from .job import Job
 from .sizes import Config
 
+Attend = Callable[..., Tensor]
+
 
 class Block(nn.Module):
     """One pre-norm transformer layer. Shapes: (b, t, d) -> (b, t, d)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.attend = heads, cast(Attend, F.scaled_dot_product_attention)
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -32,16 +35,17 @@ class Block(nn.Module):
             part.view(b, t, self.heads, d // self.heads).transpose(1, 2)
             for part in self.qkv(self.norm1(x)).split(d, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """Bytes (b, t) -> logits of the next byte (b, t, vocabulary)."""
+    """Bytes (b, t) -> logits of the next byte (b, t, vocabulary). `first` is the place of the first of the t."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.first = 0
         self.bytes = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
@@ -50,7 +54,7 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits at each place."""
-        h = self.bytes(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        h = self.bytes(x) + self.positions(torch.arange(self.first, self.first + x.shape[1], device=x.device))
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))

@@ -30,6 +30,9 @@ def compiled(model: nn.Module, job: Job) -> tuple[ws.CompiledStep, str]:
         placement = "v" if job.spec.has("v") else "loop"
         pipeline = ws.Pipeline(micro_batches=job.spec.pieces, schedule=kind, placement=placement)
         return ws.compile(models.train_step, parallel=pipeline, mesh=f"pp={job.world}"), ""
+    if job.spec.shares_tokens:
+        method: Any = job.spec.options[0][0]
+        return ws.compile(models.train_step, parallel=ws.ContextParallel(method=method), mesh=f"cp={job.world}"), ""
     options = _options(job)
     note = _prepare(model, job, options) if job.spec.has("tuned") or job.spec.has("disturbed") else ""
     return ws.compile(models.train_step, **options), note

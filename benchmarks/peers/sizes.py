@@ -31,6 +31,7 @@ CONFIGS = {
         Config("S", "gpt", layers=4, width=256, heads=4, context=128, rows=8),  # 3.3 M
         Config("M", "gpt", layers=6, width=384, heads=6, context=128, rows=8),  # 10.9 M
         Config("L", "gpt", layers=8, width=768, heads=12, context=128, rows=8),  # 57 M
+        Config("long", "gpt", layers=4, width=256, heads=4, context=4096, rows=2),  # S with long sequences, 4.3 M
         Config("mlp", "mlp", layers=6, width=1024, heads=1, context=32, rows=256),  # 6.6 M, next to no arithmetic
     )
 }

@@ -50,6 +50,12 @@ BASES = {
         (*ORDERS[:3], *ORDERS[4:], "v"),
         ("pieces",),
     ),
+    "tokens": Base(
+        "DDP whose ranks have a part of every sequence each: attention with keys and values gathered, or with tokens "
+        "exchanged for heads",
+        ("gather", "heads"),
+    ),
+    "context": Base("wholestep.ContextParallel by a method (auto, gather, heads)", ("auto", "gather", "heads")),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
         "unscheduled: no passes; across: the end of a step is left to the next; tuned: schedules take turns first; "
@@ -96,6 +102,11 @@ class Spec:
         return self.base in ("pipe", "stages")
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether each rank has some of the tokens of every sequence, and all are given the whole batch."""
+        return self.base in ("tokens", "context")
+
+    @property
     def trains_alone(self) -> bool:
         """Whether each rank trains on its own rows only, so that losses say nothing about the whole batch."""
         return self.base in ("floor", "wire")
@@ -108,12 +119,12 @@ class Spec:
     @property
     def is_ours(self) -> bool:
         """Whether wholestep compiles it."""
-        return self.base in ("wholestep", "stages")
+        return self.base in ("wholestep", "stages", "context")
 
     @property
     def measures(self) -> bool:
         """Whether its ranks measure the machine after each of their turns."""
-        return self.base == "stages"
+        return self.base in ("stages", "context")
 
     @property
     def compiled(self) -> bool:
@@ -141,6 +152,8 @@ def parse(text: str) -> Spec:
         raise UnknownPeer(f"peer {text!r} needs one style: wholestep:S with S one of {', '.join(STYLES)}")
     if spec.is_pipe and sum(spec.has(word) for word in ORDERS) != 1:
         raise UnknownPeer(f"peer {text!r} needs one schedule: one of {', '.join(base.words)}")
+    if spec.shares_tokens and len(spec.options) != 1:
+        raise UnknownPeer(f"peer {text!r} needs one method: one of {', '.join(base.words)}")
     if spec.has("keep") and spec.has("reshard"):
         raise UnknownPeer(f"peer {text!r} is told to keep and to reshard: choose one")
     return spec
@@ -174,13 +187,15 @@ OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshar
 PLAIN = tuple(f"{name},unscheduled" for name in OURS)
 COMPILED = ("floor:compile", "ddp:compile", *(f"{name},inductor" for name in OURS))
 PIPES = (*(f"pipe:{name}" for name in ORDERS[:4]), *(f"stages:{name}" for name in (*ORDERS[:3], *ORDERS[4:], "auto,v")))
+LONG = ("tokens:gather", "tokens:heads", "context:gather", "context:heads")
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,
     "ours": (*OURS, *PLAIN),
     "compiled": COMPILED,
     "pipes": ("one", *PIPES),
-    "all": (*TORCH, "wire:late", "jax", *OURS, *PLAIN, *PIPES),
+    "long": ("one", *LONG),
+    "all": (*TORCH, "wire:late", "jax", *OURS, *PLAIN, *PIPES, *LONG),
 }
 
 

@@ -140,6 +140,13 @@ def pipe(model: nn.Module, job: Job) -> Wrapped:
     return Wrapped(*torch_pipe(model, job))
 
 
+def tokens(model: nn.Module, job: Job) -> Wrapped:
+    """DDP over parts of sequences, which is imported here."""
+    from .sequences import over_tokens
+
+    return Wrapped(*over_tokens(model, job))
+
+
 def _compiled(model: nn.Module, spec: Spec) -> nn.Module:
     if not spec.has("compile"):
         return model
@@ -158,6 +165,8 @@ WRAPS: dict[str, Wrap] = {
     "wholestep": ours,
     "pipe": pipe,
     "stages": ours,
+    "tokens": tokens,
+    "context": ours,
 }
 
 
@@ -242,8 +251,8 @@ class TorchTrainer:
             return []
         from .ours import program_alone, program_of, simulated_ms
 
-        if spec.base == "stages":
-            return simulated_ms(program_of(step), hardware)
+        if spec.measures:
+            return simulated_ms(program_of(step) if spec.is_pipe else step.local_graph, hardware)
         if spec.base in ("one", "floor") and not spec.compiled:
             model = models.build(self._job.config)
             x, y = models.zeros(self._job)

@@ -35,8 +35,8 @@ SIZE = 1_000_000
     [
         (
             "dpp",
-            "peer 'dpp' is unknown: choose among one, floor, wire, ddp, zero, fsdp2, jax, pipe, stages, wholestep, "
-            "default, torch, ours, compiled",
+            "peer 'dpp' is unknown: choose among one, floor, wire, ddp, zero, fsdp2, jax, pipe, stages, tokens, "
+            "context, wholestep, default, torch, ours, compiled",
         ),
         ("fsdp2:kept", "peer 'fsdp2:kept': option 'kept' is unknown, fsdp2 takes keep, async, compile"),
         ("pipe", "peer 'pipe' needs one schedule: one of gpipe, 1f1b, interleaved, zbv"),
@@ -495,7 +495,7 @@ def test_plot_has_a_bar_and_a_mark_for_every_peer() -> None:
     ("options", "said"),
     [
         (["--peers", "ddp dpp"], "peer 'dpp' is unknown"),
-        (["--config", "XXL"], "config 'XXL' is unknown: choose among XS, S, M, L, mlp"),
+        (["--config", "XXL"], "config 'XXL' is unknown: choose among XS, S, M, L, long, mlp"),
         (["--rate", "fast"], "rate 'fast' is not a rate"),
         (["--world", "3"], "3 ranks cannot share the 8 rows of S"),
     ],

@@ -68,6 +68,21 @@ def test_pipelines_train_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_ranks_that_share_tokens_train_alike(tmp_path: Path) -> None:
+    options = ["--peers", "long", "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]
+    process = subprocess.Popen([*COMMAND, *SMALL, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = process.communicate(timeout=240)[0].decode()
+    assert process.returncode == 0, said
+    (scene,) = read_scenes(tmp_path)
+    _, _, *sharing = rows(scene)
+    assert len(sharing) == 4
+    for row in sharing:
+        assert row.loss_gap is not None
+        assert row.loss_gap < 1e-5, row.peer
+        assert (row.simulated_ms > 0) == row.peer.startswith("context"), row.peer
+
+
+@pytest.mark.full
 def test_peers_train_alike_and_are_counted(tmp_path: Path) -> None:
     peers = "ddp wholestep:zero1 wire:parts,late"
     options = ["--peers", peers, "--rounds", "1", "--steps", "2", "--dir", str(tmp_path)]

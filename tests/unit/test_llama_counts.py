@@ -1,8 +1,12 @@
-"""What a step of Llama-3-8B asks of 8 GPUs, beside FSDP2 with one group for each layer."""
+"""What a step of Llama-3-8B in bfloat16 asks of 8 GPUs, beside FSDP2 with one group for each layer.
+
+FSDP2 by `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, which gathers and reduces in bfloat16.
+"""
 
 from collections import Counter
 
 import pytest
+import torch
 
 import wholestep as ws
 from wholestep.cli.hf import ModelSpec, build
@@ -16,7 +20,8 @@ def test_at_most_what_fsdp2_asks_for() -> None:
     pytest.importorskip("transformers")
     target = build(ModelSpec("llama-3-8b"))
     hardware = ws.Hardware.preset("dgx-h100")
-    graph = ws.capture(target.step, *target.args, **target.kwargs)
+    half = ws.CaptureOptions(mixed_precision=ws.MixedPrecision(torch.bfloat16, torch.bfloat16))
+    graph = ws.capture(target.step, *target.args, options=half, **target.kwargs)
     plan = ws.plan(graph, "dp=8", ws.DataParallel("fully_shard"), hardware=hardware)
     local = ws.run_passes(ws.partition(graph, plan), ws.default_passes(hardware))
     asked = Counter({kind: total.count for kind, total in local.collectives().items()})
