@@ -8,11 +8,10 @@ collective of one meets another one of the other.
 
 from __future__ import annotations
 
-import signal
+import importlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from inspect import unwrap
 from types import FrameType
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..distributed.sections import show_ranks
 from ..errors import RankMismatchError, StateError, WholestepError, first_line
 from .program import Phase, Program
 
+_signal: Any = importlib.import_module("_signal")  # `signal` without conversions to enums, 12 us a call
 _TORN = "_wholestep_torn"  # attribute of a parameter: which call left it between two steps
 BEFORE, AFTER = -1, -2  # in place of a number of collectives: all ranks are before, or after, those of a program
 
@@ -110,9 +110,6 @@ def restored(state: StepState) -> None:
         vars(param).pop(_TORN, None)
 
 
-_handler_of, _set_handler = unwrap(signal.getsignal), unwrap(signal.signal)  # without slow conversions to enums
-
-
 class uninterrupted:  # used like a function
     """Inside this context, Ctrl-C waits for its end; a second one does not wait."""
 
@@ -121,14 +118,14 @@ class uninterrupted:  # used like a function
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # no other one handles signals
-            handler = _handler_of(signal.SIGINT)
+            handler = _signal.getsignal(_signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                _set_handler(signal.SIGINT, self._note)
+                _signal.signal(_signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            _set_handler(signal.SIGINT, self._handler)
+            _signal.signal(_signal.SIGINT, self._handler)
             if self._came is not None:
                 self._handler(*self._came)
 
