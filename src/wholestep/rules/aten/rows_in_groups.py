@@ -18,6 +18,7 @@ from ..call import Call
 from ..dsl import aten, called, row
 from ..registry import Bind, Function
 from ..rule import BoundRule
+from .linalg import in_lines_of_16_bytes
 
 FORWARD = "transformers.grouped_mm_fallback.default"
 BACKWARD = "transformers.grouped_mm_fallback_backward.default"
@@ -89,8 +90,6 @@ def _multiplies_back(call: Call) -> Bind:
 
 
 def _multiplies(call: Call) -> BoundRule:
-    from .linalg import in_lines_of_16_bytes
-
     bound = Bind("t k, e! k n, t -> t n | m t, t n, t -> e m n", "0 | 1").on(call)
     return in_lines_of_16_bytes(bound, call, "et")
 
