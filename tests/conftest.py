@@ -35,7 +35,6 @@ TESTS = Path(__file__).parent
 TIERS = ("unit", "golden", "op_db", "dist", "gpu")
 MARK = "WHOLESTEP_TEST"
 GOLDEN_RATIO = 0.6180339887  # its multiples, without the whole part, spread days evenly over the files
-END = pytest.StashKey[float]()  # no test begins after this moment of time.monotonic()
 
 
 @pytest.fixture
@@ -70,19 +69,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class Until:
+    """A plugin, so that it holds for tests of every folder: no test begins after `end` of time.monotonic()."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self.end:
+            pytest.skip("no time left")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     minutes = config.getoption("--minutes")
-    config.stash[END] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    if minutes is not None:
+        config.pluginmanager.register(Until(time.monotonic() + 60 * minutes))
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what torch and the tests are made of is not walked again by each collection
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.monotonic() > item.config.stash[END]:
-        pytest.skip("no time left")
 
 
 def covering(rows: Sequence[Mapping[str, int]]) -> set[int]:

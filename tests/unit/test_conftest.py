@@ -128,6 +128,17 @@ def test_no_test_begins_without_time(pytester: pytest.Pytester) -> None:
     pytester.runpytest_inprocess("--minutes", "0", plugins=[conftest]).assert_outcomes(skipped=6, deselected=11)
 
 
+def test_no_test_of_another_folder_begins_without_time(pytester: pytest.Pytester) -> None:
+    for folder, text in {
+        "near/conftest.py": "from tests.conftest import *",
+        "far/test_far.py": "def test_of_far(): pass",
+    }.items():
+        path = pytester.path / folder
+        path.parent.mkdir()
+        path.write_text(text)
+    pytester.runpytest_inprocess("--minutes", "0", "near", "far").assert_outcomes(skipped=1)
+
+
 def test_days_begin_with_other_files(request: pytest.FixtureRequest) -> None:
     items = request.session.items
     one, other = (conftest.from_another_file_each_day(items, day) for day in ("2026-01-01", "2026-01-02"))

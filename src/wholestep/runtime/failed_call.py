@@ -8,7 +8,8 @@ collective of one meets another one of the other.
 
 from __future__ import annotations
 
-import importlib
+import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ..distributed.sections import show_ranks
 from ..errors import RankMismatchError, StateError, WholestepError, first_line
 from .program import Phase, Program
 
-_signal: Any = importlib.import_module("_signal")  # `signal` without conversions to enums, 12 us a call
+_signal = sys.modules["_signal"]  # `signal` without conversions to enums, 12 us a call
 _TORN = "_wholestep_torn"  # attribute of a parameter: which call left it between two steps
 BEFORE, AFTER = -1, -2  # in place of a number of collectives: all ranks are before, or after, those of a program
 
@@ -118,14 +119,14 @@ class uninterrupted:  # used like a function
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # no other one handles signals
-            handler = _signal.getsignal(_signal.SIGINT)
+            handler = _signal.getsignal(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                _signal.signal(_signal.SIGINT, self._note)
+                _signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            _signal.signal(_signal.SIGINT, self._handler)
+            _signal.signal(signal.SIGINT, self._handler)
             if self._came is not None:
                 self._handler(*self._came)
 
