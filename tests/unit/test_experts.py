@@ -170,8 +170,8 @@ def test_experts_without_tokens(top: int) -> None:
     _check(_one("mixtral", 2, _to_few(top)), "dp=4", TOKENS, 0.26)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "granitemoe"])
+@pytest.mark.usual("gpt_oss")
+@pytest.mark.parametrize("name", ["gpt_oss", "olmoe", "deepseek_v3", "granitemoe", "qwen2_moe", "jamba", "phimoe"])
 def test_other_models(name: str) -> None:
     _check(_one(name, 2), "dp=4", TOKENS, 0.26)
 

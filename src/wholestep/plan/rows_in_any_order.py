@@ -96,7 +96,8 @@ class _Rows:
     """The values of a step that have rows in the order of `sort`.
 
     `dims`: the dim of rows of each output. `index`: positions before the sort, divided by a number; `inverse`: those
-    after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number.
+    after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number. `sums`: ops
+    that sum over rows.
     """
 
     sort: Node
@@ -104,6 +105,7 @@ class _Rows:
     index: dict[Node, int] = field(default_factory=dict[Node, int])
     inverse: set[Node] = field(default_factory=set[Node])
     groups: list[Node] = field(default_factory=list[Node])
+    sums: list[Node] = field(default_factory=list[Node])
     counts: dict[Node, int] = field(default_factory=dict[Node, int])
     ends: dict[Node, int] = field(default_factory=dict[Node, int])
     calls: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
@@ -131,7 +133,7 @@ class _Rows:
             node.target, node.args = target, args
             node.kwargs = {} if target in (sum_of_rows, inverse_rows) else node.kwargs
             meta.set_known_rule(node, None)
-        noted = {**dict.fromkeys((*self.calls, *self.groups), (None,)), **self.dims}
+        noted = {**dict.fromkeys((*self.calls, *self.groups, *self.sums), (None,)), **self.dims}
         noted |= dict.fromkeys((*self.index, *self.inverse), (0,))
         for node, dims in noted.items():
             meta.set_rows(node, (self.sort.name, dims))
@@ -256,6 +258,8 @@ class _Rows:
         return True
 
     def _note(self, node: Node, dims: tuple[int | None, ...]) -> None:
-        """Note the dims of rows of what a node makes, if it has any."""
+        """Note the dims of rows of what a node makes, or that it has none: a sum over rows."""
         if any(d is not None for d in dims):
             self.dims[node] = dims
+        else:
+            self.sums.append(node)
