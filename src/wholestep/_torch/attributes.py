@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from .op_schemas import identity
 from .undo import REPLACES, undo, undone
 
 Form = Callable[..., Any]
@@ -116,16 +117,19 @@ def forms_set(
 def aliases(changes: Iterable[tuple[Any, str, Any]], modules: Iterable[ModuleType]) -> list[tuple[Any, str, Any]]:
     """The same changes where globals of `modules` are what a module has before them."""
     new_of = replaced_by(changes)
-    return [(m, name, new_of[id(old)]) for m in modules for name, old in vars(m).items() if id(old) in new_of]
+    holding = [m for m in modules if not new_of.keys().isdisjoint(map(identity, vars(m).values()))]
+    return [
+        (m, name, new_of[key]) for m in holding for name, old in vars(m).items() if (key := identity(old)) in new_of
+    ]
 
 
 def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
-    """What `changes` put into modules, by the identity of what is there before them, and before earlier changes."""
+    """What `changes` put into modules, by the `identity` of what is there before them, and before earlier changes."""
     new_of = dict[int, Any]()
     for owner, name, new in changes:
         old = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
         while old is not None:
-            new_of[id(old)], old = new, getattr(old, REPLACES, None)
+            new_of[identity(old)], old = new, getattr(old, REPLACES, None)
     return new_of
 
 

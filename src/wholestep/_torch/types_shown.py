@@ -3,15 +3,15 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from types import GenericAlias, ModuleType
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .attributes import attributes_set
+from .undo import undo, undone
 
 
 def _class_shown(tensor: Any) -> type:
@@ -43,7 +43,8 @@ def shown_to_user(value: Any) -> Any:
     return value
 
 
-def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> AbstractContextManager[None]:
+@contextmanager
+def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> Generator[None]:
     """Let `type(x)` and `isinstance(x, ...)` in the code of these modules be what they are in an uncompiled step, also
     where x is a traced tensor; `plain(x)` is the Python number for which a tensor stands, else x.
     """
@@ -80,4 +81,14 @@ def types_shown(modules: Iterable[ModuleType], plain: Callable[[Any], Any]) -> A
 
     Shown = Kinds("type", (type,), {})
     shown = {"type": Shown, "isinstance": is_instance}
-    return attributes_set([(m, name, shown[name]) for m in modules for name in shown.keys() - vars(m).keys()])
+    tables = [(vars(m), name) for m in modules for name in shown if name not in vars(m)]
+    with undone():
+        undo(_hide, tables)
+        for table, name in tables:
+            table[name] = shown[name]
+        yield
+
+
+def _hide(tables: Iterable[tuple[dict[str, Any], str]]) -> None:
+    for table, name in tables:
+        table.pop(name, None)

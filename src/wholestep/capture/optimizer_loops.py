@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,8 +46,12 @@ def optimizer_loops(
         return original(next(parts), *(next(parts) if type(v) is list and v else v for v in lists), **named)
 
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
-    names = [(module, name) for module in modules for name in vars(module) if name.startswith(_LOOPS)]
-    return [(module, name, form) for module, name in names if name != _READS_VALUES]
+    return [(module, name, form) for module in modules for name in _loops_of(module)]
+
+
+@cache
+def _loops_of(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if name.startswith(_LOOPS) and name != _READS_VALUES]
 
 
 class _Params(list[Any]):

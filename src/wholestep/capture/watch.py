@@ -592,7 +592,7 @@ def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
         bound = cast("functools.partial[Any]", value)
         new = _with_replaced(bound.func, replaced)
         return bound if new is bound.func else functools.partial(new, *bound.args, **bound.keywords)
-    return replaced.get(id(value), value)
+    return replaced.get(_torch.identity(value), value)
 
 
 def _is_library_hook(hook: object) -> bool:
