@@ -47,6 +47,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .passes.order_stages import partition
     from .passes.recompute import Recompute
     from .passes.schedule import Schedule
+    from .passes.tile_rows import TileRows
     from .plan.context_parallel import ContextParallel
     from .plan.data_parallel import DataParallel
     from .plan.micro_batches import MicroBatches
@@ -72,9 +73,10 @@ __all__ = [
     "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
     "NonFiniteError", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
     "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
-    "StoreError", "TensorParallel", "Timeline", "TrainGraph", "WholestepError", "callback", "capture", "check_rule",
-    "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "memory_curve", "partition",
-    "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program", "timeline", "whole",
+    "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",
+    "check_rule", "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "memory_curve",
+    "partition", "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program",
+    "timeline", "whole",
 ]  # fmt: skip
 
 check_arguments_of(globals(), __all__)

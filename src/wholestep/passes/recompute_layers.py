@@ -43,7 +43,7 @@ class RecomputeLayers:
 
     kind: Literal["full", "selective"] = "full"
 
-    must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
+    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
         check_fields(self)

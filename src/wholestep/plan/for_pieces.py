@@ -28,7 +28,7 @@ _BY_SHAPE = frozenset({
 })  # fmt: skip
 DRAWN_INTO = {aten.empty_like.default: aten.empty.memory_format, aten.ones_like.default: aten.ones.default}
 """Factories by shape whose results random ops read, and the same by sizes."""
-_NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _MEAN = 1
 
 
@@ -45,8 +45,8 @@ def for_pieces(graph: TrainGraph) -> TrainGraph:
                 _as_booleans(node)
         elif node.target is aten.native_dropout.default and node.args[2] is True:
             _split_dropout(node)
-        elif node.target in _NLL:
-            _count_targets(node)
+        elif node.target in NLL:
+            count_targets(node)
     drop_dead(new)
     return replace(graph, graph=new)
 
@@ -84,18 +84,22 @@ def _split_dropout(node: Node) -> None:
         item.replace_all_uses_with(out)
 
 
-def _count_targets(node: Node) -> None:
+def count_targets(node: Node) -> None:
     """Compute the second result, the weight of all targets, from the targets. Only the backward of a mean reads it."""
     item = next((user for user in node.users if _torch.is_getitem(user.target) and user.args[1] == 1), None)
     if item is None:
         return
     tensor = meta.one_tensor(item)
     readers = [user for user in item.users if user.op != "output"]
-    if len(readers) == len(item.users) and not any(_MEAN in user.args[-3:-2] for user in readers):
+    if len(readers) == len(item.users) and all(_is_backward_of_no_mean(user) for user in readers):
         new = _call(item, item, aten.zeros.default, [], dtype=tensor.dtype, device=torch.device(tensor.device))
     else:
         new = _weight_of_targets(item, node, tensor)
     item.replace_all_uses_with(new)
+
+
+def _is_backward_of_no_mean(node: Node) -> bool:
+    return packet_name(node.target) in ("nll_loss_backward", "nll_loss2d_backward") and node.args[4:5] != (_MEAN,)
 
 
 def _weight_of_targets(item: Node, loss: Node, tensor: TensorMeta) -> Node:

@@ -1,0 +1,387 @@
+"""Computes long products of a rank tile by tile of their rows, with all that follows row by row: the logits of a long
+sequence, their loss and their gradient, or the wide values of an MLP that its backward computes again.
+
+A region begins at a product that is larger than what it multiplies. It goes on through what the rules cut by the same
+rows, backward included, and ends at sums over rows and at products that are smaller than what they multiply. It is
+planned and partitioned as a step of its own, of which the tiles are the micro-batches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import ClassVar, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import _torch
+from ..errors import PlanError
+from ..graph import meta
+from ..graph.decompose import can_expand
+from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
+from ..graph.loop import loop_of
+from ..graph.nodes import copy_node, drop_dead, node_at, operands
+from ..graph.op_kinds import PRODUCTS, VIEWS
+from ..layout import AxisState, has_extent, replicated, sharded_along
+from ..mesh import Mesh
+from ..partition.lower import written
+from ..partition.rank_ops import RANK_DEPENDENT, pad_to, take_chunk
+from ..plan.for_pieces import NLL, count_targets
+from ..plan.make_plan import make_plan
+from ..plan.micro_batches import MicroBatches
+from ..plan.strategies import compose
+from ..plan.whole_units import mark_units
+from ..rules.find_rule import find_rule
+from ..rules.registry import draws
+from ..units import parse_bytes
+
+aten = torch.ops.aten
+States = tuple[AxisState | None, ...]
+"""For each output of a node how tiles cut it; None: a sum over rows, or nothing of them."""
+
+
+@dataclass(frozen=True)
+class TileRows:
+    """Computes products of at least `over_bytes` in `tiles` pieces of rows: no more than one piece of them exists at
+    once. Sums over rows, as of a loss and of the gradient of a weight, are added up tile by tile.
+
+    Args:
+        tiles: their number; sizes are those of `torch.chunk`.
+        over_bytes: smaller products stay as they are.
+
+    Example:
+        >>> tiled = ws.TileRows(16)
+        >>> step = ws.compile(train_step, passes=lambda passes: [tiled, *passes])
+
+    Raises:
+        PlanError: `tiles` is not positive; or, of a step: products are so large, and none can be tiled.
+    """
+
+    tiles: int
+    over_bytes: int | str = "256MiB"
+
+    must_precede: ClassVar[tuple[str, ...]] = ("FoldRepeats", "SizeBuckets", "Reinplace")
+
+    def __post_init__(self) -> None:
+        if self.tiles < 1:
+            raise PlanError(f"TileRows({self.tiles})", "at least one tile", "correct the number")
+        parse_bytes(self.over_bytes)
+
+    def __call__(self, local: LocalGraph) -> LocalGraph:
+        """`local` with a loop in place of each region; itself, with a warning, where no product is so large."""
+        if local.stage_axis or local.across or any(map(loop_of, local.graph.nodes)):
+            problem = f"TileRows({self.tiles}) in a step with stages, micro-batches, or an end in the next call"
+            raise PlanError(
+                problem, "one of them", "leave out TileRows: micro-batches are tiles of all that they compute"
+            )
+        tiled, reasons, tried = _counted(local), list[str](), set[str]()
+        while seed := next((node for node in self._seeds(tiled) if node.name not in tried), None):
+            tried.add(seed.name)
+            try:
+                region, tiled = self._tiled(tiled, seed)
+                tried |= {node.name for node in region.states}
+            except PlanError as error:
+                reasons.append(
+                    f"%{seed.name} {list(meta.one_tensor(seed).shape)} ({meta.source_line(seed)}): {error.found}"
+                )
+        if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1:
+            return tiled
+        if reasons:
+            needed = "a long product whose rows are independent of each other, up to sums over all of them"
+            raise PlanError(f"TileRows({self.tiles}) tiles nothing: {'; '.join(reasons)}", needed, "leave out TileRows")
+        text = f"TileRows({self.tiles}) tiles nothing: no product gives more than over_bytes={self.over_bytes!r}"
+        warnings.warn(text, stacklevel=2)
+        return local
+
+    def _tiled(self, local: LocalGraph, seed: Node) -> tuple[_Region, LocalGraph]:
+        """The region of a product, and the program with its loop. Raises PlanError: there is none; says why."""
+        errors = list[PlanError]()
+        for blocks in _blocks(seed):
+            try:
+                region = _Region(local, seed, self.tiles, blocks)
+                return region, region.tiled()
+            except PlanError as error:
+                errors.append(error)
+        raise errors[-1]
+
+    def _seeds(self, local: LocalGraph) -> list[Node]:
+        """Products that are larger than the rows that they multiply, the largest first."""
+        products = [n for n in local.graph.nodes if n.target in PRODUCTS]
+        seeds = [n for n in products if _grows(n, _operand_states(n, sharded_along(0), self.tiles) or {})]
+        least = parse_bytes(self.over_bytes)
+        return sorted((n for n in seeds if meta.size_bytes(n) >= least), key=meta.size_bytes, reverse=True)
+
+
+class _NoTilesError(PlanError):
+    """A product that is not computed tile by tile."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, "rows that are independent of each other", "leave it as it is")
+
+
+@dataclass
+class _Region:
+    """`states`: how nodes of the region are cut, in no order. `needs`: how tiles cut what they are given, for what they
+    read a piece of. `ends`: nodes whose readers are not of the region. `twice`: views that others read too.
+    """
+
+    local: LocalGraph
+    seed: Node
+    tiles: int
+    blocks: int
+    states: dict[Node, States] = field(default_factory=dict[Node, States])
+    needs: dict[Node, AxisState] = field(default_factory=dict[Node, AxisState])
+
+    def __post_init__(self) -> None:
+        self.ends, self.twice, self.nodes = set[Node](), set[Node](), list(self.local.graph.nodes)
+        rows = sharded_along(0, self.blocks)
+        self._join(self.seed, _operand_states(self.seed, rows, self.tiles) or {}, (rows,))
+        self._follow()
+        self._lead()
+
+    def _join(self, node: Node, taken: Mapping[Node, AxisState], states: States) -> None:
+        self.states[node] = states
+        for operand, state in taken.items():
+            if operand not in self.states and self.needs.setdefault(operand, state) != state:
+                raise _NoTilesError(f"%{operand.name} is cut in two ways")
+
+    def _follow(self) -> None:
+        """Add what reads rows of the region row by row, in the order of the program. `late`: other nodes that need more
+        than sums of the region; what reads one is late too.
+        """
+        late = set[Node]()
+        for node in self.nodes[self.nodes.index(self.seed) + 1 :]:
+            sources = [n for n in node.all_input_nodes if any(self.states.get(n, ())) or n in late]
+            if not sources or node.op != "call_function":
+                continue
+            if late.isdisjoint(sources) and self.ends.isdisjoint(sources) and self._follows(node):
+                continue
+            late.add(node)
+
+    def _follows(self, node: Node) -> bool:
+        if _torch.is_getitem(node.target):
+            source, at = node.args[0], meta.picked(node)
+            assert isinstance(source, Node), "an item is of a node"
+            self._join(node, {}, self.states[source][at.start : at.stop])
+            return True
+        inner = {n: self.states[n] for n in node.all_input_nodes if any(self.states.get(n, ()))}
+        if any(len(states) > 1 for states in inner.values()):
+            return False
+        known = {n: state for n, (state,) in inner.items() if state is not None}
+        cut = _cut(node, known, self.tiles)
+        if cut is None:
+            return False
+        taken, states = cut
+        self._join(node, taken, states)
+        if node.target in PRODUCTS and not _grows(node, taken):
+            self.ends.add(node)
+        return True
+
+    def _lead(self) -> None:
+        """Add what only the region reads, where it is no smaller than the rows that it is computed from."""
+        for node in reversed(self.nodes[: max(map(self.nodes.index, self.states))]):
+            state = self.needs.get(node)
+            outside = [user for user in node.users if user not in self.states]
+            if state is None or node.op != "call_function" or (outside and node.target not in VIEWS):
+                continue
+            taken = _operand_states(node, state, self.tiles) if meta.tensor(node) else None
+            if taken and (node.target in VIEWS or _grows(node, taken)):
+                del self.needs[node]
+                self._join(node, taken, (state,))
+                self.twice |= {node} if outside else set()
+
+    def inner(self) -> list[Node]:
+        """The nodes of the region in order, with those between them: what depends on sums of it, and it on them."""
+        below, above = self.states.keys() - self.twice, set(self.states)
+        for node in self.nodes:
+            if not below.isdisjoint(node.all_input_nodes):
+                below.add(node)
+        for node in reversed(self.nodes):
+            if not above.isdisjoint(node.users) and node not in self.twice:
+                above.add(node)
+        inner = self.twice | (below & above)
+        return [n for n in self.nodes if n in inner or (_torch.is_getitem(n.target) and n.args[0] in inner)]
+
+    def check(self) -> None:
+        """Raise unless the region depends on its own sums by sums alone, and on nothing long."""
+        uneven = _uneven(self.local)
+        if node := next((n for n in self.nodes if n in uneven and (n in self.needs or n in self.states)), None):
+            raise _NoTilesError(f"%{node.name} has other sizes on other ranks")
+        if whole := next((n for n in self.needs if meta.size_bytes(n) >= meta.size_bytes(self.seed)), None):
+            raise _NoTilesError(f"all of %{whole.name} is there in any case")
+        for node in self.inner():
+            if node not in self.states and not _torch.is_getitem(node.target) and not _may_join(node):
+                raise _NoTilesError(f"it depends on itself by %{node.name}")
+
+    def step(self) -> tuple[TrainGraph, list[Node], list[Node]]:
+        """The region as a step, the nodes that it is given and those that it returns."""
+        nodes, graph, at = self.inner(), Graph(), dict[Node, Node]()
+        inside, inputs = set(nodes), list[Input]()
+        sources = list(dict.fromkeys(n for node in nodes for n in operands(node) if n not in inside))
+        ends = [node for node in nodes if node not in self.twice and not inside.issuperset(node.users)]
+        with _torch.fake_mode():
+            for source in sources:
+                at[source] = graph.placeholder(source.name)
+                meta.copy(source, at[source])
+                _with_local_value(at[source])
+                inputs.append(Input(at[source].name, Role.BATCH, meta.one_tensor(source)))
+            for node in nodes:
+                at[node] = copy_node(node, graph, at.__getitem__)
+                meta.recompute_value(at[node])
+        graph.output(tuple(at[end] for end in ends))
+        outputs = tuple(Output("result", end.name) for end in ends)
+        return TrainGraph(graph, tuple(inputs), outputs), sources, ends
+
+    def tiled(self) -> LocalGraph:
+        """The program with a loop in place of the region."""
+        self.check()
+        step, sources, ends = self.step()
+        needs = [self.needs.get(n) for n in sources]
+        needs = [state if state and state.blocks == 1 else None for state in needs]  # others are cut as these are
+        if not any(needs):
+            raise _NoTilesError("rows of several samples follow each other in what it is given")
+        dims = {i.name: state.dim if state else None for i, state in zip(step.inputs, needs, strict=True)}
+        planned = make_plan(step, Mesh("rank=1"), compose([MicroBatches(self.tiles, dims)]))
+        loops = written(planned.graph, planned.plan)
+        for node in loops.graph.nodes:
+            after = node.op == "call_function" and node.target not in VIEWS and loop_of(node) is None
+            if after and meta.tensor(node) and meta.size_bytes(node) >= meta.size_bytes(self.seed):
+                raise _NoTilesError(f"all of %{node.name} is needed at once ({meta.source_line(node)})")
+        return self._spliced(loops, sources, ends)
+
+    def _spliced(self, loops: LocalGraph, sources: Sequence[Node], ends: Sequence[Node]) -> LocalGraph:
+        """The program with `loops` in place of the region, as soon as all is there that it needs."""
+        new, at = Graph(), dict[Node, Node]()
+        before, after = self._order(sources)
+        for node in before:
+            at[node] = copy_node(node, new, at.__getitem__)
+        inner = {node: at[source] for (_, node), source in zip(loops.placeholders(), sources, strict=True)}
+        for node in loops.graph.nodes:
+            if node.op == "call_function":
+                inner[node] = copy_node(node, new, inner.__getitem__)
+        for (_, result), end in zip(loops.results(), ends, strict=True):
+            if not meta.same_strides(meta.one_tensor(inner[result]), meta.one_tensor(end)):
+                raise _NoTilesError(f"%{end.name} has other strides than its op gives")
+            at[end] = inner[result]
+        for node in after:
+            at[node] = copy_node(node, new, at.__getitem__)
+        drop_dead(new)
+        return replace(self.local, graph=new)
+
+    def _order(self, sources: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+        """Nodes before the loop and after it: what comes first in the program, and what the loop needs."""
+        inside, needed = set(self.inner()), set(sources)
+        first = self.nodes.index(next(n for n in self.nodes if n in inside))
+        inside -= self.twice
+        for node in reversed(self.nodes):
+            if node in needed:
+                needed |= set(node.all_input_nodes)
+        before, after = list[Node](), list[Node]()
+        for i, node in enumerate(self.nodes):
+            if node not in inside:
+                early = i < first or node in needed or node.op == "placeholder"
+                if early and i > first and draws(node):
+                    raise _NoTilesError(f"%{node.name} draws random numbers that it needs")
+                (before if early else after).append(node)
+        return before, after
+
+
+def _counted(local: LocalGraph) -> LocalGraph:
+    """A copy in which the weight of all targets of a loss is known before the loss, for ranks to sum it. Without marks
+    of how ranks cut the batch.
+    """
+    local = local.copy()
+    mark_units(TrainGraph(local.graph, local.inputs, local.outputs), {i.name: replicated(0) for i in local.inputs})
+    with _torch.fake_mode():
+        for node in [n for n in local.graph.nodes if n.target in NLL]:
+            for operand in operands(node)[1:]:
+                _with_local_value(operand)
+            count_targets(node)
+    for node in [n for n in local.graph.nodes if n.target is aten.ones_like.default and meta.one_tensor(n).shape == ()]:
+        tensor, node.target, node.args = meta.one_tensor(node), aten.ones.default, ([],)  # a gradient begins with it
+        node.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
+    drop_dead(local.graph)
+    return local
+
+
+def _with_local_value(node: Node) -> None:
+    """Record the fake value that a node has on a rank."""
+    tensor = meta.one_tensor(node)
+    fake = torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=tensor.device)
+    meta.replace_value(node, fake)
+
+
+def _uneven(local: LocalGraph) -> set[Node]:
+    """Nodes whose sizes may differ between ranks, which have one program."""
+    uneven = set[Node]()
+    for (spec, node), layout in zip(local.placeholders(), local.layouts, strict=True):
+        for size, axes in zip(spec.meta.shape, layout.dims, strict=True):
+            if size % prod(map(local.mesh.axis_size, axes)):
+                uneven.add(node)
+    for node in local.graph.nodes:
+        tensor, ranked = meta.tensor(node), has_extent((node.args, tuple(node.kwargs.values())))
+        if node.target is take_chunk:
+            dim, parts = cast("tuple[int, int]", node.args[1:3])
+            ranked = meta.one_tensor(node_at(node, 0)).shape[dim] % parts != 0
+        elif node.target in RANK_DEPENDENT:
+            ranked = True
+        inherits = node.target is not pad_to and not uneven.isdisjoint(node.all_input_nodes)
+        if (ranked or inherits) and not (tensor and not tensor.shape):
+            uneven.add(node)
+    return uneven
+
+
+def _may_join(node: Node) -> bool:
+    """True for an op that is the same on all ranks, and draws nothing."""
+    return _torch.is_op(node.target) and not meta.is_ranked(node) and not draws(node) and find_rule(node) is not None
+
+
+def _grows(node: Node, taken: Mapping[Node, AxisState]) -> bool:
+    """True if a value is larger than the largest of which it has the rows."""
+    return bool(taken) and meta.size_bytes(node) > max(map(meta.size_bytes, taken))
+
+
+def _blocks(seed: Node) -> list[int]:
+    """Numbers of samples whose rows may follow each other in a product: 1, and what views next to it say."""
+    rows = meta.one_tensor(seed).shape[0]
+    near = [meta.tensor(n) for n in (*seed.users, *(m for n in seed.all_input_nodes for m in n.all_input_nodes))]
+    leads = [tensor.shape[0] for tensor in near if tensor and len(tensor.shape) > 2]
+    return list(dict.fromkeys([1, *(lead for lead in leads if lead and rows % lead == 0)]))
+
+
+def _operand_states(node: Node, state: AxisState, tiles: int) -> dict[Node, AxisState] | None:
+    """How the operands of `node` are cut where its output is."""
+    rule = find_rule(node) if _may_join(node) else None
+    for group in rule.groups if rule else ():
+        factor = group.factor_at(1, 0, state) if 0 in group.outputs else None
+        if factor and group.splits(factor, (tiles,)):
+            pairs = ((n, group.state_by(factor, 0, i)) for i, n in enumerate(operands(node)) if i in group.operands)
+            return {n: found for n, found in pairs if found is not None}
+    return None
+
+
+def _cut(node: Node, known: Mapping[Node, AxisState], tiles: int) -> tuple[dict[Node, AxisState], States] | None:
+    """How all operands and outputs of `node` are cut where some operands are; None if rows are not independent."""
+    rule = find_rule(node) if _may_join(node) else None
+    if rule is None or not known:
+        return None
+    reads = operands(node)
+    for group in rule.groups:
+        factors = {
+            group.factor_at(0, i, known[n]) if i in group.operands else None for i, n in enumerate(reads) if n in known
+        }
+        factor = factors.pop()
+        if factors or factor is None or not group.splits(factor, (tiles,)):
+            continue
+        taken = {
+            n: state for i, n in enumerate(reads) if i in group.operands and (state := group.state_by(factor, 0, i))
+        }
+        states = [group.state_by(factor, 1, i) if i in group.outputs else None for i in range(len(meta.tensors(node)))]
+        return taken, tuple(states)
+    if not can_expand(node):  # planning does so
+        return None
+    shapes = {meta.one_tensor(n).shape: state for n, state in known.items()}
+    return dict(known), tuple(shapes.get(tensor.shape) if tensor else None for tensor in meta.tensors(node))
