@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from tests.steps import mean_square
+from tests.together import OneDevice, compare
 from tests.unit.test_auto import PAIRS, graph_of, train
 from tests.unit.test_auto_short_steps import FAST, deep
+from wholestep.cost.memory import peak_memory
 from wholestep.layout import REPLICATED, AxisState
+from wholestep.passes.base import run_passes
 from wholestep.plan.strategies import compose
 from wholestep.plan.tensor_parallel import SolvedLayouts
 from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
@@ -48,6 +52,50 @@ def test_how_many_meshes_are_solved_for() -> None:
     assert found.solved is None
     with pytest.raises(ws.PlanError, match=r"Auto\(solved_meshes=-1\)"):
         ws.Auto(solved_meshes=-1)
+
+
+class Reader(nn.Module):
+    """Attends causally with four heads, among eight times as many activations as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def _reading() -> OneDevice:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(Reader(), Reader()).double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+    return OneDevice(make, mean_square, [(torch.randn(1, 512, 32).double(),) for _ in range(3)])
+
+
+def test_ranks_share_sequences_where_a_whole_one_does_not_fit() -> None:
+    one, budget = _reading(), 1_400_000
+    graph = one.capture.graph
+    without = ws.Auto(budget, NODES, recompute=False, solve=False)
+    with pytest.raises(ws.PlanError, match="no plan fits"):
+        without.search(graph, "auto=4")
+    search = replace(without, context=ws.ContextParallel()).search(graph, "auto=4")
+    assert {str(row.mesh) for row in search.rows} == {"dp=4", "dp=2,cp=2", "cp=4"}
+    assert search.best.mesh == ws.Mesh("cp=4")
+    comparison = compare(one, "cp=4", search.plan.strategies)
+    assert comparison.worst < 1e-10
+    assert peak_memory(run_passes(comparison.local, ws.default_passes(NODES))).size_bytes <= budget
+
+
+def test_all_candidates_share_sequences_on_a_mesh_with_that_axis() -> None:
+    auto, mesh = ws.Auto(hardware=NODES, context=ws.ContextParallel()), ws.Mesh("dp=2,cp=2")
+    search = auto.search(_reading().capture.graph, mesh)
+    assert len(search.rows) > 4
+    assert all(row.name.endswith("context parallel on cp") and row.batches == 2 for row in search.rows)
+    assert auto.base(mesh).context is not None
+    assert auto.base(ws.Mesh("dp=4")).context is None
 
 
 def test_meshes_where_something_fits_come_first() -> None:

@@ -27,7 +27,8 @@ class ModelSpec:
     Args:
         config: name of a preset, a configuration as JSON, or its folder.
         batch: sequences of a rank at a time.
-        seq: tokens in each; by default 2048 or the model's limit, if that is less.
+        seq: tokens in each; by default 2048 or the model's limit, if that is less. More positions than that limit are
+            those of a model that has as many: a longer table of learned ones.
         dtype: of parameters, gradients and optimizer state; float32 ones compute in bfloat16 by `--precision`.
         layers: number of layers to keep; all if None.
         optimizer: adamw or sgd.
@@ -64,6 +65,10 @@ def build(spec: ModelSpec) -> Target:
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     config = _config(transformers, spec)
+    most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
+    length = min(SEQUENCE, most) if spec.seq is None else spec.seq
+    if length > most:
+        config.max_position_embeddings = length
     try:
         with torch.device("meta"):
             options = {"dtype": getattr(torch, spec.dtype), "trust_remote_code": False}
@@ -75,13 +80,11 @@ def build(spec: ModelSpec) -> Target:
         ) from error  # fmt: skip
     if spec.recompute != "none":
         _checkpoint(model, spec)
-    most = int(getattr(config, "max_position_embeddings", None) or SEQUENCE)
-    length = min(SEQUENCE, most) if spec.seq is None else spec.seq
-    if length > most:
-        refuse(f"--seq {length}: {spec.config} takes at most {most} positions")
     shape = spec.batch, length
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(spec.micro_batches)]
-    name = spec.config if spec.layers is None else f"{spec.config} with {spec.layers} layers"
+    changed = [f"{spec.layers} layers"] if spec.layers is not None else []
+    changed += [f"{length} positions, not {most}"] if length > most else []
+    name = spec.config + (f" with {' and '.join(changed)}" if changed else "")
     args = model, _optimizer(spec.optimizer, model), {"tokens": tokens}
     return Target(name, train_step, args, with_layers=lambda layers: build(replace(spec, layers=layers)))
 

@@ -55,6 +55,7 @@ def plan(
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
+    cp: Annotated[bool, typer.Option("--cp", help="With --auto on mesh auto=N: ranks may share sequences.")] = False,
     pin: _Pin = None,
     replicated: _Replicated = None,
     explain: _Explain = None,
@@ -84,7 +85,7 @@ def plan(
     sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
-    _check_effects(compare, single, auto, step, {"pin": pin, "replicated": replicated})
+    _check_effects(compare, single, auto, step, {"cp": cp, "pin": pin, "replicated": replicated})
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
@@ -100,7 +101,7 @@ def plan(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
-        chosen_by = constraints(pin or [], replicated or []) if auto else None
+        chosen_by = constraints(pin or [], replicated or [], cp) if auto else None
         report, spec = _report(shown, request, spec, compare, chosen_by, sizes)
     typer.echo(report.text)
     if verbose:

@@ -1,4 +1,4 @@
-"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--replicated` and `--what-if`."""
+"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--replicated`, `--cp` and `--what-if`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def batch_sizes(batch: str | None, auto: bool) -> tuple[int, ...] | None:
     return sizes
 
 
-def constraints(pin: Sequence[str], replicated: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Auto` for `--pin pattern=axis:dim` and `--replicated pattern=axis,axis`."""
-    fields = {"pinned": _pinned(pin), "replicated": _replicated(replicated)}
+def constraints(pin: Sequence[str], replicated: Sequence[str], cp: bool) -> dict[str, Any]:
+    """The fields of `Auto` for `--pin pattern=axis:dim`, `--replicated pattern=axis,axis` and `--cp`."""
+    from wholestep import ContextParallel
+
+    fields = {"pinned": _pinned(pin), "replicated": _replicated(replicated), "context": ContextParallel() if cp else ()}
     return {name: value for name, value in fields.items() if value}
 
 

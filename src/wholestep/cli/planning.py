@@ -67,6 +67,11 @@ class PlanRequest:
         return self.options.pipeline(on.axis_size(STAGES)) if STAGES in on.names else None
 
     @property
+    def context(self) -> ws.ContextParallel | None:
+        """Context parallelism, where the mesh has its axis."""
+        return ws.ContextParallel() if CONTEXT in ws.Mesh(self.mesh).names else None
+
+    @property
     def strategies(self) -> list[Strategy]:
         """Data parallelism on the axes that tokens, stages and tensor parallelism leave. Raises why a model has no plan
         for the last.
@@ -74,13 +79,12 @@ class PlanRequest:
         if isinstance(self.tensor, ws.WholestepError):
             raise self.tensor
         style: Any = style_of(self.options, self.mesh)
-        context = ws.ContextParallel() if CONTEXT in ws.Mesh(self.mesh).names else None
-        if self.tensor is None and self.pipeline is None and context is None:
+        if self.tensor is None and self.pipeline is None and self.context is None:
             return [replace(self.data, style=style)]
         used = {self.options.tp_axis if self.tensor is not None else "", STAGES, CONTEXT}
         axes = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
         data: list[Strategy] = [replace(self.data, style=style, axis=axes)] if axes else []
-        return [*data, *filter(None, (self.pipeline, self.tensor, context))]
+        return [*data, *filter(None, (self.pipeline, self.tensor, self.context))]
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
@@ -207,6 +211,7 @@ def chooser(shown: Screen, request: PlanRequest, constraints: dict[str, Any]) ->
     refits = request.options.recomputes("auto") == "auto"
     if request.pipeline is not None:
         constraints = {**constraints, "pipeline": request.options.open_pipeline()}
+    constraints = {"context": request.context, **constraints}
     return ws.Auto(request.options.memory, request.hardware, used, data, recompute=refits, **constraints)
 
 
@@ -281,7 +286,7 @@ def _reserved_by_best(search: SearchResult) -> int | None:
 def compared(shown: Screen, request: PlanRequest) -> Report:
     """All templates as a table, and the plan of the fastest."""
     on, name = ws.Mesh(request.mesh), request.target.name
-    among = templates(on, request.tensor, request.options.tp_axis, request.data)
+    among = templates(on, request.tensor, request.options.tp_axis, request.data, context=request.context)
     graph = captured(shown, request)
     with shown.each(len(among)) as watch:
         passes = request.passes_on(request.hardware)

@@ -16,6 +16,7 @@ from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.base import Pass
+from ..plan.context_parallel import ContextParallel
 from ..plan.data_parallel import DataParallel
 from ..plan.micro_batches import MicroBatches
 from ..plan.pipelines import Pipeline
@@ -68,6 +69,8 @@ class Auto:
         solve: False compares templates alone.
         solved_meshes: on a mesh `"auto=N"`, the number of meshes on which integer programs are solved: the ones whose
             templates do best. A program takes seconds, and meshes far behind with templates do not catch up.
+        context: ranks may share sequences along its axis: on a mesh with that axis, or `"auto=N"`. There, no integer
+            program is solved.
         pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
             `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
         replicated: axes along which a module (or a parameter) stays replicated, by glob: `{"norm": ("dp", "tp")}`: its
@@ -90,6 +93,7 @@ class Auto:
     recompute: bool = True
     solve: bool = True
     solved_meshes: int = 3
+    context: ContextParallel | None = None
     pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
     replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
@@ -201,7 +205,7 @@ class Auto:
         chosen = [*((on, constraints.template(graph, on, t)) for on, t in chosen), *auto._cut(solved)]
 
         def more(rows: Sequence[Candidate]) -> Candidates:
-            return auto._cut(solver(rows))
+            return auto._cut(solver([row for row in rows if not self._shares_sequences(row.mesh)]))
 
         search = Search(evaluator, cores=cores).run(chosen, more if is_open(mesh) and self.solve else None)
         constraints.check(search.plan, complete=True)
@@ -240,13 +244,17 @@ class Auto:
         """The templates beside a pipeline: all axes of `mesh`, which has none of stages, are used."""
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
         axis = tensor.axis if tensor else "tp"
-        candidates = templates(mesh, tensor, axis, self.data, alone=tensor is None)
+        candidates = templates(mesh, tensor, axis, self.data, alone=tensor is None, context=self.context)
         return [template for template in candidates if self._allows(template)]
 
     def meshes(self, ranks: int, hardware: Hardware | None = None) -> list[Mesh]:
         """The meshes of `ranks` that are searched: tensor parallelism inside a node, hybrid groups of whole nodes."""
         axis = self.tensor.axis if self.tensor else None
-        return meshes(ranks, hardware or self.hardware or Hardware.default(), axis)
+        context = self.context.axis if self.context else None
+        return meshes(ranks, hardware or self.hardware or Hardware.default(), axis, context)
+
+    def _shares_sequences(self, mesh: Mesh) -> bool:
+        return self.context is not None and self.context.axis in mesh.names
 
     def candidates(
         self,
@@ -265,7 +273,7 @@ class Auto:
             return self._cut(row for searched in self.meshes(mesh.size, hardware) for row in self._open(searched))
         tensor = self.tensor.axis if self.tensor else "tp"
         exact, symmetric = layouts
-        candidates = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric)
+        candidates = templates(mesh, exact or self.tensor, tensor, self.data, not same_batches, symmetric, self.context)
         return self._cut((mesh, template) for template in candidates if self._allows(template))
 
     def _cut(self, candidates: Iterable[tuple[Mesh, Template]]) -> Candidates:
@@ -283,7 +291,8 @@ class Auto:
         """Layouts that go beside any style, candidates, and the first program; none where axes are to be chosen."""
         is_asked = self.tensor is not None and self.tensor.is_open
         by_hand = self.tensor is not None and not self.tensor.is_open
-        if is_open(mesh) or not (self.solve or is_asked) or (by_hand and same_batches):
+        no_programs = is_open(mesh) or self._shares_sequences(mesh)
+        if no_programs or not (self.solve or is_asked) or (by_hand and same_batches):
             return (None, None), [], None
         watch("solve for layouts")
         # the axis that is solved for by default; none where it would be the only one
@@ -298,7 +307,8 @@ class Auto:
     def _open(self, mesh: Mesh) -> Candidates:
         """Templates on one of several meshes: they use all of its axes, and `hybrid` exactly the meshes with groups."""
         tensor = self.tensor if self.tensor and self.tensor.axis in mesh.names else None
-        candidates = templates(mesh, tensor, tensor.axis if tensor else "tp", base=self.data, alone=False)
+        axis = tensor.axis if tensor else "tp"
+        candidates = templates(mesh, tensor, axis, base=self.data, alone=False, context=self.context)
         grouped = {style.name for style in STYLES.values() if style.grouped}
         return [(mesh, t) for t in candidates if self._allows(t) and (_style(t) in grouped) == ("shard" in mesh.names)]
 
@@ -308,9 +318,10 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        options = "".join(f", {option!r}" for option in (self.micro_batches, self.pinned, self.replicated) if option)
+        options = (self.micro_batches, self.context, self.pinned, self.replicated)
+        asked = "".join(f", {option!r}" for option in options if option)
         within = "" if self.memory_bytes is None else f" within {self.memory_bytes:,} bytes"
-        return f"Auto of {among}{within}{options}; {self.base(mesh).describe(mesh)}"
+        return f"Auto of {among}{within}{asked}; {self.base(mesh).describe(mesh)}"
 
     def base(self, mesh: Mesh | None) -> Strategies:
         """How ranks share batches in every candidate that `compile` may choose.
@@ -327,14 +338,16 @@ class Auto:
                 f"mesh {mesh} in compile", "axes, as ranks are given batches by them",
                 f'plan(graph, "{mesh}", Auto(...)).mesh says which are best',
             )  # fmt: skip
-        if self.tensor is None:
+        context = self.context if mesh is not None and self._shares_sequences(mesh) else None
+        beside = [strategy for strategy in (self.tensor, context) if strategy is not None]
+        if not beside:
             return Strategies((replace(self.data, style="replicate", axis=None),))
         if mesh is None:
             raise MeshError("Auto(tensor=...) without a mesh", "a mesh with its axis", 'give mesh="dp=2,tp=2", say')
-        mesh.axis_size(self.tensor.axis)
-        data_axes = tuple(name for name in mesh.names if name != self.tensor.axis)
+        used = {axis for strategy in beside for axis in strategy.axes(mesh)}
+        data_axes = tuple(name for name in mesh.names if name not in used)
         data = replace(self.data, style="replicate", axis=data_axes)
-        return Strategies((data, self.tensor) if data_axes else (self.tensor,))
+        return Strategies((data, *beside) if data_axes else tuple(beside))
 
 
 def _style(template: Template) -> str | None:

@@ -9,6 +9,7 @@ from math import prod
 from ..errors import WholestepError
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
+from ..plan.context_parallel import ContextParallel
 from ..plan.data_parallel import DataParallel
 from ..plan.storage_styles import STYLES, reduced_once
 from ..plan.strategies import Strategies
@@ -21,7 +22,8 @@ _OPEN = "auto"
 
 @dataclass(frozen=True)
 class TemplateKey:
-    """A data-parallel style over `axes`, beside tensor parallelism on `tensor_axis` if that is not empty.
+    """A data-parallel style over `axes`, beside tensor parallelism on `tensor_axis` and context parallelism on
+    `context_axis` if these are not empty.
 
     `regathers`: sharded parameters are all-gathered a second time in the backward; None for styles that shard none.
     """
@@ -30,6 +32,7 @@ class TemplateKey:
     regathers: bool | None = None
     axes: tuple[str, ...] = ()
     tensor_axis: str = ""
+    context_axis: str = ""
 
     @property
     def sending_less(self) -> TemplateKey:
@@ -41,10 +44,10 @@ class TemplateKey:
 
     def __str__(self) -> str:
         how = "" if self.regathers is None else ", re-gathered" if self.regathers else ", kept"
-        tensor = f"tensor parallel on {self.tensor_axis}"
-        if self.style is None:
-            return tensor
-        return f"{self.style}{how} on {','.join(self.axes)}" + (f" + {tensor}" if self.tensor_axis else "")
+        parts = [f"{self.style}{how}" + (f" on {','.join(self.axes)}" if self.axes else "")] if self.style else []
+        parts += [f"tensor parallel on {self.tensor_axis}"] if self.tensor_axis else []
+        parts += [f"context parallel on {self.context_axis}"] if self.context_axis else []
+        return " + ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -63,36 +66,47 @@ class Template:
 def templates(
     mesh: Mesh, tensor: Strategy | WholestepError | None = None, tensor_axis: str = "tp",
     base: DataParallel | None = None, alone: bool = True, symmetric: Strategy | None = None,
+    context: ContextParallel | None = None,
 ) -> list[Template]:  # fmt: skip
-    """Every data-parallel style on all axes, and on the axes that `tensor` leaves, beside it.
+    """Every data-parallel style on all axes, and on the axes that `tensor` leaves, beside it. Where the mesh has the
+    axis of `context`, ranks along it share sequences in all of them.
 
     `base` gives the options of data parallelism that a template does not set. Without `alone`, templates that do not
     use `tensor` are left out. `symmetric` is nearly the same as `tensor`, and equal in all equal layers. Raises
     MeshError if `tensor` is given, and the mesh has no `tensor_axis`.
     """
     base, alone = base or DataParallel(), alone or tensor is None
-    candidates = [Template(str(key), (data,), key) for key, data in _styles(mesh.names, base)] if alone else []
+    context = context if context is not None and context.axis in mesh.names else None
+    data_axes = tuple(name for name in mesh.names if context is None or name != context.axis)
+    candidates = [Template(str(key), beside, key) for key, beside in _styles(data_axes, base, context)] if alone else []
     if tensor is None:
         return candidates
     mesh.axis_size(tensor_axis)
-    data_axes = tuple(name for name in mesh.names if name != tensor_axis)
+    data_axes = tuple(name for name in data_axes if name != tensor_axis)
     only = TemplateKey(None, tensor_axis=tensor_axis)
     if isinstance(tensor, WholestepError):
         return [*candidates, Template(str(only), tensor, only)]
-    beside = [((data,), replace(key, tensor_axis=tensor_axis)) for key, data in _styles(data_axes, base)]
-    for data, key in beside if data_axes else [((), only)]:
-        alike = (*data, symmetric) if symmetric is not None else None
-        candidates.append(Template(str(key), (*data, tensor), key, symmetric=alike))
+    for key, beside in _styles(data_axes, base, context) if data_axes or context else [(only, ())]:
+        key = replace(key, tensor_axis=tensor_axis)
+        alike = (*beside, symmetric) if symmetric is not None else None
+        candidates.append(Template(str(key), (*beside, tensor), key, symmetric=alike))
     return candidates
 
 
-def _styles(axes: tuple[str, ...], base: DataParallel) -> Iterator[tuple[TemplateKey, DataParallel]]:
+def _styles(
+    axes: tuple[str, ...], base: DataParallel, context: ContextParallel | None
+) -> Iterator[tuple[TemplateKey, tuple[Strategy, ...]]]:
+    """Data parallelism on `axes` by each style, and `context`, which stores as it does, or by the style alone."""
     for style in STYLES.values():
         if not style.searched or (style.grouped and len(axes) < 2):
             continue
+        key = TemplateKey(style.name, None, axes, context_axis=context.axis if context else "")
+        if context is not None and not axes:
+            yield key, (replace(context, style=style.name),)
+            continue
         for regathers in (False, True) if style.gathers_parameters else (None,):
             data = replace(base, style=style.name, axis=axes, reshard_after_forward=regathers)
-            yield TemplateKey(style.name, regathers, axes), data
+            yield replace(key, regathers=regathers), (data, *filter(None, [context]))
 
 
 def batches(strategies: Strategies, mesh: Mesh) -> int:
@@ -108,9 +122,11 @@ def is_open(mesh: Mesh) -> bool:
     return mesh.names == (_OPEN,)
 
 
-def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> list[Mesh]:
-    """Factorizations of `ranks`: tensor parallelism innermost and inside a node, data parallelism outside; for
-    `hybrid` also data-parallel groups (`shard`) of one node or of eight.
+def meshes(
+    ranks: int, hardware: Hardware, tensor_axis: str | None = None, context_axis: str | None = None
+) -> list[Mesh]:
+    """Factorizations of `ranks`: tensor parallelism innermost and inside a node, then context parallelism, data
+    parallelism outside; for `hybrid` also data-parallel groups (`shard`) of one node or of eight.
     """
     node = hardware.ranks_per_node
     node = min(node, ranks) if node else ranks
@@ -125,4 +141,8 @@ def meshes(ranks: int, hardware: Hardware, tensor_axis: str | None = None) -> li
             group = node * nodes // inside
             if 1 < group < rest and rest % group == 0:
                 factorizations.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))
+        for parts in range(2, rest + 1 if context_axis else 2):
+            if rest % parts == 0:
+                data = [Axis("dp", rest // parts)] if rest > parts else []
+                factorizations.append(Mesh((*data, Axis(context_axis or "", parts), *last)))
     return factorizations
