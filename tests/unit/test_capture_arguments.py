@@ -4,6 +4,7 @@ import array
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -97,6 +98,87 @@ def test_arguments_are_taken_apart_as_torch_does(value: Any) -> None:
     assert [*map(id, found.leaves)] == [*map(id, leaves(value))]
     again = call_structure.put_together(found.structure, found.leaves)
     assert [*map(id, call_structure.take_apart(again).leaves)] == [*map(id, found.leaves)]
+
+
+class Opened:
+    """An object without a module is opened, one with a module is not."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def alike_values() -> list[tuple[Any, Any]]:
+    """Pairs of values whose structure is one, of other objects."""
+    shared, number = [[1.0], [2.0]], np.array(3.0)
+    cyclic: list[list[Any]] = [[torch.ones(2)] for _ in range(2)]
+    for part in cyclic:
+        part.append(part)
+    reached = [Opened(torch.ones(i + 1)) for i in range(2)]
+    packed = [(pack(*CALLS[0]), pack(*CALLS[1])) for pack, _ in ARGUMENTS.values()]
+    return [
+        *packed,
+        (((make(), CALLS[0]), {}), ((make(), CALLS[1]), {})),
+        (((), {"b": {(0, 1): 2}}), ((), {"b": {(0, 1): 3}})),
+        ((shared, shared), tuple(2 * [[[3.0], [4.0]]])),
+        (shared, [[3.0], [4.0]]),
+        tuple(cyclic),
+        ({"a": np.ones(3), "s": number}, {"a": np.zeros(4), "s": number}),
+        ([nn.Parameter(torch.ones(1)), "x", None], [nn.Parameter(torch.ones(2)), "y", None]),
+        tuple([r, [weakref.ref(r), r]] for r in reached),
+        (EasyDict(x=CALLS[0]), EasyDict(x=CALLS[1])),
+        (collections.deque([5, {1}]), collections.deque([6, {2}])),
+    ]
+
+
+def test_a_generated_opener_takes_apart_what_is_built_alike_and_nothing_else() -> None:
+    """`take_apart` is the oracle, for each value and each opener."""
+    pairs = alike_values()
+    undecided = [Opened(nn.Linear(1, 1)), np.array(["text"]), weakref.ref(make)]  # leaves by what they hold
+    others = [[1.0, 2], [torch.ones(1), "x", None], {"x": 1}, {"y": 1, "x": 2}, {1: 2}, {True: 2}, ([0], [0])]
+    values = [*(value for pair in pairs for value in pair), *others, *undecided]
+    for value, alike in pairs:
+        call, other = (call_structure.take_apart(each) for each in (value, alike))
+        assert call.structure == other.structure
+        opened = call_structure.opener(call.structure, call.leaves)
+        assert opened(alike) is not None
+        for each in values:
+            expected, found = call_structure.take_apart(each), opened(each)
+            kinds = [type(leaf) for leaf in expected.leaves] == [type(leaf) for leaf in call.leaves]
+            assert (found is not None) is (expected.structure == call.structure and kinds)
+            if found is not None:
+                assert found.structure is call.structure
+                assert [*found.arrays] == [*expected.arrays]
+                assert [*map(id, found.objects)] == [*map(id, expected.objects)]
+                pairs_of_leaves = zip(found.leaves, expected.leaves, strict=True)
+                arrays = expected.arrays
+                same_leaves = [torch.equal(a, b) if i in arrays else a is b for i, (a, b) in enumerate(pairs_of_leaves)]
+                assert all(same_leaves)
+    for value in undecided:
+        call = call_structure.take_apart([value])
+        assert call.structure.outline[3] == ("leaf",)
+        assert call_structure.opener(call.structure, call.leaves)([value]) is None
+
+
+def test_an_object_that_gets_a_module_is_a_leaf_from_then_on() -> None:
+    """One class, and one name: what the object holds decides, in each call."""
+    holder, model, x = Opened(2.0), nn.Linear(6, 3).double(), CALLS[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(x: Tensor, holder: Opened) -> Tensor:
+        return model(x).square().mean() * holder.held if isinstance(holder.held, float) else holder.held(x).sum()
+
+    def fn(optimizer: Optimizer, x: Tensor, holder: Opened) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x, holder)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = ws.compile(fn)
+    for value in (2.0, model, model, 2.0, 3.0):
+        holder.held = value
+        expected = loss_of(x, holder).detach()
+        same(step(optimizer, x, holder), expected, 1e-6, "loss")
 
 
 def test_a_parameter_of_a_group_that_another_one_replaces_is_seen() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 tree_flatten, tree_map_only = pytree.tree_flatten, pytree.tree_map_only
 
@@ -42,6 +43,22 @@ def flags_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     except (AttributeError, TypeError, SystemError):
         return bool
     return lambda: check(*tensors)
+
+
+class _ByIdentity(TorchFunctionMode):
+    """Here no tensor equals another one: `==` of lists looks whether they hold the same tensors, a tenth of a loop."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> bool:
+        return False
+
+
+def same_tensors(now: Sequence[Any], had: Sequence[Any]) -> bool:
+    """Return whether these are the same tensors, also in lists and dicts. `with` takes three times as long."""
+    torch._C._push_on_torch_function_stack(_ByIdentity())
+    try:
+        return now == had
+    finally:
+        torch._C._pop_torch_function_stack()
 
 
 def storage_key(value: torch.Tensor) -> int:

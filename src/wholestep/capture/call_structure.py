@@ -25,7 +25,6 @@ T = TypeVar("T")
 LENGTHS = "pad_to.lengths"
 """The argument by name with the lengths of a batch before it was padded: the program gets it, and the function not."""
 _kind: Callable[[Any], type[Any]] = type
-_PLAIN_LEAVES = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter})
 _LEAF, _ARRAY, _AGAIN, _WEAK = "leaf", "array", "again", "weak"
 _MOST_LEAVES = 10_000  # of an object; one that holds more is itself a leaf
 _WRAPPED = "_orig_mod"
@@ -86,6 +85,70 @@ def take_apart(value: Any, objects: bool = True) -> StepCall:
     return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects), opening.arrays)
 
 
+def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepCall | None]:
+    """A generated function that takes apart, as `take_apart` does, a value that is built as one with this structure,
+    from leaves of the same classes; for any other value, and where no class says what is a leaf, it returns None.
+    """
+    text = _OpenerText(iter(leaves))
+    text.add(structure.outline, "v")
+    ids = ", ".join(f"id({name})" for name in text.objects)
+    text.require(f"len({{{ids}}}) == {len(text.objects)}" if ids else "True")  # one that occurs again is _AGAIN
+    leaf_names, objects = ("".join(f"{name}, " for name in names) for names in (text.leaves, text.objects))
+    call = [*map(text.known, (StepCall, structure, text.arrays))]
+    text.lines.append(f"return {call[0]}({call[1]}, ({leaf_names}), ({objects}), {call[2]})")
+    exec("def opened(v):\n " + "\n ".join(text.lines), text.values)
+    return text.values["opened"]
+
+
+class _OpenerText:
+    """The lines of an opener, the `values` that they name, and the names of the leaves and objects that it opens."""
+
+    def __init__(self, rest: Iterator[Any]) -> None:
+        self.lines, self.leaves, self.objects = list[str](), list[str](), list[str]()
+        self.values, self.arrays, self._rest = dict[str, Any](), list[int](), rest
+
+    def known(self, value: Any) -> str:
+        """The name of a value."""
+        self.values[name := f"k{len(self.values)}"] = value
+        return name
+
+    def require(self, term: str) -> None:
+        """Return None where an expression is false."""
+        self.lines.append(f"if not ({term}): return None")
+
+    def add(self, outline: Any, name: str) -> None:
+        """Open the value of a variable."""
+        if isinstance(outline, str):
+            kind, is_array = _kind(next(self._rest)), outline == _ARRAY
+            by_class = form_of(kind) is None and kind not in (np.ndarray, weakref.ref)
+            self.require(f"type({name}) is {self.known(np.ndarray if is_array else kind)}" if by_class else "False")
+            if is_array:
+                self.arrays.append(len(self.leaves))
+                self.require(f"({name} := {self.known(_tensor_of)}({name})) is not None")
+            self.leaves.append(name)
+            return
+        kind, keys, *below = outline
+        if kind is _AGAIN or kind is _WEAK:
+            same = f"{name} is" if kind is _AGAIN else f"type({name}) is {self.known(weakref.ref)} and {name}() is"
+            self.require(f"{same} {self.objects[keys]}")
+            return
+        (names, inner), form = below, cast(Form, form_of(kind))
+        self.require(f"type({name}) is {self.known(kind)}")
+        if form.items is not tuple:
+            self.objects.append(name)
+        if kind in (dict, list, tuple):
+            self.require(f"[*{name}] == {self.known([*keys])}" if kind is dict else f"len({name}) == {len(inner)}")
+            items = f"{name}.values()" if kind is dict else name
+        else:
+            self.lines.append(f"k, i, n, a = {self.known(parts)}({self.known(form)}, {name})")
+            self.require(f"(k, n) == {self.known((keys, names))} and len(i) + len(a) == {len(inner)}")
+            items = "*i, *a"
+        inner_names = [f"{name}_{i}" for i in range(len(inner))]
+        self.lines.append(f"[{', '.join(inner_names)}] = {items}")
+        for part, inner_name in zip(inner, inner_names, strict=True):
+            self.add(part, inner_name)
+
+
 class _HolderError(Exception):
     """An object holds a module or an optimizer, or very much."""
 
@@ -102,26 +165,7 @@ class _Opening:
 
     def outlines(self, items: Iterable[Any]) -> tuple[Any, ...]:
         """The outlines of values, whose leaves are added in order."""
-        out: list[Any] = []
-        leaves, numbers = self.leaves, self._numbers
-        for item in items:
-            kind = _kind(item)
-            if kind in _PLAIN_LEAVES:
-                leaves.append(item)
-                out.append(_LEAF)
-            elif kind is tuple:
-                out.append((kind, (), (), self.outlines(item)))
-            elif kind is dict or kind is list:
-                number = numbers.setdefault(id(item), len(self.objects))
-                if number != len(self.objects):
-                    out.append((_AGAIN, number))
-                    continue
-                self.objects.append(item)
-                keys, values = (tuple(item), item.values()) if kind is dict else ((), item)
-                out.append((kind, keys, (), self.outlines(values)))
-            else:
-                out.append(self._outline(item, kind))
-        return tuple(out)
+        return tuple([self._outline(item, _kind(item)) for item in items])
 
     def _outline(self, item: Any, kind: type[Any]) -> Any:
         form = form_of(kind)

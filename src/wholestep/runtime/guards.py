@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from ..capture.assumptions import Assumption
-from ..capture.call_structure import Structure
+from ..capture.call_structure import Structure, opener
 from ..capture.capture import Capture, shared_memory, with_arrays, written_leaves
 from ..capture.locations import MISSING, PLAIN, Slots, TensorAttributes, shown
 from ..capture.reachable import opaque
@@ -161,19 +160,6 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     return condition.compiled()
 
 
-class _ByIdentity(TorchFunctionMode):
-    """Here no tensor equals another one: `==` of lists looks whether they hold the same tensors, a tenth of a loop."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> bool:
-        return False
-
-
-def same_tensors(now: Sequence[Any], had: Sequence[Any]) -> bool:
-    """Whether these are the same tensors, also in lists and dicts."""
-    with _ByIdentity():
-        return now == had
-
-
 class HookGuard:
     """Compares the hooks of `holders` with those at its creation. Hooks that only observe do not count."""
 
@@ -211,6 +197,7 @@ class Guards:
     def __init__(self, capture: Capture, inputs: StepInputs, device: str) -> None:
         state, self._effects, self._values = capture.state, capture.effects, capture.values
         self._structure, self._names, self._ambient = inputs.structure, inputs.names, ambient(device)
+        self.opened = opener(inputs.structure, inputs.leaves)
         self._batch_sizes, self._written = inputs.sizes, written_leaves(capture.graph)
         symbols = capture.symbols
         self.sizes = None if symbols is None else SizeCheck(symbols, inputs)
@@ -240,7 +227,7 @@ class Guards:
         for optimizer in state.optimizers.values():
             members = [list(group["params"]) for group in optimizer.param_groups]
             term = "{}([group['params'] for group in {}.param_groups], {})"
-            add(term, same_tensors, optimizer, members, says=partial(_other_members, optimizer, members))
+            add(term, _torch.same_tensors, optimizer, members, says=partial(_other_members, optimizer, members))
         modules = [module for root in state.modules.values() for module in root.modules()]
         for module in modules:
             now = partial("a {} is in {} mode".format, type(module).__name__, "eval" if module.training else "training")

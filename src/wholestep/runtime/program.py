@@ -32,7 +32,7 @@ from ..graph.loop import with_bodies
 from ..graph.nodes import communicates
 from ..layout import REPLICATED
 from ..plan.plan import Plan
-from .guards import Condition, Guards, Miss, same_tensors
+from .guards import Condition, Guards, Miss
 from .placement import entry_of, find_input, is_apart, pack_buckets, place_entry
 from .random_state import SharedRng, draws_random, kept_if_it_raises
 
@@ -135,7 +135,8 @@ class Program:
         ids, holders = {id(None), *map(id, stay.values())}, {id(holder): holder for holder, *_ in self._slots}
         dicts: dict[int, dict[Any, Any]] = {at: holder for at, holder in holders.items() if type(holder) is dict}
         dicts = {at: holder for at, holder in dicts.items() if ids.issuperset(map(id, holder.values()))}
-        condition.add("{}({}, {})", same_tensors, [*dicts.values()], [holder.copy() for holder in dicts.values()])
+        entries_alike = [*dicts.values()], [holder.copy() for holder in dicts.values()]
+        condition.add("{}({}, {})", _torch.same_tensors, *entries_alike)
         for i, (holder, key, tensor) in enumerate(self._slots):
             if i in self._rebound:  # the tensor that the last call has put there
                 condition.add("{}[{}] is {}[{}][2]", holder, key, self._slots, i)
@@ -143,7 +144,8 @@ class Program:
                 condition.add("{}[{}] is {}", holder, key, tensor)
         cut = [i for i, tensor in stay.items() if isinstance(tensor, DTensor)]  # `module.to(...)` swaps what is inside
         pieces = [tensors[i] for i in cut], [self._held[i] for i in cut]
-        condition.add("{}([*{}({})], {})", same_tensors, _torch.local_tensors, *pieces)
+        if cut:
+            condition.add("{}([*{}({})], {})", _torch.same_tensors, _torch.local_tensors, *pieces)
         for optimizer in state.optimizers.values():
             entries = optimizer.state
             condition.add("{}.state is {} and len({}) == {}", optimizer, entries, entries, len(entries))

@@ -114,7 +114,8 @@ class CompiledStep:
         program: Program | None = None
         try:
             self._settle()
-            call = take_apart((args, kwargs))
+            opened = self.programs[-1].guards.opened((args, kwargs)) if self.programs else None
+            call = opened or take_apart((args, kwargs))
             if self._cuts_batches:
                 self._check_pieces(call, args, kwargs)
             padding: tuple[PaddedCall, Program, GivenSizes | None] | None = None
