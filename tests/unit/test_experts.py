@@ -177,19 +177,27 @@ def test_other_models(name: str) -> None:
 
 
 class Sorted(nn.Module):
-    """Rows sorted by group, multiplied by a matrix for each, scaled by what `scale` makes of them, and put back."""
+    """Rows sorted by group, multiplied by a matrix for each, scaled by what `scale` makes of them, and put back.
+    `keys`: what is sorted, by groups; `counted`: what groups are counted by, of sorted keys.
+    """
 
-    def __init__(self, scale: Callable[[Tensor], Tensor] | None = None, inverse: str = "put") -> None:
+    def __init__(
+        self,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        inverse: str = "put",
+        keys: Callable[[Tensor], Tensor] = lambda groups: groups,
+        counted: Callable[[Tensor], Tensor] = lambda of: of,
+    ) -> None:
         super().__init__()
-        self.scale, self.inverse = scale, inverse
+        self.scale, self.inverse, self.keys, self.counted = scale, inverse, keys, counted
         self.gate, self.experts = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, 8)
-        groups = self.gate(tokens).argmax(-1)
-        of, order = torch.sort(groups) if self.inverse == "put" else (None, torch.argsort(groups))
+        groups = self.keys(self.gate(tokens).argmax(-1))
+        of, order = (None, torch.argsort(groups)) if self.inverse == "argsort" else torch.sort(groups)
         of = groups[order] if of is None else of
-        ends = torch.cumsum(torch.histc(of.double(), 3, 0, 2), 0, dtype=torch.int32)
+        ends = torch.cumsum(torch.histc(self.counted(of).double(), 3, 0, 2), 0, dtype=torch.int32)
         rows = torch.ops.transformers.grouped_mm_fallback(tokens[order], self.experts, ends)
         rows = rows if self.scale is None else self.scale(rows)
         if self.inverse == "argsort":
@@ -198,6 +206,10 @@ class Sorted(nn.Module):
             back = torch.empty_like(order)
             back[order] = torch.arange(order.shape[0])
             rows = rows[back]
+        if self.inverse == "number":
+            scales = rows.new_zeros(order.shape)
+            scales[order] = 2.0
+            rows = rows * scales[:, None]
         return rows.reshape(x.shape) + x
 
 
@@ -226,6 +238,31 @@ ORDERED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ORDERED)
 def test_where_the_order_counts_all_is_as_it_is(name: str) -> None:
     one = _sorted(scale=ORDERED[name])
+    local = _same(one, "dp=2", TOKENS).local
+    assert _rows(local.graph) == _rows(one.capture.graph.graph)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "negative": {"keys": lambda groups: groups - 1},
+    "dropped": {"keys": lambda groups: torch.where(groups == 1, -1, groups)},
+    "wrapped": {"keys": lambda groups: (groups + 127).to(torch.int8)},
+    "bool": {"keys": lambda groups: groups > 1},
+    "counted as bool": {"counted": lambda of: of.bool()},
+    "a number is written": {"inverse": "number"},
+    "a product without groups": {"scale": lambda rows: rows + _product(rows[None])[0]},
+}
+
+
+def _product(rows: Tensor) -> Tensor:
+    if not hasattr(nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    return nn.functional.grouped_mm(rows.bfloat16(), torch.ones(1, 8, 8).bfloat16()).double()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_where_groups_are_not_proved_all_is_as_it_is(name: str) -> None:
+    """Rows of negative keys shift all groups: the product multiplies the first rows by the first matrix."""
+    one = _sorted(**GROUPS[name])
     local = _same(one, "dp=2", TOKENS).local
     assert _rows(local.graph) == _rows(one.capture.graph.graph)
 

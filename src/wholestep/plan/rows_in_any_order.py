@@ -19,7 +19,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..graph.nodes import copy_graph, drop_dead, node_at, operands
-from ..graph.op_kinds import packet_name
+from ..graph.op_kinds import CHEAP, packet_name
 from ..layout import Layout
 from ..rules.aten.rows_in_groups import BACKWARD, FORWARD, inverse_rows, own_rows, product_of_rows, sum_of_rows
 from ..rules.find_rule import find_rule
@@ -91,6 +91,16 @@ def _sorts_rows(node: Node) -> bool:
     return tensor is not None and len(tensor.shape) == 1 and not tensor.dtype.is_floating_point and not falling
 
 
+def _are_places(keys: Node) -> bool:
+    """True for integers from zero on: places that an op returns, or copies. Rows of negative keys shift all groups."""
+    if _torch.is_getitem(keys.target):
+        return cast(int, keys.args[1]) == 1 and packet_name(node_at(keys, 0).target) in ("topk", "sort", "max")
+    if packet_name(keys.target) in ("argmax", "argsort"):
+        return True
+    copies = keys.target in CHEAP or packet_name(keys.target) in ("clone", "cat")
+    return copies and meta.one_tensor(keys).dtype.itemsize >= 4 and all(map(_are_places, operands(keys)))
+
+
 @dataclass
 class _Rows:
     """The values of a step that have rows in the order of `sort`.
@@ -112,6 +122,8 @@ class _Rows:
 
     def are_in_any_order(self) -> bool:
         """Whether all that is computed of the sorted rows is the same in any order; notes what is."""
+        if not _are_places(node_at(self.sort, 0)):
+            return False
         self.count = meta.one_tensor(node_at(self.sort, 0)).shape[0]
         self.calls[self.sort] = own_rows(self.sort.target), self.sort.args
         if packet_name(self.sort.target) == "sort":
@@ -164,13 +176,14 @@ class _Rows:
                 self._inverts(n, first) for n in positions
             )
         if str(node.target) in _PRODUCTS:
-            return self._multiplies(node)
+            return len(node.args) > 2 and self._multiplies(node)
         if first in self.counts and name == "cumsum":
             self.ends[node] = self.counts[first]
             return True
         if first in self.groups and name == "_to_copy":
-            self.groups.append(node)
-        elif first in self.groups and name == "histc" and args[2:4] == (0, cast(int, args[1]) - 1):
+            self.groups += [node] if meta.one_tensor(node).dtype.itemsize >= 4 else []
+        # from 0 to 0 is a range by the values
+        elif first in self.groups and name == "histc" and args[2:4] == (0, cast(int, args[1]) - 1) != (0, 0):
             self.counts[node] = cast(int, args[1])
         return self._treats_alike(node)
 
@@ -193,12 +206,12 @@ class _Rows:
     def _writes(self, node: Node, place: Node) -> bool:
         """Gradients of both, sums into zeros; and the inverse of the permutation."""
         into, values, adds = node_at(node, 0), node_at(node, 2), len(node.args) > 3 and node.args[3]
+        shape, written = meta.one_tensor(into).shape, meta.one_tensor(values).shape
         if place in self.index and self.index[place] == 1 and values.target is aten.arange.default and not adds:
-            return values.args == (self.count,) and self._inverts(node, place)
+            return shape == values.args == (self.count,) and self._inverts(node, place)
         self.calls[node] = sum_of_rows, (place, values, self.index.get(place, 1))
         zeros = packet_name(into.target) in ("new_zeros", "zeros_like", "zeros") and not self._known(into)
-        zeros = zeros and meta.one_tensor(values).shape[0] == self.count
-        zeros = zeros and meta.one_tensor(into).shape[0] * self.index.get(place, 1) == self.count
+        zeros = zeros and written == (self.count, *shape[1:]) and shape[0] * self.index.get(place, 1) == self.count
         if place in self.inverse:
             self.dims[node] = (0,)
             return zeros and not self._known(values)
