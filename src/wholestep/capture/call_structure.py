@@ -89,64 +89,56 @@ def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepC
     """A generated function that takes apart, as `take_apart` does, a value that is built as one with this structure,
     from leaves of the same classes; for any other value, and where no class says what is a leaf, it returns None.
     """
-    text = _OpenerText(iter(leaves))
-    text.add(structure.outline, "v")
-    ids = ", ".join(f"id({name})" for name in text.objects)
-    text.require(f"len({{{ids}}}) == {len(text.objects)}" if ids else "True")  # one that occurs again is _AGAIN
-    leaf_names, objects = ("".join(f"{name}, " for name in names) for names in (text.leaves, text.objects))
-    call = [*map(text.known, (StepCall, structure, text.arrays))]
-    text.lines.append(f"return {call[0]}({call[1]}, ({leaf_names}), ({objects}), {call[2]})")
-    exec("def opened(v):\n " + "\n ".join(text.lines), text.values)
-    return text.values["opened"]
+    lines, leaf_names, objects, arrays, rest = list[str](), list[str](), list[str](), list[int](), iter(leaves)
+    values: dict[str, Any] = {"Call": StepCall, "structure": structure, "arrays": arrays, "tensor_of": _tensor_of}
+    values |= {"array": np.ndarray, "ref": weakref.ref, "parts": parts}
 
-
-class _OpenerText:
-    """The lines of an opener, the `values` that they name, and the names of the leaves and objects that it opens."""
-
-    def __init__(self, rest: Iterator[Any]) -> None:
-        self.lines, self.leaves, self.objects = list[str](), list[str](), list[str]()
-        self.values, self.arrays, self._rest = dict[str, Any](), list[int](), rest
-
-    def known(self, value: Any) -> str:
-        """The name of a value."""
-        self.values[name := f"k{len(self.values)}"] = value
+    def known(value: Any) -> str:
+        values[name := f"k{len(values)}"] = value
         return name
 
-    def require(self, term: str) -> None:
-        """Return None where an expression is false."""
-        self.lines.append(f"if not ({term}): return None")
+    def add_leaf(kind: type[Any], name: str) -> None:
+        by_class = form_of(kind) is None and kind not in (np.ndarray, weakref.ref)
+        require(f"type({name}) is {known(kind)}" if by_class else "False")
+        leaf_names.append(name)
 
-    def add(self, outline: Any, name: str) -> None:
-        """Open the value of a variable."""
+    def require(term: str) -> None:
+        lines.append(f"if not ({term}): return None")
+
+    def add(outline: Any, name: str) -> None:
+        if outline == _ARRAY:
+            require(f"type({name}) is array and ({name} := tensor_of({name})) is not None")
+            arrays.append(len(leaf_names))
         if isinstance(outline, str):
-            kind, is_array = _kind(next(self._rest)), outline == _ARRAY
-            by_class = form_of(kind) is None and kind not in (np.ndarray, weakref.ref)
-            self.require(f"type({name}) is {self.known(np.ndarray if is_array else kind)}" if by_class else "False")
-            if is_array:
-                self.arrays.append(len(self.leaves))
-                self.require(f"({name} := {self.known(_tensor_of)}({name})) is not None")
-            self.leaves.append(name)
-            return
+            return add_leaf(_kind(next(rest)), name)
         kind, keys, *below = outline
         if kind is _AGAIN or kind is _WEAK:
-            same = f"{name} is" if kind is _AGAIN else f"type({name}) is {self.known(weakref.ref)} and {name}() is"
-            self.require(f"{same} {self.objects[keys]}")
-            return
+            is_there = f"{name} is" if kind is _AGAIN else f"type({name}) is ref and {name}() is"
+            return require(f"{is_there} {objects[keys]}")
         (names, inner), form = below, cast(Form, form_of(kind))
-        self.require(f"type({name}) is {self.known(kind)}")
+        require(f"type({name}) is {known(kind)}")
         if form.items is not tuple:
-            self.objects.append(name)
+            objects.append(name)
         if kind in (dict, list, tuple):
-            self.require(f"[*{name}] == {self.known([*keys])}" if kind is dict else f"len({name}) == {len(inner)}")
+            require(f"[*{name}] == {known([*keys])}" if kind is dict else f"len({name}) == {len(inner)}")
             items = f"{name}.values()" if kind is dict else name
         else:
-            self.lines.append(f"k, i, n, a = {self.known(parts)}({self.known(form)}, {name})")
-            self.require(f"(k, n) == {self.known((keys, names))} and len(i) + len(a) == {len(inner)}")
+            lines.append(f"k, i, n, a = parts({known(form)}, {name})")
+            require(f"(k, n) == {known((keys, names))} and len(i) + len(a) == {len(inner)}")
             items = "*i, *a"
         inner_names = [f"{name}_{i}" for i in range(len(inner))]
-        self.lines.append(f"[{', '.join(inner_names)}] = {items}")
+        lines.append(f"[{', '.join(inner_names)}] = {items}")
         for part, inner_name in zip(inner, inner_names, strict=True):
-            self.add(part, inner_name)
+            add(part, inner_name)
+        return None
+
+    add(structure.outline, "v")
+    if ids := ", ".join(f"id({name})" for name in objects):  # one that occurs again is _AGAIN
+        require(f"len({{{ids}}}) == {len(objects)}")
+    of_leaves, of_objects = ("".join(f"{name}, " for name in names) for names in (leaf_names, objects))
+    text = "\n ".join([*lines, f"return Call(structure, ({of_leaves}), ({of_objects}), arrays)"])
+    exec(f"def opened(v):\n {text}", values)
+    return values["opened"]
 
 
 class _HolderError(Exception):
