@@ -28,7 +28,7 @@ from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..layout import AxisState, has_extent, replicated, sharded_along
 from ..mesh import Mesh
 from ..partition.lower import written
-from ..partition.rank_ops import RANK_DEPENDENT, pad_to, take_chunk
+from ..partition.rank_ops import RANK_DEPENDENT, contiguous, pad_to, take_chunk
 from ..plan.for_pieces import NLL, count_targets
 from ..plan.make_plan import make_plan
 from ..plan.micro_batches import MicroBatches
@@ -91,7 +91,9 @@ class TileRows:
             return tiled
         if reasons:
             needed = "a long product whose rows are independent of each other, up to sums over all of them"
-            raise PlanError(f"TileRows({self.tiles}) tiles nothing: {'; '.join(reasons)}", needed, "leave out TileRows")
+            raise PlanError(
+                f"TileRows({self.tiles}) tiles nothing: {'; '.join(reasons[:3])}", needed, "leave out TileRows"
+            )
         text = f"TileRows({self.tiles}) tiles nothing: no product gives more than over_bytes={self.over_bytes!r}"
         warnings.warn(text, stacklevel=2)
         return local
@@ -184,10 +186,12 @@ class _Region:
         """Add what only the region reads, where it is no smaller than the rows that it is computed from."""
         for node in reversed(self.nodes[: max(map(self.nodes.index, self.states))]):
             state = self.needs.get(node)
-            outside = [user for user in node.users if user not in self.states]
+            outside = [user for user in node.users if user not in self.states or user in self.twice]
             if state is None or node.op != "call_function" or (outside and node.target not in VIEWS):
                 continue
             taken = _operand_states(node, state, self.tiles) if meta.tensor(node) else None
+            if taken and outside and not self.states.keys().isdisjoint(taken):
+                raise _NoTilesError(f"%{node.name} is read by others too")
             if taken and (node.target in VIEWS or _grows(node, taken)):
                 del self.needs[node]
                 self._join(node, taken, (state,))
@@ -207,14 +211,19 @@ class _Region:
 
     def check(self) -> None:
         """Raise unless the region depends on its own sums by sums alone, and on nothing long."""
-        uneven = _uneven(self.local)
-        if node := next((n for n in self.nodes if n in uneven and (n in self.needs or n in self.states)), None):
-            raise _NoTilesError(f"%{node.name} has other sizes on other ranks")
-        if whole := next((n for n in self.needs if meta.size_bytes(n) >= meta.size_bytes(self.seed)), None):
-            raise _NoTilesError(f"all of %{whole.name} is there in any case")
-        for node in self.inner():
+        nodes, long_bytes, uneven = self.inner(), meta.size_bytes(self.seed), _uneven(self.local)
+        inside = set(nodes)
+        for node in nodes:
+            if other := next((n for n in (node, *operands(node)) if n in uneven), None):
+                raise _NoTilesError(f"%{other.name} has other sizes on other ranks")
             if node not in self.states and not _torch.is_getitem(node.target) and not _may_join(node):
                 raise _NoTilesError(f"it depends on itself by %{node.name}")
+            reader = next((user for user in node.users if user not in inside), None)
+            has_rows = any(self.states.get(node, ())) and node not in self.twice
+            if reader and has_rows and meta.tensor(node) and meta.size_bytes(node) >= long_bytes:
+                raise _NoTilesError(f"%{reader.name} ({meta.source_line(reader)}) reads all of it")
+        if source := next((n for n in self.needs if meta.size_bytes(n) >= long_bytes), None):
+            raise _NoTilesError(f"all of %{source.name} is there in any case")
 
     def step(self) -> tuple[TrainGraph, list[Node], list[Node]]:
         """The region as a step, the nodes that it is given and those that it returns."""
@@ -230,6 +239,8 @@ class _Region:
                 inputs.append(Input(at[source].name, Role.BATCH, meta.one_tensor(source)))
             for node in nodes:
                 at[node] = copy_node(node, graph, at.__getitem__)
+                if node.target is contiguous:
+                    at[node].target, at[node].kwargs = aten.clone.default, {"memory_format": torch.contiguous_format}
                 meta.recompute_value(at[node])
         graph.output(tuple(at[end] for end in ends))
         outputs = tuple(Output("result", end.name) for end in ends)
@@ -246,9 +257,11 @@ class _Region:
         dims = {i.name: state.dim if state else None for i, state in zip(step.inputs, needs, strict=True)}
         planned = make_plan(step, Mesh("rank=1"), compose([MicroBatches(self.tiles, dims)]))
         loops = written(planned.graph, planned.plan)
+        sums = {meta.one_tensor(end).shape for end in ends if not any(self.states.get(end, ()))}
         for node in loops.graph.nodes:
             after = node.op == "call_function" and node.target not in VIEWS and loop_of(node) is None
-            if after and meta.tensor(node) and meta.size_bytes(node) >= meta.size_bytes(self.seed):
+            tensor = meta.tensor(node) if after else None
+            if tensor and tensor.size_bytes >= meta.size_bytes(self.seed) and tensor.shape not in sums:
                 raise _NoTilesError(f"all of %{node.name} is needed at once ({meta.source_line(node)})")
         return self._spliced(loops, sources, ends)
 
@@ -273,9 +286,8 @@ class _Region:
 
     def _order(self, sources: Sequence[Node]) -> tuple[list[Node], list[Node]]:
         """Nodes before the loop and after it: what comes first in the program, and what the loop needs."""
-        inside, needed = set(self.inner()), set(sources)
+        inside, needed = set(self.inner()) - self.twice, set(sources)
         first = self.nodes.index(next(n for n in self.nodes if n in inside))
-        inside -= self.twice
         for node in reversed(self.nodes):
             if node in needed:
                 needed |= set(node.all_input_nodes)
@@ -336,6 +348,8 @@ def _uneven(local: LocalGraph) -> set[Node]:
 
 def _may_join(node: Node) -> bool:
     """True for an op that is the same on all ranks, and draws nothing."""
+    if node.target is contiguous:
+        return True
     return _torch.is_op(node.target) and not meta.is_ranked(node) and not draws(node) and find_rule(node) is not None
 
 
@@ -354,6 +368,8 @@ def _blocks(seed: Node) -> list[int]:
 
 def _operand_states(node: Node, state: AxisState, tiles: int) -> dict[Node, AxisState] | None:
     """How the operands of `node` are cut where its output is."""
+    if node.target is contiguous:
+        return {node_at(node, 0): state}
     rule = find_rule(node) if _may_join(node) else None
     for group in rule.groups if rule else ():
         factor = group.factor_at(1, 0, state) if 0 in group.outputs else None
@@ -365,6 +381,8 @@ def _operand_states(node: Node, state: AxisState, tiles: int) -> dict[Node, Axis
 
 def _cut(node: Node, known: Mapping[Node, AxisState], tiles: int) -> tuple[dict[Node, AxisState], States] | None:
     """How all operands and outputs of `node` are cut where some operands are; None if rows are not independent."""
+    if node.target is contiguous:
+        return dict(known), tuple(known.values())
     rule = find_rule(node) if _may_join(node) else None
     if rule is None or not known:
         return None
