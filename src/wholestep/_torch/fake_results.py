@@ -58,7 +58,7 @@ def _key_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     parts: list[Any] = [key, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     if known[1] and op.namespace == "wholestep":  # texts are names, which results do not depend on
         args = [value for value in args if _kind(value) is not str]
-    if not known[1] or not _note(parts, (*args, *chain.from_iterable(kwargs.items()))):
+    if not known[1] or not add_kinds(parts, (*args, *chain.from_iterable(kwargs.items()))):
         return None
     key = tuple(parts)
     try:
@@ -78,7 +78,7 @@ def kind_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return what determines results of ops on these fake tensors; None where that is not known."""
     parts: list[Any] = []
     with _C.DisableTorchFunction():
-        if not all(_kind(value) in FAKE_TYPES for value in values) or not _note(parts, values):
+        if not all(_kind(value) in FAKE_TYPES for value in values) or not add_kinds(parts, values):
             return None
         parts += (value.requires_grad for value in values)
         return tuple(parts) if all(_kind(size) is int for value in values for size in value.shape) else None
@@ -151,7 +151,7 @@ def snapshot(value: Any) -> Any:
         return _fake(value.data, value.__dict__[_DEVICE], value.fake_mode)
 
 
-def _note(parts: list[Any], values: Sequence[Any]) -> bool:
+def add_kinds(parts: list[Any], values: Sequence[Any]) -> bool:
     """Append what determines the result of an op in its arguments; False where that is not known."""
     for value in values:
         kind = _kind(value)
@@ -165,7 +165,7 @@ def _note(parts: list[Any], values: Sequence[Any]) -> bool:
             parts.append([kind, value.node._expr])  # torch compares a SymFloat to hash it
         elif kind in _SEQUENCES:
             parts += (kind, len(value))
-            if not _note(parts, value):
+            if not add_kinds(parts, value):
                 return False
         elif kind in _CONSTANTS:
             parts.append(value)

@@ -28,6 +28,7 @@ from .fake_inputs import Request
 from .function_caches import CachedCall
 from .locations import is_number
 from .normalize import changed_constants, normalize
+from .raw_trace import RawTrace, raw_trace
 from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
@@ -60,6 +61,7 @@ class Capture:
     symbols: _torch.Symbols | None = None
     unfilled: TrainGraph | None = None
     branches: tuple[TakenBranch, ...] = ()
+    raw: RawTrace | None = None
 
     @property
     def traced(self) -> TrainGraph:
@@ -128,7 +130,7 @@ def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[An
 def capture_step(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions | None = None, *,
     shapes: Mapping[str, tuple[int, ...]] | None = None, carried: Promoted | None = None,
-    changing: Promoted | None = None, dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    changing: Promoted | None = None, dynamic: Mapping[str, tuple[int, ...]] | None = None, repeats: bool = False,
 ) -> Capture:  # fmt: skip
     """Capture `fn(*args, **kwargs)`: forward, backward and optimizer in one graph. No real tensor is read or changed.
 
@@ -137,10 +139,10 @@ def capture_step(
     shapes, by name, of batch tensors that `args` contain only a part of; the graph has these shapes. `carried` are
     Python values that are state of the step; the trace adds more that it finds. `changing` are numbers that changed
     between calls; they become state if the step can be captured that way. `dynamic` are dims of batch tensors, by name,
-    whose sizes are symbols.
+    whose sizes are symbols. `repeats`: what `capture_again` makes will be compared with it.
     """
     options, shapes, dynamic, carried = options or CaptureOptions(), shapes or {}, dynamic or {}, carried or Promoted()
-    again = partial(capture_step, fn, args, kwargs, options, shapes=shapes, dynamic=dynamic)
+    again = partial(capture_step, fn, args, kwargs, options, shapes=shapes, dynamic=dynamic, repeats=repeats)
     state, call, names = find_state(fn, args, kwargs, options.extra)
     arrays = {names[i] for i in call.arrays} - carried.arrays
     if torch.device(options.device or device_of(state)).type != "cpu":  # a GPU computes on its own memory
@@ -156,7 +158,7 @@ def capture_step(
                 captured = along_branches(
                     options.branches,
                     lambda branches, inputs=(numbers, shapes, promoted, dynamic): _captured(
-                        fn, args, kwargs, replace(options, branches=branches), *inputs
+                        fn, args, kwargs, replace(options, branches=branches), *inputs, repeats=repeats
                     ),
                 )
         except CaptureError as failed:
@@ -192,15 +194,17 @@ def capture_again(
     options = replace(options, branches=tuple(branch.expected for branch in earlier.branches))
     state, *_ = find_state(fn, args, kwargs, options.extra)
     with overridden(state, options.module_overrides):
-        return _captured(fn, args, kwargs, options, earlier.hypers, shapes, earlier.effects.carried, dims)
+        inputs = earlier.hypers, shapes, earlier.effects.carried, dims
+        return _captured(fn, args, kwargs, options, *inputs, earlier=earlier)
 
 
 def _captured(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
     numbers: Sequence[Hyper], shapes: Mapping[str, tuple[int, ...]], promoted: Promoted,
-    dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (),
+    dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (), earlier: Capture | None = None,
+    repeats: bool = True,
 ) -> Capture:  # fmt: skip
-    """`repeated`: calls of cached functions that earlier traces have made."""
+    """`repeated`: calls of cached functions in earlier traces. `earlier` is a capture of the same inputs."""
     state, call, names = find_state(fn, args, kwargs, options.extra)
     call = replace(call, leaves=with_arrays(promoted.arrays, names, call.leaves))
     device = options.device or device_of(state)
@@ -212,29 +216,35 @@ def _captured(
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         traced = _trace_until_carried(Request(*request, dynamic=dynamic))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
-        return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, (*repeated, *new))
+        calls = *repeated, *new
+        return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats)
     if again := [call for call in traced.watch.cached.new if call.changes]:
         raise again[0].error("makes an object again that its cache did not keep")
     _check_update(traced, state, options.keep_grads)
     offload = device if options.offload is not None else ""
-    graph = replace(normalize(traced, options.keep_grads), mixed_precision=options.mixed_precision, offload=offload)
+    raw = raw_trace(traced) if repeats else None
+    same = raw.graph_like(earlier.raw, earlier.traced) if raw and earlier and earlier.raw else None
+    graph = same or normalize(traced, options.keep_grads)
+    graph = replace(graph, mixed_precision=options.mixed_precision, offload=offload)
     _refuse_shared_memory(graph, dict(zip(names, call.leaves, strict=True)))
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
     if dynamic:
         effects.refuse_symbolic(traced.result_leaves)
-    checked: tuple[str, ...] = ()
+    checked = earlier.checked if earlier and same else ()
     if branches := traced.branches.decided:
         first = sum(out.kind == "result" for out in graph.outputs) - len(branches)
         graph = check_branches(graph, branches, first, fused and not options.skip_nonfinite)
         effects = replace(effects, extra=effects.extra - len(branches))
     if options.skip_nonfinite:
         refuse_unskippable(state, effects)
-        graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
+        if same is None:
+            graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
     if traced.stand_ins.symbols is not None:
         traced.stand_ins.symbols.end_of_trace()
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
         tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols, branches=tuple(branches),
+        raw=raw,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +20,8 @@ from .. import _torch
 from .origin import is_user_file
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
+
+_NO_ORIGIN: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,11 @@ def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def rng_segment(node: Node) -> int:
     """Return the segment of the trace, between two resets of the random generator, that has the node."""
     return int(node.meta.get("custom", {}).get("rng_segment", 0))
+
+
+def origin(node: Node) -> Mapping[str, object]:
+    """Return what the tracer notes of where a node comes from; one mapping for all nodes of the same origin."""
+    return node.meta.get("custom", _NO_ORIGIN)
 
 
 def is_backward(node: Node) -> bool:

@@ -281,8 +281,9 @@ class Compiler:
         options = replace(self.options.capture, device=device, branches=self.branches, branches_of_batch=alone)
         carried, changing = self._carried, self._changing
         return capture_step(
-            self.fn, args, kwargs, options, shapes=shapes, carried=carried, changing=changing, dynamic=dims
-        )
+            self.fn, args, kwargs, options, shapes=shapes, carried=carried, changing=changing, dynamic=dims,
+            repeats=bool(self.options.user.verifies),
+        )  # fmt: skip
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
         key_values, label = partial(self._key_values, captured), self.consistency.round_label

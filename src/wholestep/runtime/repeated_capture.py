@@ -125,7 +125,9 @@ class Verification:
 def _first_difference(captured: Capture, again: Capture, program: Program) -> tuple[str, str, str] | None:
     """What a capture and the next one have in other words: two texts, and the user's line."""
     device = program.world.device
-    for was, now in zip_longest(graph_lines(captured, device), graph_lines(again, device), fillvalue=""):
+    same = again.traced.graph is captured.traced.graph
+    captures = () if same else (captured, again)
+    for was, now in zip_longest(*(graph_lines(capture, device) for capture in captures), fillvalue=""):
         if was != now:
             line = meta.line_behind(again.traced.graph, now) or meta.line_behind(captured.traced.graph, was)
             return was.strip() or "no more", now.strip() or "no more", line
