@@ -119,7 +119,7 @@ def _allocations(
     for i, node in enumerate(calls):
         if loop := loop_of(node):
             inside[i] = min(loop.pieces, 2), _of_piece(loop.body, software)[0]
-        elif (part := part_of(node)) and part.begins and part.ends:
+        elif (part := part_of(node)) and part.runs_all:
             inside[i] = 1, _of_part(part, software)
     of_graph = [s for s in buffers if s.node.graph is graph]  # else of one moment of a piece
     of_graph = [s for s in of_graph if s.index != PIECES or place[s.node] not in inside]

@@ -52,7 +52,7 @@ def block_costs(
         by_value.setdefault((message.source, message.value), []).append(message)
     for stage, stage_blocks in enumerate(blocks):
         maker = {name: block.name for block in stage_blocks for name in block.gives}
-        memory = _Memory(stage_blocks, messages)
+        memory = LeftMemory(stage_blocks, messages)
         for block in stage_blocks:
             clock = prices.clock(block.body)
             run_all(clock, block.body.nodes)
@@ -73,7 +73,7 @@ def block_costs(
 
 
 @dataclass
-class _Memory:
+class LeftMemory:
     """The memory in which blocks of a stage leave values of a piece to later ones, by where it was made: a message, or
     a storage of a block. `root`: of each value; `size`, `first`, `last`: of each memory its bytes, the number of the
     block that makes it or reads it first, and that of the last block that reads it.

@@ -200,6 +200,7 @@ class _Walk:
         )  # fmt: skip
         bare, ran = _without_blocks(self.program)
         self.clock = self.prices.clock(bare.graph)
+        last = {part.totals: node for node in ran if (part := part_of(node)) is not None}
         remaining, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
         for node in bare.graph.nodes:
             if node.op != "call_function":
@@ -207,7 +208,7 @@ class _Walk:
             if node in ran:
                 part = part_of(node)
                 assert part is not None, "a part"
-                at, is_inside, self.pieces = self.behind, not part.ends, part.pieces
+                at, is_inside, self.pieces = self.behind, node is not last[part.totals], part.pieces
                 for block in ran[node]:
                     self.clock.compute(self.costs[block].us)
                 self.clock.host = self.clock.now

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+
+OfPiece = tuple[str, int]
+"""A value by name, and its piece."""
+TOTAL = -1
+"""In place of a piece: a value is an accumulator."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +89,14 @@ class Action:
 class StagePart:
     """The target of a node of a stage's program: runs `actions`, and returns what it accumulates.
 
-    Operands of the node are the values `operands`. `totals`: of each accumulator its name before a piece (None for the
-    first), and after it. `device`: of what is received.
-    `peak_bytes`: of values of pieces, by simulation.
+    Operands of the node are the values `operands`, and behind these the values of pieces that are `entering`. It
+    returns those that are `leaving`. `totals`: of each accumulator its name before a piece (None for the first), and
+    after it; the former, with `TOTAL` in place of a piece, is its name among `entering` and `leaving`. A message under
+    way is there by its own name. `views`: of values that share memory with an earlier one, the name of that. `device`:
+    of what is received.
+    `peak_bytes`: of values of pieces that it does not leave, by simulation.
 
-    Where runs of some blocks are written out in the graph (`passes.peel`), several parts follow each other. A part that
-    is not `begins` is given the state that the part before returns last, in front of `operands`, and behind them the
-    values `entering`, which were computed in between. It returns the accumulators `returned` (by their name before a
-    piece), the values `leaving` and, unless it `ends`, its state.
+    Where runs of some blocks are written out in the graph (`passes.peel_pieces`), several parts follow each other.
     """
 
     axis: str
@@ -104,11 +109,9 @@ class StagePart:
     totals: tuple[tuple[str, str], ...]
     device: str
     peak_bytes: int = 0
-    returned: tuple[str, ...] = ()
-    entering: tuple[tuple[str, int], ...] = ()
-    leaving: tuple[tuple[str, int], ...] = ()
-    begins: bool = True
-    ends: bool = True
+    entering: tuple[OfPiece, ...] = ()
+    leaving: tuple[OfPiece, ...] = ()
+    views: Mapping[str, str] = field(default_factory=dict[str, str])
     __name__ = "stage"
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -122,6 +125,11 @@ class StagePart:
         return tuple(block for block in self.blocks if block.name in names)
 
     @property
+    def runs_all(self) -> bool:
+        """True if no run of a block is written out in the graph."""
+        return sum(action.kind == "run" for action in self.actions) == len(self.blocks) * self.pieces
+
+    @property
     def readers(self) -> dict[str, int]:
         """How often each value of a piece is read or sent."""
         counts: dict[str, int] = {}
@@ -129,6 +137,21 @@ class StagePart:
         for name in [*sent, *(name for block in self.blocks for name in block.takes)]:
             counts[name] = counts.get(name, 0) + 1
         return counts
+
+    def key_of(self, name: str, piece: int) -> OfPiece:
+        """A value that an action for a piece reads."""
+        return name, TOTAL if any(name == before for before, _ in self.totals) else piece
+
+    def reads(self, action: Action, there: Collection[OfPiece]) -> list[OfPiece]:
+        """The values of pieces that an action reads or waits for, of those that are `there`."""
+        message = self.messages.get(action.name)
+        if action.kind == "run":
+            keys = [self.key_of(name, action.piece) for name in self.block(action.name).takes]
+        elif message is None:  # until all have left
+            keys = [(n, piece) for n, piece in there if n in self.messages and self.messages[n].source == self.stage]
+        else:
+            keys = [self.key_of(message.value if action.kind == "send" else message.name, action.piece)]
+        return [key for key in keys if key in there]
 
     def block(self, name: str) -> StageBlock:
         """The block of a name."""
@@ -173,16 +196,12 @@ class Held:
             self.going.clear()
         elif action.kind == "run":
             most = before + self.blocks[action.name].work_bytes
-            self.leave(action)
+            block = self.blocks[action.name]
+            left_bytes = self.pieces.get(action.piece, 0) + block.holds_bytes - block.frees_bytes
+            self.pieces[action.piece] = max(left_bytes, 0)
+            for name in block.takes:
+                self.coming.pop((name, action.piece), None)
         return max(before, most, self.now)
-
-    def leave(self, run: Action, extra_bytes: int = 0) -> None:
-        """Note what a block has left, and `extra_bytes`."""
-        block = self.blocks[run.name]
-        total_bytes = self.pieces.get(run.piece, 0) + extra_bytes + block.holds_bytes - block.frees_bytes
-        self.pieces[run.piece] = max(total_bytes, 0)
-        for name in block.takes:
-            self.coming.pop((name, run.piece), None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -16,8 +16,8 @@ from .. import _torch
 from . import meta
 from .loop import loop_of
 from .meta import TensorMeta
-from .nodes import is_collective, is_wait, node_at, operands
-from .stage_part import part_of
+from .nodes import is_collective, is_wait, operands
+from .stage_part import StagePart, part_of
 
 aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "all", "nothing"]
@@ -136,46 +136,6 @@ def _by_schema(node: Node, index: int) -> Node | None:
     return None
 
 
-def held_in_states(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Yield each node whose memory the state between parts of a stage shares, with the last part that may read it.
-
-    These are values that a part is given or hands out, which other blocks or messages may need still, and operands of
-    which blocks leave views. Accumulators that are handed out belong to their reader.
-    """
-    end = dict[Node, Node]()
-    for node in reversed(graph.nodes):
-        part = part_of(node)
-        if part is None or (part.begins and part.ends):
-            continue
-        last = end[node] = node if part.ends else next(end[user] for item in _state_of(node) for user in item.users)
-        inputs, totals = iter(operands(node)[0 if part.begins else 1 :]), {before for before, _ in part.totals}
-        viewed = {name for block in part.running for name in _viewed(block.body)}
-        yield from ((operand, last) for name, operand in zip(part.operands, inputs, strict=False) if name in viewed)
-        yield from ((operand, last) for operand in inputs)
-        names = (*part.returned, *(name for name, _ in part.leaving))
-        for item in node.users:
-            at = cast(int, item.args[1])
-            if len(part.returned) <= at < len(names) and names[at] not in totals:
-                yield item, last
-
-
-def _state_of(node: Node) -> list[Node]:
-    """The items that are the state which a part leaves."""
-    last = len(meta.tensors(node)) - 1
-    return [item for item in node.users if item.args[1] == last]
-
-
-def _viewed(body: Graph) -> set[str]:
-    """The placeholders of a block in whose memory its outputs are."""
-    names = set[str]()
-    for output in operands(next(iter(reversed(body.nodes)))):
-        at: Node | None = output
-        while at is not None and at.op != "placeholder":
-            at = node_at(at, 0) if _torch.is_getitem(at.target) else shared_operand(at)
-        names |= {at.name} if at is not None else set()
-    return names
-
-
 def most_at_once(body: Graph) -> list[Storage]:
     """Return the storages of a piece where it has most; what it is given and what it accumulates are none of them."""
     inner = [storage for storage in storages(body) if storage.first >= 0 and storage.last is not None]
@@ -204,10 +164,9 @@ class _Work:
         if node.op == "call_function":
             self.at += 1
             if part := part_of(node):  # what it is given besides operands of the loop, it counts as its own
-                inputs, first = operands(node), 0 if part.begins else 1
-                count = first + len(part.operands)
-                self._hold(inputs[first:count], self.at)
-                self._hold([*inputs[:first], *inputs[count:]], self.at - 1)
+                inputs, count = operands(node), len(part.operands)
+                self._hold(inputs[:count], self.at)
+                self._hold(inputs[count:], self.at - 1)
             else:
                 self._hold(node.all_input_nodes, self.at)
             if is_wait(node):
@@ -235,7 +194,22 @@ class _Work:
             return [storage for source in operands(node) for storage in self.of.get(source, [])]
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
             return []  # it writes into its operands
+        if part := part_of(node):
+            return self._left(node, part)
         return [self._output(node, i, m) for i, m in enumerate(metas)]
+
+    def _left(self, node: Node, part: StagePart) -> list[Storage | None]:
+        """The storages of the values of pieces that a part leaves: new ones, or of what it is given."""
+        leaving, inputs = list[Storage | None](), [next(iter(self.of[operand]), None) for operand in operands(node)]
+        keys = [(part.views.get(name, name), piece) for name, piece in (*part.entering, *part.leaving)]
+        of = dict(zip(keys, inputs[len(part.operands) :], strict=False))
+        for number, key in enumerate(keys[len(part.entering) :]):
+            if key[0] in part.operands:
+                of[key] = inputs[part.operands.index(key[0])]
+            elif key not in of:
+                of[key] = self._output(node, number, meta.tensors(node)[number])
+            leaving.append(of[key])
+        return leaving
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
         """Return the storages that a getitem selects: one, or a list of an op that returns lists."""

@@ -11,14 +11,12 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_node, node_at, operands
+from ..graph.nodes import add_node, operands
 from ..graph.region import Region
-from ..graph.stage_part import StagePart, part_of
+from ..graph.stage_part import TOTAL, OfPiece, StagePart, part_of
 from .stage_program import complete, start_receive, start_send
 
 _TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
-_TOTAL = -1  # in place of a piece: a value is an accumulator
-_Values = dict[tuple[str, int], "Node | None"]
 
 
 def written_out(graph: Graph) -> None:
@@ -42,13 +40,10 @@ def written_out(graph: Graph) -> None:
 
 @dataclass
 class _Write:
-    """`regions`: by body. `after`: the values that a stage has after each of its parts, and messages under way.
-    `items`: those of runs.
-    """
+    """`regions`: by body. `items`: those of runs."""
 
     graph: Graph
     regions: dict[Graph, Region] = field(default_factory=dict[Graph, Region])
-    after: dict[Node, tuple[_Values, _Values]] = field(default_factory=dict[Node, tuple[_Values, _Values]])
     items: dict[Node, None] = field(default_factory=dict[Node, None])
 
     def loop(self, node: Node, loop: Loop) -> None:
@@ -61,36 +56,30 @@ class _Write:
     def part(self, node: Node, part: StagePart) -> None:
         """The actions of a part of a stage."""
         inputs, befores = operands(node), {end: before for before, end in part.totals}
-        begin: tuple[_Values, _Values] = ({(before, _TOTAL): None for before, _ in part.totals}, {})
-        values, under_way = self.after[node] = begin if part.begins else self.after[node_at(inputs.pop(0), 0)]
         fixed = dict(zip(part.operands, inputs, strict=False))
+        values: dict[OfPiece, Node | None] = {(before, TOTAL): None for before, _ in part.totals}
+        values |= dict(zip(part.entering, inputs[len(fixed) :], strict=True))
 
-        def key_of(name: str, piece: int) -> tuple[str, int]:
-            return (name, _TOTAL) if (name, _TOTAL) in values else (name, piece)
-
-        for entering, value in zip(part.entering, inputs[len(fixed) :], strict=True):
-            values[key_of(*entering)] = value
         for action in part.actions:
             name, piece, kind, message = action.name, action.piece, action.kind, part.messages.get(action.name)
             if kind == "run":
                 block = part.block(name)
-                reads = [fixed.get(value) or values[key_of(value, piece)] for value in block.takes]
+                reads = [fixed.get(value) or values[part.key_of(value, piece)] for value in block.takes]
                 for end, item in zip(block.gives, self._run(node, part, block.body, reads, piece, name), strict=True):
                     values[end, piece] = item
-                    values |= {(befores[end], _TOTAL): item} if end in befores else {}
+                    values |= {(befores[end], TOTAL): item} if end in befores else {}
             elif message is None or kind in ("wait", "sent"):  # without a message: until all have left
-                ours = (key for key in list(under_way) if part.messages[key[0]].source == part.stage)
-                for key in [(name, piece)] if message else ours:
-                    tensor = self._call(node, f"{kind} {key[0]}", complete, (under_way.pop(key),), key[1])
+                for key in part.reads(action, values):
+                    tensor = self._call(node, f"{kind} {key[0]}", complete, (values.pop(key),), key[1])
                     values |= {key: tensor} if kind == "wait" else {}
             else:
                 tag = _TAGS + list(part.messages).index(name) * part.pieces + piece
                 ends: tuple[Any, ...] = (message.shape, message.dtype, part.device, message.source)
                 if kind == "send":
-                    ends = values[key_of(message.value, piece)], message.target
+                    ends = values[part.key_of(message.value, piece)], message.target
                 start = start_send if kind == "send" else start_receive
-                under_way[name, piece] = self._call(node, f"{kind} {name}", start, (*ends, tag, part.axis), piece)
-        self._hand_out(node, [values[key_of(*key)] for key in [*((n, _TOTAL) for n in part.returned), *part.leaving]])
+                values[name, piece] = self._call(node, f"{kind} {name}", start, (*ends, tag, part.axis), piece)
+        self._hand_out(node, [values[key] for key in part.leaving])
 
     def _run(
         self, node: Node, of: Loop | StagePart, body: Graph, inputs: Sequence[Node | None], piece: int,
@@ -115,10 +104,9 @@ class _Write:
         return call
 
     def _hand_out(self, node: Node, values: Sequence[Node | None]) -> None:
-        """Let readers of the items of `node` read `values`; what it leaves to the part behind it is none of them."""
+        """Let readers of the items of `node` read `values`."""
         for item in node.users:
-            number = cast(int, item.args[1])
-            if number < len(values) and (value := values[number]) is not None:
+            if (value := values[cast(int, item.args[1])]) is not None:
                 item.replace_all_uses_with(value)
                 if value in self.items:
                     meta.copy(item, value)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-import torch
 from torch.fx import Node
 
 from .. import _torch
+from ..cost.stage_costs import LeftMemory
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of
-from ..graph.meta import TensorMeta, contiguous
 from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands
-from ..graph.stage_part import Action, Held, StageBlock, StagePart, part_of
+from ..graph.stage_part import TOTAL, Action, Held, OfPiece, StageBlock, StagePart, part_of
 from ..partition.batch_dependent import batch_dependent
 from .base import InPlace
-
-Key = tuple[str, int]
-"""A value of a piece."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +25,15 @@ class PeelPieces(InPlace):
     of each that reads parameters which they gather: the passes that follow merge and overlap these collectives as in
     a program without pieces. Bitwise the same.
 
-    A block is still compiled once for all other pieces, so that the program grows by one run of it, whatever their
-    number.
+    A block is still compiled once for all other pieces: the program grows by one run of it, whatever their number, and
+    by what parts of the stage hand each other.
     """
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Write out runs of blocks in `local`."""
         for node in list(local.graph.nodes):
             part = part_of(node)
-            if part is not None and part.begins and part.ends:
+            if part is not None and part.runs_all:
                 peeled = {*_last_runs(local, node, part), *_first_runs(local, node, part)}
                 if peeled:
                     _Peel(local, node, part, peeled).run()
@@ -75,7 +71,7 @@ def _last_runs(local: LocalGraph, node: Node, part: StagePart) -> Iterable[int]:
     items = {cast(int, item.args[1]): item for item in node.users}
     ends = dict(part.totals)
     reduced = {
-        ends[before] for number, before in enumerate(part.returned)
+        ends[before] for number, (before, _) in enumerate(part.leaving)
         if number in items and _is_exchanged(local, items[number])
     }  # fmt: skip
     blocks = {block.name for block in part.blocks if not reduced.isdisjoint(block.gives)}
@@ -132,85 +128,107 @@ def _ends(block: StageBlock) -> list[Node]:
 class _Peel:
     """Replaces `node` by parts and, in between, by the runs of blocks that are actions number `peeled`.
 
-    `state`: what the part that was written last leaves. `at`: values that parts hand out, and complete accumulators.
-    `new`: values that the next part is given. `held`, `totals`: what the state has, of
-    pieces and accumulated; `out`: bytes of it that the next run of a block is handed.
+    `reads`, `makes`: values of pieces, by action. `last`: the action that reads each of them last. `values`: what is
+    there so far; `held`: the bytes of pieces then.
     """
 
     local: LocalGraph
     node: Node
     part: StagePart
     peeled: set[int]
-    state: Node | None = None
-    at: dict[Key, Node] = field(default_factory=dict[Key, Node])
-    new: dict[Key, Node] = field(default_factory=dict[Key, Node])
-    totals: dict[str, int] = field(default_factory=dict[str, int])
-    out: int = 0
+    reads: list[list[OfPiece]] = field(default_factory=list[list[OfPiece]])
+    makes: list[list[OfPiece]] = field(default_factory=list[list[OfPiece]])
+    last: dict[OfPiece, int] = field(default_factory=dict[OfPiece, int])
+    values: dict[OfPiece, Node] = field(default_factory=dict[OfPiece, Node])
 
     def __post_init__(self) -> None:
-        self.graph, actions = self.local.graph, self.part.actions
-        self.blocks = {block.name: block for block in self.part.blocks}
-        self.fixed = dict(zip(self.part.operands, operands(self.node), strict=True))
-        self.ends, self.befores = dict(self.part.totals), {end: before for before, end in self.part.totals}
-        self.readers = self.part.readers
-        self.gives = {block.name: dict(zip(_ends(block), block.gives, strict=True)) for block in self.part.blocks}
-        inner = [(node.name, node) for block in self.part.blocks for node in block.body.nodes]
-        inner += [(name, node) for ends in self.gives.values() for node, name in ends.items()]
-        self.metas = {name: tensor for name, node in inner if (tensor := meta.tensor(node)) is not None}
-        runs = [at for at, action in enumerate(actions) if action.kind == "run"]
-        self.last = {actions[at].name: at for at in runs}
-        self.first = {actions[at].name: at for at in reversed(runs)}
-        complete = {end for name, at in self.last.items() if at in self.peeled for end in self.blocks[name].gives}
-        self.returned = tuple(name for name in self.part.returned if self.ends[name] not in complete)
-        self.held = Held(self.blocks, self.part.messages)
+        self.graph, self.actions, part = self.local.graph, self.part.actions, self.part
+        self.blocks = {block.name: block for block in part.blocks}
+        self.fixed = dict(zip(part.operands, operands(self.node), strict=True))
+        self.befores = {end: before for before, end in part.totals}
+        inner = [pair for block in part.blocks for pair in zip(block.takes, block.body.nodes, strict=False)]
+        ends = [pair for block in part.blocks for pair in zip(block.gives, _ends(block), strict=True)]
+        self.metas = {name: meta.one_tensor(node) for name, node in [*inner, *ends]}
+        self.metas |= {before: self.metas[end] for before, end in part.totals}
+        sent = [message for message in part.messages.values() if message.source == part.stage]
+        self.metas |= {message.name: self.metas[message.value] for message in sent}
+        values = dict[object, str]()
+        memory = LeftMemory(part.blocks, part.messages)
+        viewed = {
+            node: s.node.name for several in memory.storages for s in several if s.first < 0 for node in s.members
+        }
+        self.views = {name: viewed[node] for name, node in ends if node in viewed}
+        self.views |= {name: values.setdefault(root, name) for name, root in memory.root.items()}
+        self.views |= {message.name: self.views.get(message.value, message.value) for message in sent}
+        self.held, there = Held(self.blocks, part.messages), dict[OfPiece, None]()
+        for action in self.actions:
+            self.reads.append(part.reads(action, there))
+            self.makes.append(self._made(action))
+            self.last |= dict.fromkeys(self.reads[-1], len(self.reads) - 1)
+            for key in self.reads[-1] if action.kind in ("sent", "complete") else ():
+                del there[key]
+            there |= dict.fromkeys(self.makes[-1])
+        ran_last = {action.name: at for at, action in enumerate(self.actions) if action.kind == "run"}
+        complete = {end for name, at in ran_last.items() if at in self.peeled for end in self.blocks[name].gives}
+        returned = (key for key in part.leaving if dict(part.totals)[key[0]] not in complete)
+        self.reads.append([*returned])
+        self.last |= dict.fromkeys(self.reads[-1], len(self.actions))
+
+    def _made(self, action: Action) -> list[OfPiece]:
+        """The values of pieces, accumulators, and messages under way or received that an action leaves."""
+        if action.kind == "run":
+            return [key for name in self.blocks[action.name].gives for key in self._keys(name, action.piece)]
+        return [(action.name, action.piece)] if action.kind in ("send", "post", "wait") else []
+
+    def _keys(self, name: str, piece: int) -> list[OfPiece]:
+        return [(name, piece), *([(self.befores[name], TOTAL)] if name in self.befores else ())]
 
     def run(self) -> None:
-        actions, begin = self.part.actions, 0
+        begin = 0
         with self.graph.inserting_before(self.node):
             for at in sorted(self.peeled):
-                self._write_part(actions[begin:at], list(self.new), self._takes(at))
+                self._write_part(begin, at)
                 begin = at + 1
-                while actions[begin].kind in ("send", "post"):
+                while self.actions[begin].kind in ("send", "post"):
                     begin += 1
-                self._write_block(at, actions[at + 1 : begin])
-            last = self._write_part(actions[begin:], list(self.new), (), ends=True)
-        self._redirect(last)
+                self._write_block(at, begin)
+            self._write_part(begin, len(self.actions))
+        for item in list(self.node.users):
+            end = self.values[self.part.leaving[cast(int, item.args[1])]]
+            meta.copy(item, end)
+            item.replace_all_uses_with(end)
+            self.graph.erase_node(item)
+        self.graph.erase_node(self.node)
 
-    def _takes(self, at: int) -> tuple[Key, ...]:
-        """What the run of a block reads of the state."""
-        action = self.part.actions[at]
-        names = (name for name in self.blocks[action.name].takes if name not in self.fixed)
-        return tuple((name, action.piece) for name in names if not self._is_nothing_yet(name, at))
-
-    def _is_nothing_yet(self, name: str, at: int) -> bool:
-        """True for an accumulator before the first run of its block."""
-        return name in self.ends and self.first[self.part.actions[at].name] == at
-
-    def _write_part(
-        self, actions: Sequence[Action], entering: Sequence[Key], leaving: Sequence[Key], ends: bool = False
-    ) -> Node:
+    def _write_part(self, begin: int, end: int) -> None:
+        """Write a part for the actions from `begin` to `end`."""
+        actions, entering, computed = self.actions[begin:end], dict[OfPiece, None](), dict[OfPiece, None]()
+        most, is_last = 0, end == len(self.actions)
+        for at, action in enumerate(actions, begin):
+            entering |= dict.fromkeys(key for key in self.reads[at] if key not in computed)
+            computed |= dict.fromkeys(self.makes[at])
+            held_bytes = self.held.after(action)
+            most = max(most, held_bytes if action.kind == "run" else 0)
+        for key in self.reads[-1] if is_last else ():
+            entering |= {} if key in computed else {key: None}
+            computed[key] = None
+        leaving = [key for key in computed if self.last.get(key, -1) >= end]
         names = {name for action in actions if action.kind == "run" for name in self.blocks[action.name].takes}
         fixed = tuple(name for name in self.part.operands if name in names)
-        returned = self.returned if ends else ()
-        most = self._advance(actions, entering)
-        self._hand_out(leaving, returned)
-        handed = [self.metas[name] for name, _ in leaving]
-        tensors = [self.metas[self.ends[name]] for name in returned] + handed
-        extra_bytes = most - self._state_bytes - sum(tensor.size_bytes for tensor in tensors)
+        args = (*(self.fixed[name] for name in fixed), *(self.values[key] for key in entering))
         target = replace(
             self.part, actions=tuple(actions), operands=fixed, entering=tuple(entering), leaving=tuple(leaving),
-            begins=self.state is None, ends=ends, returned=returned, peak_bytes=max(0, extra_bytes),
+            views=self.views,
         )  # fmt: skip
-        state = [] if self.state is None else [self.state]
-        args = (*state, *(self.fixed[name] for name in fixed), *(self.new.pop(key) for key in entering))
-        tensors += [] if ends else [self._state_meta()]
-        node = add_call(self.graph, target, args, self._state_meta(), self.node, self.node.name)
-        meta.set_tensors(node, tensors)
+        node = add_call(self.graph, target, args, next(iter(self.metas.values())), self.node, self.node.name)
+        meta.set_tensors(node, [self.metas[name] for name, _ in leaving])
         meta.set_kept(node)
         for number, key in enumerate(leaving):
-            self.at[key] = self._item(node, number, key[0])
-        self.state = None if ends else self._item(node, len(leaving), f"{self.node.name}_state")
-        return node
+            self.values[key] = self._item(node, number, key[0])
+        there = (key for key in self.values if key[1] != TOTAL and self.last.get(key, -1) >= end)
+        outside = {(self.views.get(name, name), piece): self.metas[name].size_bytes for name, piece in there}
+        outside_bytes = sum(size for (name, _), size in outside.items() if name not in self.fixed)
+        node.target = replace(target, peak_bytes=max(0, most - outside_bytes))
 
     def _item(self, node: Node, number: int, name: str) -> Node:
         item = self.graph.create_node("call_function", _torch.GETITEM, (node, number), name=name)
@@ -219,76 +237,22 @@ class _Peel:
         meta.set_tensors(item, (meta.tensors(node)[number],))
         return item
 
-    def _state_meta(self) -> TensorMeta:
-        """A state counts as memory of as many bytes as it holds of pieces in flight."""
-        template = next(iter(self.metas.values()))
-        return replace(contiguous((self._state_bytes,), template), dtype=torch.uint8)
-
-    @property
-    def _state_bytes(self) -> int:
-        return self.held.now + sum(self.totals.values())
-
-    def _advance(self, actions: Sequence[Action], entering: Sequence[Key]) -> int:
-        """Do `actions` of a part that is given values, for the most bytes that its state has meanwhile."""
-        self.totals |= {name: self.metas[self.ends[name]].size_bytes for name, _ in entering if name in self.ends}
-        most = self._state_bytes
-        for action in actions:
-            ends = self.blocks[action.name].gives if action.kind == "run" else ()
-            self.totals |= {self.befores[end]: self.metas[end].size_bytes for end in ends if end in self.befores}
-            most = max(most, self.held.after(action) + sum(self.totals.values()))
-        return most
-
-    def _hand_out(self, leaving: Sequence[Key], returned: Sequence[str]) -> None:
-        """Take out of the state what the next run of a block is handed, and accumulators that are returned."""
-        for name, piece in leaving:
-            piece_bytes = self.held.pieces.get(piece, 0)
-            out = min(piece_bytes, self.metas[name].size_bytes) if name not in self.ends else 0
-            self.held.pieces[piece], self.out = piece_bytes - out, self.out + out
-        for name in (*returned, *(name for name, _ in leaving)):
-            self.totals.pop(name, None)
-
-    def _write_block(self, at: int, following: Sequence[Action]) -> None:
-        """Write out the run of a block. What it sends leaves as soon as it is there, with the actions `following`."""
-        action = self.part.actions[at]
-        block, inside = self.blocks[action.name], dict[Node, Node | None]()
+    def _write_block(self, at: int, end: int) -> None:
+        """Write out the run of a block. What it sends leaves as soon as it is there, with the actions up to `end`."""
+        action, following = self.actions[at], self.actions[at + 1 : end]
+        block, piece = self.blocks[action.name], action.piece
+        takes = [self.fixed.get(name) or self.values.get(self.part.key_of(name, piece)) for name in block.takes]
+        inside = dict(zip(block.body.nodes, takes, strict=False))
+        gives = dict(zip(_ends(block), block.gives, strict=True))
         unsent = {self.part.messages[later.name].value for later in following if later.kind == "send"}
-        sent = [(name, action.piece) for name in sorted(unsent)]
         for node in block.body.nodes:
-            if node.op == "placeholder":
-                nothing = self._is_nothing_yet(node.name, at)
-                fixed = self.fixed.get(node.name)
-                inside[node] = fixed or (None if nothing else self.at[node.name, action.piece])
-            elif node.op == "call_function":
+            if node.op == "call_function":
                 copied = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
-                meta.set_piece(copied, action.piece, action.name)
-                if name := self.gives[block.name].get(node):
-                    self._note(name, copied, at)
+                meta.set_piece(copied, piece, action.name)
+                if name := gives.get(node):
+                    self.values |= dict.fromkeys(self._keys(name, piece), copied)
                     unsent.discard(name)
                 if following and not unsent:
-                    self._write_part(following, sent, ())
+                    self._write_part(at + 1, end)
                     following = ()
-        self.held.leave(action, self.out)
-        self.out = 0
-
-    def _note(self, name: str, node: Node, at: int) -> None:
-        """Note a value that the run of a block gives."""
-        action = self.part.actions[at]
-        if name in self.befores and self.last[action.name] == at:
-            self.at[name, -1] = node
-        elif name in self.befores:
-            self.new[self.befores[name], action.piece] = node
-        if self.readers.get(name):
-            self.new[name, action.piece] = node
-
-    def _redirect(self, last: Node) -> None:
-        """Let readers of the accumulators read what the blocks and the last part return."""
-        for item in list(self.node.users):
-            before = self.part.returned[cast(int, item.args[1])]
-            end = self.at.get((self.ends[before], -1))
-            if end is None:
-                item.args = (last, self.returned.index(before))
-            else:
-                meta.copy(item, end)
-                item.replace_all_uses_with(end)
-                self.graph.erase_node(item)
-        self.graph.erase_node(self.node)
+        self.held.after(action)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -16,7 +16,8 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
-from ..graph.storage import UNMARKED_VIEWS, held_in_states, returns_new
+from ..graph.stage_part import TOTAL, part_of
+from ..graph.storage import UNMARKED_VIEWS, returns_new
 from ..partition.rank_ops import MAY_ALIAS, take_chunk
 from ..sizes import equal
 from ..tuning import TUNING
@@ -107,7 +108,7 @@ class _Work:
             self._join(node)
             for operand in operands(node):
                 self._use(operand, _END if node.op == "output" else self._until(node))
-        for node, last in held_in_states(self.graph):
+        for node, last in held_by_parts(self.graph):
             self._use(node, self.index[last])
 
     def _join(self, node: Node) -> None:
@@ -315,6 +316,16 @@ def _takers(node: Node, nested: bool) -> dict[tuple[int, int], Node]:
 
 def _index(getitem: Node) -> int:
     return cast(int, getitem.args[1])
+
+
+def held_by_parts(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Yield each node whose memory parts of a stage share that follow each other, with the last of these: what they
+    are given and what they leave, in which views may be that others read. Accumulators belong to their reader.
+    """
+    parts = {node: part for node in graph.nodes if (part := part_of(node)) is not None and not part.runs_all}
+    for node, part in parts.items():
+        items = (item for item in node.users if part.leaving[cast(int, item.args[1])][1] != TOTAL)
+        yield from ((shared, next(reversed(parts))) for shared in (*operands(node), *items))
 
 
 def aliased(node: Node) -> Node | None:

@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .. import _torch
 from ..backend.build import BACKENDS
 from ..backend.rank_binding import bound_calls
 from ..capture.call_structure import put_together
@@ -26,7 +25,6 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
-from ..graph.nodes import node_at
 from ..graph.sizes_in_graph import at_sizes, planned_at
 from ..graph.stage_part import StagePart, part_of
 from ..sizes import evaluator
@@ -304,20 +302,14 @@ def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mappin
 
 def _line(node: Node) -> str:
     if part := part_of(node):
-        return f"{node.format_node()} {meta.tensors(node)[: None if part.ends else -1]} {_about(part)}"
+        return f"{node.format_node()} {meta.tensors(node)} {_about(part)}"
     loop = loop_of(node)
-    return f"{node.format_node()} {() if _is_state(node) else meta.tensors(node)} {loop.pieces if loop else ''}"
+    return f"{node.format_node()} {meta.tensors(node)} {loop.pieces if loop else ''}"
 
 
 def _about(part: StagePart) -> str:
     """What a part of a stage does, besides the bodies of its blocks."""
     blocks = [(block.name, block.takes, block.gives) for block in part.running]
     messages = [replace(message, size_bytes=0) for message in part.messages.values()]
-    ends = part.operands, part.totals, part.returned, part.entering, part.leaving, part.begins
+    ends = part.operands, part.totals, part.entering, part.leaving
     return f"{part.pieces} {blocks} {messages} {[str(action) for action in part.actions]} {ends}"
-
-
-def _is_state(node: Node) -> bool:
-    """True for what a part of a stage leaves to the next: its bytes are a price, which no program reads."""
-    part = part_of(node_at(node, 0)) if _torch.is_getitem(node.target) else None
-    return part is not None and not part.ends and cast(int, node.args[1]) == len(meta.tensors(node_at(node, 0))) - 1
