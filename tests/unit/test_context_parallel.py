@@ -324,3 +324,20 @@ def test_rows_and_tokens_that_do_not_divide(rows: int) -> None:
     one = _one(lambda: Attends(MASKS["causal"]), rows, 7)
     comparison = _same(one, "dp=2,cp=2", [DATA, ws.ContextParallel(method="gather")])
     assert bool(comparison.plan.repeated) == (rows == 3)
+
+
+def test_tokens_merged_behind_choices() -> None:
+    """x.T.reshape(-1): blocks of a dim are cut anywhere, tokens of rows that do not divide between rows."""
+
+    class Choices(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(0, 1)).T.reshape(-1)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Choices(8, 2)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+
+    for rows in (3, 4):
+        one = OneDevice(make, mean_square, [(torch.randn(rows, 4, 8),) for _ in range(2)])
+        for mesh, parallel in (("dp=2,cp=2", [DATA, ws.ContextParallel()]), ("dp=2", DATA)):
+            _same(one, mesh, parallel)

@@ -52,6 +52,10 @@ def _group(group: Group, call: Call) -> Group:
             even[factor] = _in_equal_parts(size, units)
         elif any(unit is not None and not equal((unit,), (1,)) for unit in units):
             even[factor] = NO_PARTS
+    for (side, number, dim), factors in group.merged.items():  # blocks of an inner factor are cut anywhere
+        unit = unit_of(call.shape(number)[dim]) if side == 0 and len(factors) == 1 else None
+        if unit is not None and not equal((unit,), (1,)):
+            even[factors[0]] = call.shape(number)[dim] // unit
     return replace(group, even=even, filled=filled, in_units=frozenset(unit_factors))
 
 

@@ -106,7 +106,7 @@ class Group:
         name, _, blocks = factor.partition(" in ")
         if self.is_inner(factor):
             places, uneven = divmod(self.sizes.get(name, 0), int(blocks or 1))
-            even = not self._leads(name) or places % prod(parts) == 0
+            even = not self._leads(name) or places % prod(parts) == self.even.get(name, 0) % prod(parts) == 0
             return places > 0 and uneven == 0 and even and (name not in self.filled or _is_filled(places, parts))
         size = None if extended and self.may_be_extended(factor) else self.filled.get(factor)
         fits = (factor in self.in_units and not equal) or self.even.get(factor, 0) % prod(parts) == 0
