@@ -241,6 +241,6 @@ def test_what_is_refused() -> None:
 
 def test_short_products_stay() -> None:
     local = _local(_mean, 2)
-    text = r"TileRows\(4\) tiles nothing: no product gives more than over_bytes='256MiB'"
+    text = r"TileRows\(4\) tiles nothing: no product has 268.4 MB"
     with pytest.warns(UserWarning, match=text):
         assert ws.TileRows(4)(local) is local

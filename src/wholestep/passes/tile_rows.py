@@ -25,6 +25,7 @@ from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
 from ..graph.loop import loop_of
 from ..graph.nodes import copy_node, drop_dead, node_at, operands
 from ..graph.op_kinds import PRODUCTS, VIEWS
+from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
 from ..mesh import Mesh
 from ..partition.lower import written
@@ -74,9 +75,7 @@ class TileRows:
         """`local` with a loop in place of each region; itself, with a warning, where no product is so large."""
         if local.stage_axis or local.across or any(map(loop_of, local.graph.nodes)):
             problem = f"TileRows({self.tiles}) in a step with stages, micro-batches, or an end in the next call"
-            raise PlanError(
-                problem, "one of them", "leave out TileRows: micro-batches are tiles of all that they compute"
-            )
+            raise PlanError(problem, "one of them", "leave out TileRows: micro-batches are tiles of the whole step")
         tiled, reasons, tried = _counted(local), list[str](), set[str]()
         while seed := next((node for node in self._seeds(tiled) if node.name not in tried), None):
             tried.add(seed.name)
@@ -94,7 +93,7 @@ class TileRows:
             raise PlanError(
                 f"TileRows({self.tiles}) tiles nothing: {'; '.join(reasons[:3])}", needed, "leave out TileRows"
             )
-        text = f"TileRows({self.tiles}) tiles nothing: no product gives more than over_bytes={self.over_bytes!r}"
+        text = f"TileRows({self.tiles}) tiles nothing: no product has {human(parse_bytes(self.over_bytes))}"
         warnings.warn(text, stacklevel=2)
         return local
 
