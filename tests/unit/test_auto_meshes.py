@@ -55,7 +55,7 @@ def test_how_many_meshes_are_solved_for() -> None:
 
 
 class Reader(nn.Module):
-    """Attends causally with four heads, among eight times as many activations as parameters."""
+    """Attends causally, with four heads."""
 
     def __init__(self) -> None:
         super().__init__()

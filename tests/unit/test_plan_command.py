@@ -412,6 +412,8 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
         (["--memory", "1GiB"], "--memory without --auto"),
         (["--pin", "0.weight=dp:replicate"], "--pin without --auto"),
         (["--replicated", "0=dp"], "--replicated without --auto"),
+        (["--cp"], "--cp without --auto"),
+        (["--auto", "--cp"], "--cp on mesh dp=4: needed auto=N"),
         (["--auto", "--pin", "0.weight=dp"], "--pin 0.weight=dp: needed pattern=axis:replicate, or pattern=axis:dim"),
         (["--auto", "--pin", "0.weight=dp:x"], "--pin 0.weight=dp:x: needed pattern=axis:replicate"),
         (

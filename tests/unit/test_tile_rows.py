@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -87,10 +87,10 @@ def step_of(loss_of: Loss) -> Callable[..., Any]:
     return train
 
 
-def make() -> tuple[nn.Module, Optimizer]:
+def make(kind: Callable[[], nn.Module] = Model) -> tuple[nn.Module, Optimizer]:
     """A model and its optimizer."""
     torch.manual_seed(3)
-    model = Model()
+    model = kind()
     return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
 
 
@@ -201,13 +201,8 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize("name", ["fully_shard", "context"])
 def test_recomputed_layers_are_tiled(name: str) -> None:
-    def deep() -> tuple[nn.Module, Optimizer]:
-        torch.manual_seed(3)
-        model = Deep()
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
-
     x, y = torch.randint(CLASSES, (2, 2, 4, 38), generator=torch.Generator().manual_seed(0))
-    one = OneDevice(deep, step_of(_mean), list(zip(x, y, strict=True)))
+    one = OneDevice(partial(make, Deep), step_of(_mean), list(zip(x, y, strict=True)))
     tiled = list[ws.LocalGraph]()
     for passes in ([RecomputeLayers("full")], [RecomputeLayers("full"), ws.TileRows(3, 1)]):
         found = compare(one, *STRATEGIES[name], edit=lambda local, passes=passes: ws.run_passes(local, passes))
@@ -217,9 +212,11 @@ def test_recomputed_layers_are_tiled(name: str) -> None:
     assert ws.peak_memory(tiled[1]).size_bytes < 0.7 * ws.peak_memory(tiled[0]).size_bytes
 
 
-def _local(loss: Loss, rows: int, mesh: str = "dp=1", *strategies: Any) -> ws.LocalGraph:
+def _local(
+    loss: Loss, rows: int, mesh: str = "dp=1", *strategies: Any, model: Callable[[], nn.Module] = Model
+) -> ws.LocalGraph:
     x, y = torch.randint(CLASSES, (2, rows, 64))
-    graph = ws.capture(step_of(loss), *make(), x, y)
+    graph = ws.capture(step_of(loss), *make(model), x, y)
     return ws.partition(graph, ws.plan(graph, mesh, *strategies))
 
 
@@ -237,6 +234,15 @@ def test_what_is_refused() -> None:
         ws.TileRows(4, 1)(_local(_mean, 3, *STRATEGIES["replicate"]))
     with pytest.raises(ws.PlanError, match=r"TileRows\(0\)"):
         ws.TileRows(0)
+
+
+def test_long_products_that_stay_whole_are_named() -> None:
+    """Without recomputation the backward of a layer reads all of its wide values."""
+    local = _local(_mean, 2, model=Deep)
+    with pytest.warns(
+        UserWarning, match=r"TileRows\(4\) leaves \d+ long products whole: %\w+ \[128, .* reads all of it"
+    ):
+        assert len(tiles(ws.TileRows(4, 1)(local))) == 1
 
 
 def test_short_products_stay() -> None:

@@ -18,7 +18,7 @@ from .trace import Traced
 
 @dataclass(frozen=True)
 class RawTrace:
-    """Of traces with one `digest`, `normalize` makes equal graphs. `tensors` are those that it has as constants."""
+    """`normalize` makes equal graphs of traces with equal digests. `tensors`: the constants of the trace."""
 
     digest: bytes
     tensors: tuple[torch.Tensor, ...]
@@ -56,15 +56,12 @@ def raw_trace(traced: Traced) -> RawTrace | None:
             if not isinstance(tensor, torch.Tensor):
                 return None
             tensors.setdefault(id(tensor), tensor)
-            parts += ([*tensors].index(id(tensor)), meta.meta_of(tensor), tensor.requires_grad, *_memory(tensor))
+            parts += ([*tensors].index(id(tensor)), meta.meta_of(tensor), tensor.requires_grad, tensor.is_conj())
+            parts += (tensor.storage_offset(), tensor.untyped_storage().resizable(), tensor.is_neg())
             values.clear()
         if not _add(parts, values, places):
             return None
     return RawTrace(hashlib.blake2b(repr(parts).encode()).digest(), tuple(tensors.values()))
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tensor.untyped_storage().resizable(), tensor.is_conj(), tensor.is_neg()
 
 
 def _add(parts: list[Any], values: Sequence[Any], places: Mapping[Node, int]) -> bool:

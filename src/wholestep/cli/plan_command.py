@@ -79,6 +79,7 @@ def plan(
     Needs no weights, no process group and no GPU.
     """
     from wholestep.mesh import STAGES
+    from wholestep.planner.candidates import is_open
 
     from . import planning
 
@@ -92,6 +93,8 @@ def plan(
     with working() as shown:
         on = check_mesh(mesh)
         stages = on.axis_size(STAGES) if STAGES in on.names else 0
+        if cp and not is_open(on):
+            refuse(f"--cp on mesh {mesh}: needed auto=N; ranks along an axis cp share sequences without it")
         step.check(chooses=auto, pipeline=bool(stages))
         check_what_if(what_if or [], step.hf is not None)
         described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))

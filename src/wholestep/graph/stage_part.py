@@ -89,12 +89,11 @@ class Action:
 class StagePart:
     """The target of a node of a stage's program: runs `actions`, and returns what it accumulates.
 
-    Operands of the node are the values `operands`, and behind these the values of pieces that are `entering`. It
-    returns those that are `leaving`. `totals`: of each accumulator its name before a piece (None for the first), and
-    after it; the former, with `TOTAL` in place of a piece, is its name among `entering` and `leaving`. A message under
-    way is there by its own name. `views`: of values that share memory with an earlier one, the name of that. `device`:
-    of what is received.
-    `peak_bytes`: of values of pieces that it does not leave, by simulation.
+    The node's operands are the values `operands`, followed by the values of pieces in `entering`; its results are the
+    values in `leaving`. A message under way has its own name there. `totals`: the name of each accumulator before a
+    piece (None for the first) and after it; in `entering` and `leaving` it has the name before, and `TOTAL` as its
+    piece. `views`: for each value that shares memory with an earlier one, the name of that one. `device` of received
+    values. `peak_bytes`: most bytes of values of pieces that do not leave, by simulation.
 
     Where runs of some blocks are written out in the graph (`passes.peel_pieces`), several parts follow each other.
     """
@@ -143,7 +142,7 @@ class StagePart:
         return name, TOTAL if any(name == before for before, _ in self.totals) else piece
 
     def reads(self, action: Action, there: Collection[OfPiece]) -> list[OfPiece]:
-        """The values of pieces that an action reads or waits for, of those that are `there`."""
+        """The values of pieces that an action reads or waits for, if they are in `there`."""
         message = self.messages.get(action.name)
         if action.kind == "run":
             keys = [self.key_of(name, action.piece) for name in self.block(action.name).takes]

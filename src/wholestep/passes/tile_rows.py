@@ -83,16 +83,16 @@ class TileRows:
                 region, tiled = self._tiled(tiled, seed)
                 tried |= {node.name for node in region.states}
             except PlanError as error:
-                reasons.append(
-                    f"%{seed.name} {list(meta.one_tensor(seed).shape)} ({meta.source_line(seed)}): {error.found}"
-                )
+                shape, line = list(meta.one_tensor(seed).shape), meta.source_line(seed)
+                reasons.append(f"%{seed.name} {shape} ({line}): {error.found}")
+        why = "; ".join(reasons[:3])
         if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1:
+            if reasons and self.tiles > 1:
+                warnings.warn(f"TileRows({self.tiles}) leaves {len(reasons)} long products whole: {why}", stacklevel=2)
             return tiled
         if reasons:
             needed = "a long product whose rows are independent of each other, up to sums over all of them"
-            raise PlanError(
-                f"TileRows({self.tiles}) tiles nothing: {'; '.join(reasons[:3])}", needed, "leave out TileRows"
-            )
+            raise PlanError(f"TileRows({self.tiles}) tiles nothing: {why}", needed, "leave out TileRows")
         text = f"TileRows({self.tiles}) tiles nothing: no product has {human(parse_bytes(self.over_bytes))}"
         warnings.warn(text, stacklevel=2)
         return local
@@ -158,14 +158,12 @@ class _Region:
             sources = [n for n in node.all_input_nodes if any(self.states.get(n, ())) or n in late]
             if not sources or node.op != "call_function":
                 continue
-            if late.isdisjoint(sources) and self.ends.isdisjoint(sources) and self._follows(node):
-                continue
-            late.add(node)
+            if not (late.isdisjoint(sources) and self.ends.isdisjoint(sources) and self._follows(node)):
+                late.add(node)
 
     def _follows(self, node: Node) -> bool:
         if _torch.is_getitem(node.target):
-            source, at = node.args[0], meta.picked(node)
-            assert isinstance(source, Node), "an item is of a node"
+            source, at = node_at(node, 0), meta.picked(node)
             self._join(node, {}, self.states[source][at.start : at.stop])
             return True
         inner = {n: self.states[n] for n in node.all_input_nodes if any(self.states.get(n, ()))}
@@ -225,7 +223,7 @@ class _Region:
             raise _NoTilesError(f"all of %{source.name} is there in any case")
 
     def step(self) -> tuple[TrainGraph, list[Node], list[Node]]:
-        """The region as a step, the nodes that it is given and those that it returns."""
+        """The region as a step; the nodes that are its inputs, and those that are its results."""
         nodes, graph, at = self.inner(), Graph(), dict[Node, Node]()
         inside, inputs = set(nodes), list[Input]()
         sources = list(dict.fromkeys(n for node in nodes for n in operands(node) if n not in inside))
@@ -249,11 +247,10 @@ class _Region:
         """The program with a loop in place of the region."""
         self.check()
         step, sources, ends = self.step()
-        needs = [self.needs.get(n) for n in sources]
-        needs = [state if state and state.blocks == 1 else None for state in needs]  # others are cut as these are
-        if not any(needs):
+        cuts = {n: state.dim for n, state in self.needs.items() if state.blocks == 1}  # others are cut as these are
+        if cuts.keys().isdisjoint(sources):
             raise _NoTilesError("rows of several samples follow each other in what it is given")
-        dims = {i.name: state.dim if state else None for i, state in zip(step.inputs, needs, strict=True)}
+        dims = {i.name: cuts.get(source) for i, source in zip(step.inputs, sources, strict=True)}
         planned = make_plan(step, Mesh("rank=1"), compose([MicroBatches(self.tiles, dims)]))
         loops = written(planned.graph, planned.plan)
         sums = {meta.one_tensor(end).shape for end in ends if not any(self.states.get(end, ()))}
@@ -284,7 +281,7 @@ class _Region:
         return replace(self.local, graph=new)
 
     def _order(self, sources: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-        """Nodes before the loop and after it: what comes first in the program, and what the loop needs."""
+        """Nodes before the loop, and after it. Before it are those that it reads, and those that came before."""
         inside, needed = set(self.inner()) - self.twice, set(sources)
         first = self.nodes.index(next(n for n in self.nodes if n in inside))
         for node in reversed(self.nodes):
@@ -374,7 +371,7 @@ def _operand_states(node: Node, state: AxisState, tiles: int) -> dict[Node, Axis
         factor = group.factor_at(1, 0, state) if 0 in group.outputs else None
         if factor and group.splits(factor, (tiles,)):
             pairs = ((n, group.state_by(factor, 0, i)) for i, n in enumerate(operands(node)) if i in group.operands)
-            return {n: found for n, found in pairs if found is not None}
+            return {n: cut for n, cut in pairs if cut is not None}
     return None
 
 

@@ -141,8 +141,8 @@ def meshes(
             group = node * nodes // inside
             if 1 < group < rest and rest % group == 0:
                 factorizations.append(Mesh((Axis("replicate", rest // group), Axis("shard", group), *last)))
-        for parts in range(2, rest + 1 if context_axis else 2):
-            if rest % parts == 0:
+        for parts in range(2, rest + 1):
+            if context_axis and rest % parts == 0:
                 data = [Axis("dp", rest // parts)] if rest > parts else []
-                factorizations.append(Mesh((*data, Axis(context_axis or "", parts), *last)))
+                factorizations.append(Mesh((*data, Axis(context_axis, parts), *last)))
     return factorizations
