@@ -1,24 +1,29 @@
 """Ranks of one axis share the tokens of each sequence: every mask, length and method equals one device."""
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
+from tests import simulate
 from tests.hf_models import entries, loss_of
 from tests.steps import mean_square
 from tests.together import Comparison, Double, OneDevice, compare, without_chance
-from wholestep.cost.compute import flops
+from wholestep.backend.rank_binding import bound_arguments
+from wholestep.cost.compute import flops, work
 from wholestep.errors import MeshError, PlanError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
-from wholestep.graph.op_kinds import collective_kind
+from wholestep.graph.op_kinds import arithmetic, collective_kind
+from wholestep.hardware.device import MeasuredDevice
 from wholestep.rules.aten.query_pieces import query_piece
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -61,7 +66,7 @@ class Attends(nn.Module):
     def __init__(self, mask: Mask, padded: bool = False, keys: int = KEY_HEADS) -> None:
         super().__init__()
         self.mask, self.padded, self.sizes = mask, padded, [HEADS * WIDTH, keys * WIDTH, keys * WIDTH]
-        self.tokens, self.places = nn.Embedding(11, DIM), nn.Embedding(64, DIM)
+        self.tokens, self.places = nn.Embedding(11, DIM), nn.Embedding(256, DIM)
         self.qkv = nn.Linear(DIM, sum(self.sizes))
         self.out, self.norm = nn.Linear(HEADS * WIDTH, DIM), nn.LayerNorm(DIM)
 
@@ -145,6 +150,62 @@ def test_a_rank_of_four_does_a_quarter(method: Any, rows: int) -> None:
     comparison = _same(one, "cp=4", ws.ContextParallel(method=method))
     assert not comparison.plan.repeated
     assert _multiplications(comparison.local.graph) == _multiplications(one.capture.graph.graph) / 4
+
+
+class Scores(TorchDispatchMode):
+    """Counts the scores of attention that no mask hides, by the rank that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.of_rank = 0, defaultdict[int, float](float)
+
+    def bound(self, node: Node, coordinate: Mapping[str, int]) -> Any:
+        """What a rank calls next."""
+        self.rank = coordinate["cp"]
+        return bound_arguments(node, coordinate)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "dot_product_flash_attention" in name:
+            backward = name.endswith("_backward")
+            query, key = args[backward:][:2]
+            seen = torch.ones(query.shape[-2], key.shape[-2])
+            seen = seen.tril() if any(args[7:8] if backward else args[4:5]) else seen
+            self.of_rank[self.rank] += seen.sum().item() * (2.5 if backward else 1.0)
+        return func(*args, **(kwargs or {}))
+
+
+def _slowest_over_mean(
+    one: OneDevice, ranks: int, parallel: Any, patch: pytest.MonkeyPatch
+) -> tuple[float, LocalGraph]:
+    """By the scores that each rank computes in the calls that it makes."""
+    with Scores() as counted, patch.context() as here:
+        here.setattr(simulate, "bound_arguments", counted.bound)
+        local = _same(one, f"cp={ranks}", parallel).local
+    assert counted.of_rank
+    return max(counted.of_rank.values()) * ranks / sum(counted.of_rank.values()), local
+
+
+def _arithmetic_us(graph: Graph) -> float:
+    """Microseconds of attention where nothing but its arithmetic takes time."""
+    device = MeasuredDevice("", 1.0, 1e30, 0.0)
+    calls = (node for node in graph.nodes if node.op == "call_function" and meta.tensors(node))
+    attend = (node for node in calls if (op := arithmetic(node.target)) and op.kind == "attention")
+    return sum(device.work_us(node_work) for node in attend if (node_work := work(node)) is not None)
+
+
+@pytest.mark.usual("2-128", "4-131")
+@pytest.mark.parametrize("length", [128, 131])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_causal_attention_takes_what_the_last_rank_does(
+    ranks: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 - 1/n times the mean."""
+    one = _one(lambda: Attends(MASKS["causal"]), 1, length)
+    slowest, local = _slowest_over_mean(one, ranks, ws.ContextParallel(method="gather"), monkeypatch)
+    priced = _arithmetic_us(local.graph) * ranks / _arithmetic_us(one.capture.graph.graph)
+    assert priced == pytest.approx(slowest, rel=0.01)
+    assert slowest == pytest.approx(2 - 1 / ranks, rel=0.05)
 
 
 def _attention_bytes(local: LocalGraph, *kinds: str) -> int:

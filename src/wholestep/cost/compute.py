@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 from math import prod
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -19,6 +23,7 @@ from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
+from ..layout import Extent, resolve
 from ..precision import StepPrecision
 from .fused import fused_flops, is_fused
 
@@ -69,10 +74,12 @@ def work(node: Node) -> Work | None:
         moved = _moved(node) if _is_grouped(node) else each
         return Work(moved, flops(node), _name(factor_dtype), product)
     attends, backward = (operation.kind == "attention", operation.backward) if operation else (False, False)
-    return Work(
-        _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None,
-        attends and _is_causal(node), backward, streams(node.target), node.target in BUCKET_COPIES,
+    causal = attends and _is_causal(node)
+    whole = Work(
+        _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None, causal, backward,
+        streams(node.target), node.target in BUCKET_COPIES,
     )  # fmt: skip
+    return _of_slowest(node, whole) if causal and node.target in op_kinds.IN_PLACE_OF else whole
 
 
 def _moved(node: Node) -> int:
@@ -96,7 +103,9 @@ def is_free(node: Node) -> bool:
 
 
 def flops(node: Node) -> float:
-    """Multiplications and additions of a product, a convolution or attention; 0 for other ops."""
+    """Multiplications and additions of a product, a convolution or attention, whose masked ones count; 0 for other ops.
+    Of causal attention of a piece of the queries: the mean of the ranks.
+    """
     if is_fused(node):
         return fused_flops(node)
     operation = arithmetic(node.target)
@@ -216,6 +225,45 @@ def _is_causal(node: Node) -> bool:
     names = ["start", "length"] * (op is not node.target) + [a.name for a in _torch.schema_of(op).arguments]
     arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
     return arguments.get("is_causal") is True
+
+
+def _of_slowest(node: Node, whole: Work) -> Work:
+    """The work of causal attention of ranges of the queries, on the rank that does most: others wait for it. What is
+    masked counts as computed, as in a call on all queries.
+    """
+    assert whole.attention is not None, "pieces of the queries have four dims"
+    batch, heads, _, keys, width = whole.attention
+    ranges = [number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2]]
+    starts, lengths = (tuple(_of_hint(cast(int | Extent, number)) for number in numbers) for numbers in ranges)
+    queries, before, own = _most_attended(starts, lengths, int(keys))
+    count = 4.0 * batch * heads * queries * (2 * before + own) * width * (2.5 if whole.backward else 1.0)
+    attention = batch, heads, queries, round(before + own), width
+    return replace(whole, flops=count, attention=attention, keys_before=before)
+
+
+def _of_hint(number: int | Extent) -> int | Extent:
+    """A number of a rank for the sizes of the capture: prices compare no symbols."""
+    return replace(number, size=int(number.size)) if isinstance(number, Extent) else int(number)
+
+
+@lru_cache(maxsize=1 << 12)
+def _most_attended(
+    starts: tuple[int | Extent, ...], lengths: tuple[int | Extent, ...], keys: int
+) -> tuple[int, float, float]:
+    """The queries of the rank that attends to most keys; how many keys are before the range of one, and in it, on
+    average.
+    """
+    axes = {axis: parts for number in (*starts, *lengths) if isinstance(number, Extent) for axis, parts in number.axes}
+    most = (0.0, 0, 0.0, 0.0)
+    for places in product(*map(range, axes.values())):
+        coordinate = dict(zip(axes, places, strict=True))
+        ranges = list(zip(resolve(starts, coordinate), resolve(lengths, coordinate), strict=True))
+        queries = sum(length for _, length in ranges)
+        before = sum(length * min(start, keys) for start, length in ranges)
+        own = sum(length * max(min(length, keys - start), 0) for start, length in ranges)
+        if queries:
+            most = max(most, (2.0 * before + own, queries, before / queries, own / queries))
+    return most[1:]
 
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:

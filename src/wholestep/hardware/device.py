@@ -23,6 +23,7 @@ class Work:
         streams: bound by memory bandwidth: at most a sum or a product for each byte (`graph.op_kinds.streams`).
         bucketed: copies into or out of a bucket of a collective.
         speed: of that attention, as a multiple of FlashAttention-2's rate.
+        keys_before: of its keys, those before all queries, where it is causal to the others alone.
     """
 
     moved_bytes: float
@@ -35,6 +36,7 @@ class Work:
     streams: bool = True
     bucketed: bool = False
     speed: float = 1.0
+    keys_before: float = 0.0
 
 
 _ITEM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
@@ -141,11 +143,12 @@ class Device:
 
     def attention_us(
         self, batch: int, heads: int, queries: int, keys: int, width: int, dtype: str,
-        *, causal: bool = True, backward: bool = False, speed: float = 1.0,
+        *, causal: bool = True, backward: bool = False, speed: float = 1.0, keys_before: float = 0.0,
     ) -> float:  # fmt: skip
         """Fused attention without the launch: two products, five backward. Causal blocks read keys up to their end."""
-        top = self.ceiling(dtype)
-        shared = min(0.5 + 0.5 * _QUERIES / keys, 1.0) if causal else 1.0
+        top, own = self.ceiling(dtype), keys - keys_before
+        shared = min(0.5 + 0.5 * _QUERIES / own, 1.0) if causal and own else 1.0
+        shared = (keys_before + own * shared) / keys if keys_before else shared
         flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * shared
         share = speed * ((top.attention_backward if backward else top.attention) or top.rate)
         rate = share * self.clock(top, share)
@@ -175,8 +178,9 @@ class Device:
             return max(self.launch_us + self.matmul_us(*work.matmul, work.dtype), moved)
         if work.attention:
             us = self.attention_us(
-                *work.attention, work.dtype, causal=work.causal, backward=work.backward, speed=work.speed
-            )
+                *work.attention, work.dtype, causal=work.causal, backward=work.backward, speed=work.speed,
+                keys_before=work.keys_before,
+            )  # fmt: skip
             return max(self.launch_us + us, moved)
         if work.flops:
             top = self.ceiling(work.dtype)
