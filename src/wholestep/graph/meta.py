@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -22,6 +22,9 @@ from .origin import is_user_file
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
 
 _NO_ORIGIN: dict[str, object] = {}
+T = TypeVar("T")
+Rows = tuple[str, tuple[int | None, ...]]
+"""A sort by name, and the dim of each output of a node that has rows in its order."""
 
 
 @dataclass(frozen=True)
@@ -336,57 +339,34 @@ set_kept, is_kept = _flag("wholestep_kept")
 """Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
 
 
-def set_stage(node: Node, coordinate: int | None) -> None:
-    """Record which coordinate of the axis of stages runs the node of a local graph; None for all."""
-    node.meta["wholestep_stage"] = coordinate
+def _entry(key: str, kind: type[T]) -> tuple[Callable[[Node, T | None], None], Callable[[Node], T | None]]:
+    """Return functions that set and get a value of a node, None if not set."""
+
+    def put(node: Node, value: T | None) -> None:
+        node.meta[key] = value
+
+    def get(node: Node) -> T | None:
+        return node.meta.get(key)
+
+    return put, get
 
 
-def stage(node: Node) -> int | None:
-    """Return the coordinate of the axis of stages that runs the node; None for all."""
-    return node.meta.get("wholestep_stage")
+set_stage, stage = _entry("wholestep_stage", int)
+"""Which coordinate of the axis of stages runs the node of a local graph; None for all."""
 
+set_owner, owner = _entry("wholestep_owner", int)
+"""Which coordinate of the axis of owners runs the node of a local graph; None for all."""
 
-def set_owner(node: Node, coordinate: int | None) -> None:
-    """Record which coordinate of the axis of owners runs the node of a local graph; None for all."""
-    node.meta["wholestep_owner"] = coordinate
+set_piece, piece = _entry("wholestep_piece", int)
+"""For which piece of the batch a node outside of loops runs what the body of a loop says; None for most."""
 
+set_block, block = _entry("wholestep_block", str)
+"""The block of a stage whose run, outside of loops, a node is a part of; None for most."""
 
-def owner(node: Node) -> int | None:
-    """Return the coordinate of the axis of owners that runs the node; None for all."""
-    return node.meta.get("wholestep_owner")
-
-
-def runs_on_first(node: Node) -> bool:
-    """Return whether ranks at the first coordinate of the axis of owners run the node."""
-    return owner(node) in (None, 0)
-
-
-def set_piece(node: Node, piece: int, block: str | None) -> None:
-    """Record for which piece of the batch a node outside of loops runs what the body of a loop says, and the block of a
-    stage that it is of, if any.
-    """
-    node.meta["wholestep_piece"] = piece
-    node.meta["wholestep_block"] = block
-
-
-def piece(node: Node) -> int | None:
-    """Return for which piece of the batch a node outside of loops runs; None for most."""
-    return node.meta.get("wholestep_piece")
-
-
-def block(node: Node) -> str | None:
-    """Return the block of a stage whose run, outside of loops, a node is a part of; None for most."""
-    return node.meta.get("wholestep_block")
-
-
-def set_rows(node: Node, rows: tuple[str, tuple[int | None, ...]]) -> None:
-    """Record the sort in whose order the outputs of a node have rows, and along which dim each has them."""
-    node.meta["wholestep_rows"] = rows
-
-
-def rows(node: Node) -> tuple[str, tuple[int | None, ...]] | None:
-    """Return the sort of whose rows a node computes (`plan.rows_in_any_order`), and the dims of rows of its outputs."""
-    return node.meta.get("wholestep_rows")
+set_rows, rows = _entry("wholestep_rows", Rows)
+"""The sort in whose order the outputs of a node have rows (`plan.rows_in_any_order`), and along which dim each has
+them.
+"""
 
 
 def set_part_of(node: Node, op: str) -> None:

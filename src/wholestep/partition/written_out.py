@@ -99,7 +99,8 @@ class _Write:
         call = add_node(self.graph, "call_function", target, args, {}, f"{name} {piece}")
         meta.copy_origin(node, call)
         meta.set_part_of(call, node.name)
-        meta.set_piece(call, piece, block)
+        meta.set_piece(call, piece)
+        meta.set_block(call, block)
         meta.set_ranked(call, target is start_receive)
         return call
 

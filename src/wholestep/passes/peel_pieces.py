@@ -248,7 +248,8 @@ class _Peel:
         for node in block.body.nodes:
             if node.op == "call_function":
                 copied = inside[node] = copy_node(node, self.graph, cast("Callable[[Node], Node]", inside.__getitem__))
-                meta.set_piece(copied, piece, action.name)
+                meta.set_piece(copied, piece)
+                meta.set_block(copied, action.name)
                 if name := gives.get(node):
                     self.values |= dict.fromkeys(self._keys(name, piece), copied)
                     unsent.discard(name)
