@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.fx import Node
@@ -18,6 +18,7 @@ from ..graph.sizes_in_graph import sizes_among
 from ..rules.call import Call
 
 aten = torch.ops.aten
+H = TypeVar("H", bound=Hashable)
 Region = frozenset[int]
 """Padded dims, by number, whose places are beyond the real ones; in all other padded dims the places are real."""
 Numbers = tuple[int, ...]
@@ -32,6 +33,12 @@ class Places:
     outer: Numbers
     length: Numbers
     inner: Numbers
+
+    @staticmethod
+    def alone(length: Numbers) -> Places:
+        """Those of a dim that is padded itself."""
+        ones = (1,) * len(length)
+        return Places(ones, length, ones)
 
     @property
     def first(self) -> bool:
@@ -63,14 +70,14 @@ SAME = Value()
 Made = Value | Sequence[Any]
 
 
-def regions(dims: Sequence[int] | Mapping[int, Any]) -> Iterator[Region]:
-    """Every set of padded dims but the empty one."""
-    return map(frozenset, chain.from_iterable(combinations(dims, n) for n in range(1, len(dims) + 1)))
+def subsets(several: Collection[H]) -> Iterator[frozenset[H]]:
+    """Every set of padded dims, or of factors, but the empty one."""
+    return map(frozenset, chain.from_iterable(combinations(several, n) for n in range(1, len(several) + 1)))
 
 
 def filled(dims: Mapping[int, Places], constant: float | None) -> Value:
     """A value whose tails are one constant, or nothing that is known."""
-    return Value(dims, dict.fromkeys(regions(dims), constant))
+    return Value(dims, dict.fromkeys(subsets(dims), constant))
 
 
 KEEPING = (
@@ -133,11 +140,6 @@ def short_cut(node: Node, constants: Mapping[Node, float | None]) -> float | Non
     if packet is aten.add and not node.kwargs:
         return next((v for v in (constant(0), constant(1)) if v is not None and math.isinf(v)), None)
     return None
-
-
-def subsets(factors: Sequence[str]) -> Iterator[frozenset[str]]:
-    """Every set of factors but the empty one."""
-    return map(frozenset, chain.from_iterable(combinations(factors, n) for n in range(1, len(factors) + 1)))
 
 
 def no_number(value: float | None) -> bool:

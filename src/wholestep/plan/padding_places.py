@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..rules.call import Call
-from .padded_values import END, NO_LENGTH, Made, Places, Proof, Value, filled, regions, renamed
+from .padded_values import END, NO_LENGTH, Made, Places, Proof, Value, filled, renamed, subsets
 
 aten = torch.ops.aten
 
@@ -29,12 +29,11 @@ def sliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
         if end is not None and (proof.varies(end) or end < 0):
             proof.refuse("reads positions counted from the end of the padded length")
         return Value(other_dims, {r: tail for r, tail in source.tails.items() if dim not in r})
-    ones = (1,) * len(proof.batches)
-    dims = {**other_dims, dim: Places(ones, proof.numbers(size), ones)}
+    dims = {**other_dims, dim: Places.alone(proof.numbers(size))}
     to_end = end is None or end == END or (dim in source.dims and proof.numbers(end) == source.dims[dim].length)
-    tails = {r: source.at(r) if dim in source.dims and (to_end or dim not in r) else None for r in regions(dims)}
+    tails = {r: source.at(r) if dim in source.dims and (to_end or dim not in r) else None for r in subsets(dims)}
     if dim not in source.dims:
-        tails |= {r: source.at(r) for r in regions(other_dims)}
+        tails |= {r: source.at(r) for r in subsets(other_dims)}
     return Value(dims, tails, index=source.index if start == 0 else None)
 
 
@@ -47,16 +46,15 @@ def unsliced(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
         return source
     if proof.varies(start) or start < 0 or step != 1 or (dim in source.dims and not source.dims[dim].first):
         proof.refuse("reads positions counted from the end of the padded length")
-    ones = (1,) * len(proof.batches)
     if dim not in source.dims:  # a few of the first places, all of which are real
-        dims = {**source.dims, dim: Places(ones, proof.numbers(shape[dim]), ones)}
-        return Value(dims, {r: 0.0 if dim in r else source.at(r) for r in regions(dims)})
-    if end != END and any(source.tails[r] != 0 for r in regions(source.dims) if dim in r):
+        dims = {**source.dims, dim: Places.alone(proof.numbers(shape[dim]))}
+        return Value(dims, {r: 0.0 if dim in r else source.at(r) for r in subsets(dims)})
+    if end != END and any(source.tails[r] != 0 for r in subsets(source.dims) if dim in r):
         proof.refuse("puts padded positions, which are not zero, beside others")
     other_dims = {d: places for d, places in source.dims.items() if d != dim}
     if not proof.varies(shape[dim]):
         return Value(other_dims, {r: tail for r, tail in source.tails.items() if dim not in r})
-    dims = {**other_dims, dim: Places(ones, proof.numbers(shape[dim]), ones)}
+    dims = {**other_dims, dim: Places.alone(proof.numbers(shape[dim]))}
     return Value(dims, dict(source.tails))
 
 
@@ -112,8 +110,7 @@ def bordered(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
         if after < 0:  # places that are real without padding
             tails |= dict.fromkeys(behind)
         if before or after:
-            ones = (1,) * len(proof.batches)
-            dims[dim] = Places(ones, proof.numbers(call.made()[dim]), ones)
+            dims[dim] = Places.alone(proof.numbers(call.made()[dim]))
     if any(n > 0 for border in borders.values() for n in border):
         tails = {region: tail if tail == value else None for region, tail in tails.items()}
     return Value(dims, tails)
@@ -149,7 +146,7 @@ def indexed(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
         if dim in source.dims:
             sources[dim] = number + (width if number >= start else 0)
             dims[sources[dim]] = source.dims[dim]
-    tails = {r: source.at(frozenset(dim for dim, target in sources.items() if target in r)) for r in regions(dims)}
+    tails = {r: source.at(frozenset(dim for dim, target in sources.items() if target in r)) for r in subsets(dims)}
     return Value(dims, tails)
 
 
@@ -178,10 +175,9 @@ def joined(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     rest = {d: places for d, places in last.dims.items() if d != dim}
     if any(operand.dims != rest for operand in earlier):
         proof.refuse("aligns padded positions with other ones")
-    ones = (1,) * len(proof.batches)
-    dims = {**rest, dim: Places(ones, proof.numbers(call.made()[dim]), ones)}
+    dims = {**rest, dim: Places.alone(proof.numbers(call.made()[dim]))}
     tails = dict(last.tails)
-    for region in regions(rest):
+    for region in subsets(rest):
         tails[region] = last.tails[region] if all(o.tails[region] == last.tails[region] for o in earlier) else None
     return Value(dims, tails)
 
@@ -197,7 +193,6 @@ def unselected(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
         return Value(placed.dims, {r: tail if tail == 0 else None for r, tail in placed.tails.items()})
     if proof.varies(index) or index < 0:
         proof.refuse("reads the last of the padded positions", "a position counted from the start")
-    ones = (1,) * len(proof.batches)
-    dims = {**placed.dims, dim: Places(ones, proof.numbers(shape[dim]), ones)}
-    tails = {r: 0.0 if dim in r or placed.tails[r] == 0 else None for r in regions(dims)}
+    dims = {**placed.dims, dim: Places.alone(proof.numbers(shape[dim]))}
+    tails = {r: 0.0 if dim in r or placed.tails[r] == 0 else None for r in subsets(dims)}
     return Value(dims, tails)

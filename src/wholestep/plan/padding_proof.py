@@ -139,8 +139,7 @@ class _Proof:
             return SAME
         dim = self.padded.places[spec.name]
         length = self.numbers(spec.meta.shape[dim])
-        ones = (1,) * len(length)
-        return filled({dim: Places(ones, length, ones)}, float(self.padded.fill.get(spec.name, 0)))
+        return filled({dim: Places.alone(length)}, float(self.padded.fill.get(spec.name, 0)))
 
     def fill(self, operand: int, dim: int, value: float) -> bool:
         """Whether the program can have this constant at the padded places of an operand of the node."""
@@ -224,8 +223,7 @@ class _Proof:
             needed = "dropout of positions by F.dropout, and none inside a kernel of attention (dropout_p=0)"
             self.refuse("draws random numbers, other ones for another length", needed)
         self.fills.append(Draw(node.name, tuple(long), max(self.padded.lengths)))
-        ones = (1,) * len(self.batches)
-        drawn = filled({dim: Places(ones, self.numbers(size), ones) for dim, size in long.items()}, None)
+        drawn = filled({dim: Places.alone(self.numbers(size)) for dim, size in long.items()}, None)
         return like(meta.value(node), drawn)
 
     def _untouched(self, shapes: Sequence[Any]) -> Made:

@@ -27,8 +27,8 @@ from .padded_values import (
     filled,
     no_number,
     put_back,
-    regions,
     renamed,
+    subsets,
 )
 
 aten = torch.ops.aten
@@ -92,12 +92,11 @@ def _expanded(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     source, shape, new_shape = operands[0], call.shape(0), call.made()
     lead = len(new_shape) - len(shape)
     dims = {dim + lead: places for dim, places in source.dims.items()}
-    ones = (1,) * len(proof.batches)
     for dim, size in enumerate(new_shape):
         if dim not in dims and proof.varies(size):
-            dims[dim] = Places(ones, proof.numbers(size), ones)
+            dims[dim] = Places.alone(proof.numbers(size))
     old = {dim + lead for dim in source.dims}
-    tails = {r: source.at(frozenset(d - lead for d in r & old)) for r in regions(dims)}
+    tails = {r: source.at(frozenset(d - lead for d in r & old)) for r in subsets(dims)}
     return Value(dims, tails, index=None if source.index is None else source.index + lead)
 
 
@@ -105,8 +104,7 @@ def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     """A tensor that is filled with one constant, or not at all."""
     if proof.varies(call.argument("fill_value")):
         proof.refuse("computes with the padded length (fill_value)", NO_LENGTH)
-    ones = (1,) * len(proof.batches)
-    dims = {d: Places(ones, proof.numbers(n), ones) for d, n in enumerate(call.made()) if proof.varies(n)}
+    dims = {d: Places.alone(proof.numbers(n)) for d, n in enumerate(call.made()) if proof.varies(n)}
     if operands and operands[0].dims and list(map(text_of, call.made())) == list(map(text_of, call.shape(0))):
         dims = dict(operands[0].dims)
     constant = constant_made(proof.node)
@@ -116,11 +114,8 @@ def _factory(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
 def _counted(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
     if proof.varies(call.argument("start", 0)) or proof.varies(call.argument("step", 1)):
         proof.refuse("counts from the padded length on")
-    ones = (1,) * len(proof.batches)
     plain = call.argument("start", 0) == 0 and call.argument("step", 1) == 1
-    return Value(
-        {0: Places(ones, proof.numbers(call.made()[0]), ones)}, {frozenset({0}): None}, index=0 if plain else None
-    )
+    return Value({0: Places.alone(proof.numbers(call.made()[0]))}, {frozenset({0}): None}, index=0 if plain else None)
 
 
 def _triangle(proof: Proof, call: Call, operands: Sequence[Value]) -> Value:
@@ -172,7 +167,7 @@ def _softmax(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     if source.tails[frozenset({dim})] != -math.inf:
         proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
     tails: dict[Region, float | None] = {}
-    for region in regions(source.dims):
+    for region in subsets(source.dims):
         row = region - {dim}
         nothing = source.tails[row | {dim}] == -math.inf and bool(row) and source.tails[row] == -math.inf
         empty = 0.0 if call.target is aten._safe_softmax.default else math.nan
@@ -189,7 +184,7 @@ def _softmax_backward(proof: Proof, call: Call, operands: Sequence[Value]) -> Ma
     if grad.dims != output.dims or output.tails[frozenset({dim})] != 0:
         proof.refuse("is a softmax over padded positions", "-inf at padded positions: a mask with masked_fill(-inf)")
     tails: dict[Region, float | None] = {}
-    for region in regions(output.dims):
+    for region in subsets(output.dims):
         if any(no_number(operand.tails[region]) for operand in operands):
             proof.refuse("has rows of padded positions that are no number", ONE_POSITION)
         row = region - {dim}
