@@ -126,6 +126,14 @@ def add_call(graph: Graph, target: Any, args: Any, tensor: meta.TensorMeta, orig
     return node
 
 
+def add_empty(graph: Graph, tensor: meta.TensorMeta, origin: Node, name: str) -> Node:
+    """Memory of the shape of a value that is not there: only its shape is read."""
+    args = (list(tensor.shape),)
+    node = add_call(graph, torch.ops.aten.empty.memory_format, args, tensor, origin, f"{origin.name}_{name}")
+    node.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
+    return node
+
+
 def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
     """Like `Graph.create_node`, without its search for symbolic numbers, which takes most of its time, and warns."""
     node = graph.create_node(op, target, name=name)

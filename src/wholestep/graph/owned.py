@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..errors import GraphError
 from . import meta
-from .nodes import add_call, add_node, is_collective, is_wait
+from .nodes import add_empty, add_node, is_collective, is_wait
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PICKS_OWN: set[object] = set()
@@ -78,9 +77,6 @@ def of_owner(graph: Graph, coordinate: int) -> Graph:
 
 
 def _memory(graph: Graph, origin: Node, shape: list[Any]) -> Node:
-    tensor = meta.one_tensor(origin)
-    new = add_call(graph, torch.ops.aten.empty.memory_format, (shape,), meta.contiguous(shape, tensor), origin,
-                   f"{origin.name}_elsewhere")  # fmt: skip
-    new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
+    new = add_empty(graph, meta.contiguous(shape, meta.one_tensor(origin)), origin, "elsewhere")
     meta.set_owner(new, None)
     return new

@@ -22,7 +22,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.meta import contiguous
-from ..graph.nodes import add_call, copy_node, drop_dead, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, add_empty, copy_node, drop_dead, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import CHEAP, collective_kind, is_pointwise
 from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
@@ -109,10 +109,7 @@ class _Fold:
         if node.op == "call_function" and not node.all_input_nodes:
             self.at[node] = copy_node(node, self.new, self._read)
             return self.at[node]
-        tensor = meta.one_tensor(node)
-        new = add_call(self.new, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
-        new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
-        return new
+        return add_empty(self.new, meta.one_tensor(node), node, "shape")
 
     def _operands(self, node: Node) -> list[Node]:
         """The nodes whose values `node` reads."""

@@ -21,7 +21,7 @@ from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
-from ..graph.nodes import add_call, copy_node, is_collective, node_at, operands
+from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands
 from ..graph.stage_part import TOTAL, Action, Held, Message, StageBlock, StagePart, StageParts, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -317,11 +317,8 @@ class StageCut:
                 meta.copy(node, new)
                 takes[node.name] = inside[node] = new
                 return new
-            tensor = meta.one_tensor(node)  # of another stage: only its shape is read
-            new = add_call(body, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
-            new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
-            inside[node] = new
-            return new
+            inside[node] = add_empty(body, meta.one_tensor(node), node, "shape")  # of another stage
+            return inside[node]
 
         for node in nodes:
             inside[node] = copy_node(node, body, read)

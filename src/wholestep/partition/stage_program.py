@@ -14,14 +14,11 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_call, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, add_empty, copy_node, is_collective, is_wait, node_at, operands
 from ..graph.stage_part import StageParts, transfer
 from ..rules.registry import draws
 from .batch_dependent import batch_dependent
 from .rank_ops import drawn
-
-aten = torch.ops.aten
-
 
 Message = tuple[Any, Tensor]
 """A message under way, which has a `wait`, and its tensor."""
@@ -172,10 +169,7 @@ class _Program:
         is_here = node.op != "placeholder" or self._is_here(node)
         if node in self.at and is_here:
             return self.at[node]
-        tensor = meta.one_tensor(node)
-        new = add_call(self.graph, aten.empty.memory_format, (list(tensor.shape),), tensor, node, f"{node.name}_shape")
-        new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
-        return new
+        return add_empty(self.graph, meta.one_tensor(node), node, "shape")
 
     def _transfer(self, node: Node) -> None:
         value, source, target, shape, axis = cast("tuple[Node, int, int, Any, str]", node.args)
@@ -217,9 +211,6 @@ class _Program:
             if not isinstance(node, Node) or self._is_here(node):
                 outputs.append((output, self.at[node] if isinstance(node, Node) else node))
             elif output.target not in names:
-                tensor = meta.one_tensor(node)
-                empty = replace(tensor, shape=(0,), stride=(1,))
-                new = add_call(self.graph, aten.empty.memory_format, ([0],), empty, node, f"{node.name}_elsewhere")
-                new.kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
-                outputs.append((output, new))
+                empty = meta.contiguous((0,), meta.one_tensor(node))
+                outputs.append((output, add_empty(self.graph, empty, node, "elsewhere")))
         return [output for output, _ in outputs], [node for _, node in outputs]
