@@ -73,20 +73,20 @@ class _Uses:
         self.readers: dict[Node, list[Node]] = {}
         for node in self.order:
             for operand in operands(node) if node.op == "call_function" else ():
-                self.readers.setdefault(_root(operand), []).append(node)
+                self.readers.setdefault(root_of(operand), []).append(node)
                 if is_collective(node):  # reads until it is waited for
-                    self.readers[_root(operand)] += [user for user in node.users if is_wait(user)]
+                    self.readers[root_of(operand)] += [user for user in node.users if is_wait(user)]
 
     def begin_in_place(self, skipped: Node, choice: Node, old: Node, new: Node) -> None:
         """Let the first op of an update write into `old`, where nothing reads the old value afterwards.
 
         What overwrites the new value after the choice, where its memory was its own, gets memory of its own.
         """
-        first = _root(new)
+        first = root_of(new)
         inplace, order = _in_place(first, old), self.order
         if inplace is None or order[first] < order[node_at(skipped, 0)]:
             return
-        if any(order[node] > order[first] for node in self.readers[_root(old)] if node is not choice):
+        if any(order[node] > order[first] for node in self.readers[root_of(old)] if node is not choice):
             return
         fresh: dict[Node, Any] = {}
         after = [n for n in self.readers.get(first, ()) if order[n] > order[choice] and is_mutating(n)]
@@ -130,10 +130,10 @@ def _in_place(new: Node, old: Node) -> Any:
     """Return the op that computes `new` in the memory of `old`; None if there is none or it reads that memory twice."""
     if not _torch.is_op(new.target) or not new.args or new.args[0] is not old or meta.tensor(new) != meta.tensor(old):
         return None
-    return None if any(_root(other) is _root(old) for other in operands(new)[1:]) else inplace_form(new.target)
+    return None if any(root_of(other) is root_of(old) for other in operands(new)[1:]) else inplace_form(new.target)
 
 
-def _root(node: Node) -> Node:
+def root_of(node: Node) -> Node:
     """Return the node whose storage `node` may share."""
     while (source := aliased(node)) is not None:
         node = source

@@ -19,9 +19,8 @@ from ..graph import meta
 from ..graph.nodes import communicates, is_mutating, operands, written
 from ..graph.region import Region, inputs_of, region_of
 from ..partition.stage_program import complete, start_receive, start_send
-from ..passes.reinplace import aliased
 from ..rules.registry import is_random
-from .host_choices import CHOICES
+from .host_choices import CHOICES, root_of
 
 LANDMARKS = "wholestep_landmarks"  # a global of a generated function
 GO_TO = "wholestep_go_to"  # another one: a function that says which line is next, where lines are left out
@@ -103,13 +102,10 @@ def _exchanges(lines: Sequence[tuple[int, Node]]) -> dict[str, tuple[int, int]]:
 
 def _writers(graph: Graph) -> dict[Node, list[Node]]:
     """The calls that may write into inputs of a graph, and these inputs."""
-    root: dict[Node, Node] = {}
     writers: dict[Node, list[Node]] = {}
     changed_by: dict[Region, set[int]] = {}
     for node in graph.nodes:
-        source = aliased(node)
-        root[node] = root.get(source, source) if source is not None else node
-        for changed in (root.get(operand, operand) for operand in _written(node, changed_by)):
+        for changed in map(root_of, _written(node, changed_by)):
             if changed.op == "placeholder" or (meta.is_late(changed) and not meta.is_late(node)):
                 writers.setdefault(node, []).append(changed)
     return writers

@@ -369,6 +369,11 @@ them.
 """
 
 
+def runs_on_first(node: Node) -> bool:
+    """Return whether ranks at the first coordinate of the axis of owners run the node."""
+    return owner(node) in (None, 0)
+
+
 def set_part_of(node: Node, op: str) -> None:
     """Record the captured op that was decomposed into `node` and others."""
     node.meta["wholestep_part_of"] = op

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -63,6 +63,35 @@ def operands(node: Node) -> list[Node]:
         elif isinstance(argument, (dict, slice)):
             map_arg(argument, nodes.append)
     return nodes
+
+
+def reached(
+    starts: Iterable[Node], step: Callable[[Node], Iterable[Node]] = operands, where: Callable[[Node], bool] = bool
+) -> set[Node]:
+    """Calls to which a walk comes from `starts`, themselves included, by `step`; it stops in front of calls for which
+    `where` is false.
+    """
+    reached_nodes, todo = set[Node](), list(starts)
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in reached_nodes and where(node):
+            reached_nodes.add(node)
+            todo += step(node)
+    return reached_nodes
+
+
+def cone(node: Node, outside: Container[Node]) -> list[Node]:
+    """`node` and all nodes that it depends on, without `outside`, in dependency order."""
+    ordered: dict[Node, None] = {}
+    todo = [(node, False)]
+    while todo:
+        at, complete = todo.pop()
+        if complete:
+            ordered[at] = None
+        elif at not in ordered and at not in outside:
+            todo.append((at, True))
+            todo += [(n, False) for n in operands(at)]
+    return list(ordered)
 
 
 def node_at(node: Node, position: int) -> Node:

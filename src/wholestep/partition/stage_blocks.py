@@ -21,7 +21,7 @@ from ..errors import GraphError, PlanError
 from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
-from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands
+from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands, reached
 from ..graph.stage_part import TOTAL, Action, Held, Message, StageBlock, StagePart, StageParts, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -248,13 +248,7 @@ class StageCut:
         """The nodes that a stage runs: its own, and those of all stages that it reads."""
         todo = [end for end in self.ends if meta.stage(end) in (None, stage)]
         todo += [node_at(sent, 0) for sent in self._sent(stage)]
-        needed = set[Node]()
-        while todo:
-            node = todo.pop()
-            if node in needed or not self._runs(node, stage):
-                continue
-            needed.add(node)
-            todo += node.all_input_nodes
+        needed = reached(todo, where=lambda node: self._runs(node, stage))
         return [node for node in self.nodes if node in needed]
 
     def _runs(self, node: Node, stage: int) -> bool:
@@ -289,13 +283,7 @@ class StageCut:
     ) -> None:
         """Split a block of the backward into what leads to a send, and the rest."""
         inside = set(nodes)
-        todo = [n for sent in self._sent(stage) if (n := node_at(sent, 0)) in inside]
-        urgent = set[Node]()
-        while todo:
-            node = todo.pop()
-            if node in inside and node not in urgent:
-                urgent.add(node)
-                todo += node.all_input_nodes
+        urgent = reached((node_at(sent, 0) for sent in self._sent(stage)), where=inside.__contains__)
         for node in nodes:  # results of one op stay together
             if _torch.is_getitem(node.target) and node_at(node, 0) in urgent:
                 urgent.add(node)

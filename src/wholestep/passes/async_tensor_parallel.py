@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ..cost.simulation import Clock, run_all
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import copy_graph, copy_node, drop_dead, operands, redirect
+from ..graph.nodes import cone, copy_graph, copy_node, drop_dead, operands, redirect
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .base import InContext
@@ -103,13 +103,6 @@ def _sort(graph: Graph, position: Mapping[Node, tuple[int, int]]) -> None:
     placed = {node for node in graph.nodes if node.op == "placeholder"}
     calls = sorted((node for node in graph.nodes if node.op == "call_function"), key=position.__getitem__)
     for last in calls:
-        todo = [last]
-        while todo:
-            node = todo[-1]
-            missing = [operand for operand in operands(node) if operand not in placed]
-            todo += missing
-            if not missing:
-                todo.pop()
-                if node not in placed:
-                    placed.add(node)
-                    output.prepend(node)
+        for node in cone(last, placed):
+            placed.add(node)
+            output.prepend(node)

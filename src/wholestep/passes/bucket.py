@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import with_bodies
 from ..graph.meta import contiguous, one_tensor
-from ..graph.nodes import add_call, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, is_collective, is_wait, node_at, operands, reached
 from ..graph.op_kinds import BUCKET_COPIES, FREE, READS_A_PART, priced_like
 from ..graph.storage import shares
 from ..partition.accumulators import ACCUMULATORS
@@ -247,13 +248,8 @@ def _coalesces(stages: Sequence[Node]) -> bool:
 
 def _is_kept(node: Node) -> bool:
     """True if the backward reads a gathered tensor itself. It must share no row with tensors that are freed before."""
-    todo = list(node.users)
-    while todo:
-        reader = todo.pop()
-        if meta.is_backward(reader):
-            return True
-        todo += reader.users if is_wait(reader) or reader.target in FREE else ()
-    return False
+    views = reached([node], attrgetter("users"), lambda n: n is node or is_wait(n) or n.target in FREE)
+    return any(map(meta.is_backward, (reader for view in views for reader in view.users)))
 
 
 def _merge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.meta import TensorMeta, one_tensor
-from ..graph.nodes import add_call, is_wait, node_at
+from ..graph.nodes import add_call, is_wait, node_at, reached
 from ..partition.owned_rows import (
     add_parts,
     add_sums,
@@ -127,13 +128,10 @@ def exchange_at(node: Node) -> _Exchange | None:
 
 def _read_last(graph: Graph) -> None:
     """Move what reads what owners spread behind all else, in its order: so that several owners may have sent before."""
-    late = set[Node]()
-    for node in graph.nodes:
-        sent = exchange_at(node_at(node, 0)) if is_wait(node) else None
-        if (sent is not None and not sent.is_sum) or any(source in late for source in node.all_input_nodes):
-            late.add(node)
+    waits = ((node, exchange_at(node_at(node, 0))) for node in graph.nodes if is_wait(node))
+    late = reached((node for node, sent in waits if sent and not sent.is_sum), attrgetter("users"))
     end = next(iter(reversed(graph.nodes)))
-    for node in [node for node in graph.nodes if node in late and node is not end]:
+    for node in [node for node in graph.nodes if node in late]:
         end.prepend(node)
 
 

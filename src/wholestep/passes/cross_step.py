@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
-from ..graph.nodes import is_collective, is_wait, operands
+from ..graph.nodes import is_collective, is_wait, operands, reached
 from ..graph.sizes_in_graph import sizes_among
 from ..layout import replicated
 from ..rules.registry import is_random
@@ -63,7 +63,7 @@ class _Work:
         self.results = self.local.results()
         self.batch_dependent, main = forward_backward(self.local)
         reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
-        followers = {c: _reached(c.users, attrgetter("users")) for c in reductions}
+        followers = {c: reached(c.users, attrgetter("users")) for c in reductions}
         fixed = main | {node for out, node in self.results if not self._may_move(out)}
         fixed |= {node for node in self.calls if _has_sizes(node)}
         movable = [c for c, after in followers.items() if after and not after & fixed]
@@ -77,10 +77,10 @@ class _Work:
 
     def _move_operands(self) -> None:
         """Move operands of `late` that are functions of stored tensors along; the body computes its own copies."""
-        lasting = _reached([n for node in self.late for n in operands(node)], where=self._lasts)
+        lasting = reached([n for node in self.late for n in operands(node)], where=self._lasts)
         moves = self.late | lasting
         staying = [n for out, n in self.results if isinstance(n, Node) and (out.kind == "result" or n not in moves)]
-        self.body = _reached([*self.carried, *staying, *self._crossing(moves)])
+        self.body = reached([*self.carried, *staying, *self._crossing(moves)])
         self.updated = {out.target: node for out, node in self.results if out.kind == "update" and node in self.body}
         stale = {node for node, program_input in self.inputs.items() if program_input.name in self.updated}
         for node in self.calls:
@@ -186,16 +186,3 @@ def _has_sizes(node: Node) -> bool:
     """True for a call that computes with sizes of the batch."""
     shapes = [tensor.shape for tensor in meta.tensors(node) if tensor is not None]
     return bool(sizes_among([node.args, node.kwargs, shapes]))
-
-
-def _reached(
-    nodes: Iterable[Node], step: Callable[[Node], Iterable[Node]] = operands, where: Callable[[Node], bool] = bool
-) -> set[Node]:
-    """Calls that a traversal reaches from `nodes` by `step`; it stops at calls for which `where` is false."""
-    reached, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node.op == "call_function" and node not in reached and where(node):
-            reached.add(node)
-            todo += step(node)
-    return reached

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.meta import contiguous
-from ..graph.nodes import add_call, communicates, copy_node, drop_dead, node_at, operands
+from ..graph.nodes import add_call, communicates, copy_node, drop_dead, node_at, operands, reached
 from ..graph.storage import shared_operand
 from ..mesh import TIME
 from ..partition.accumulators import add_up, keep_piece, kept_piece, of_piece
@@ -202,11 +203,8 @@ class _Repeats:
 
     def late(self) -> set[Node]:
         """Nodes outside of pieces that depend on one."""
-        dependents = set[Node]()
-        for node in self.nodes:
-            if node not in self.rows and any(n in self.rows or n in dependents for n in node.all_input_nodes):
-                dependents.add(node)
-        return dependents
+        readers = (user for node in self.rows for user in node.users)
+        return reached(readers, attrgetter("users"), lambda node: node not in self.rows)
 
     def check(self) -> None:
         """Raise unless pieces are calls that depend on nothing of each other, send nothing, and draw one after the
@@ -234,12 +232,7 @@ class _Repeats:
 
     def early(self) -> list[Node]:
         """Nodes that come before the first piece."""
-        needed, todo = set[Node](), [*self.shared, *(n for row in self.differing for n in row)]
-        while todo:
-            node = todo.pop()
-            if node not in needed:
-                needed.add(node)
-                todo += node.all_input_nodes
+        needed = reached([*self.shared, *(n for row in self.differing for n in row)])
         first = min(self.position[row[0]] for row in self.rows.values())
         return [n for n in self.nodes if n.op == "placeholder" or n in needed or self.position[n] < first]
 

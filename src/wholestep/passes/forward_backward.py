@@ -9,7 +9,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import is_collective, is_wait
+from ..graph.nodes import is_collective, is_wait, reached
 from ..partition.accumulators import ACCUMULATORS
 from ..partition.batch_dependent import batch_dependent
 from .base import meets_stages
@@ -42,13 +42,7 @@ def forward_backward(local: LocalGraph, later_stages: bool = True) -> tuple[set[
             todo.append(node)
         elif is_wait(node) or communicated.issuperset(inputs):
             communicated.add(node)
-    main = set[Node]()
-    while todo:
-        node = todo.pop()
-        if node not in main:
-            main.add(node)
-            todo += [n for n in node.all_input_nodes if n.op == "call_function"]
-    return varying, main
+    return varying, reached(todo)
 
 
 def carries_stages(local: LocalGraph, node: Node) -> bool:

@@ -15,7 +15,7 @@ from ..cost.simulation import Clock, arrivals_after, start
 from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import is_collective, is_wait, node_at, operands
+from ..graph.nodes import cone, is_collective, is_wait, node_at, operands
 from ..graph.op_kinds import FREE, PRODUCTS
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import ACCUMULATORS
@@ -111,7 +111,7 @@ class _Work:
         varying, main = forward_backward(self.local, later_stages=False)
         self.urgency = self._urgency([n for n in calls if n in main and n in varying])
         gathers = [n for n in calls if n in main and is_collective(n) and n not in varying]
-        self.ahead = {n: _cone(n, self.placed) for n in sorted(gathers, key=self.first_use.__getitem__)}
+        self.ahead = {n: cone(n, self.placed) for n in sorted(gathers, key=self.first_use.__getitem__)}
         self.assigned = self.placed.union(*self.ahead.values())  # placed, or placed with a gather
         tail = [n for n in calls if n not in main]
         self.tail = _Tail(tail)
@@ -133,25 +133,25 @@ class _Work:
                 while self.waiting and not exchanges:
                     self._compute_first()
             while self.queue and self.clock.links_free <= self.clock.now:
-                self._place_all(_cone(heappop(self.queue)[2], self.placed))
+                self._place_all(cone(heappop(self.queue)[2], self.placed))
         while self.queue:
-            self._place_all(_cone(heappop(self.queue)[2], self.placed))
+            self._place_all(cone(heappop(self.queue)[2], self.placed))
         while (late := self.tail.next(_NEVER, lambda _: True)) is not None:
-            self._place_all(_cone(late, self.placed))
+            self._place_all(cone(late, self.placed))
         self._place_all(sorted((n for n in tail if n not in self.placed), key=self.tail.lateness))
 
     def _place_main(self, node: Node) -> None:
         if node in self.urgency:
             heappush(self.queue, (self.urgency[node], len(self.queue), node))
             return
-        again = [ancestor for product in self.alike.get(node, ()) for ancestor in _cone(product, self.placed)]
+        again = [ancestor for product in self.alike.get(node, ()) for ancestor in cone(product, self.placed)]
         for gather in filter(is_collective, again):
-            self._place_all(_cone(gather, self.placed))
-        for needed in _cone(node, self.assigned):
+            self._place_all(cone(gather, self.placed))
+        for needed in cone(node, self.assigned):
             self._gather_ahead(needed)
             while (late := self.tail.next(self.clock.now, self._has_links)) is not None:
-                self._place_all(_cone(late, self.placed))
-            self._place_all(_cone(needed, self.placed))
+                self._place_all(cone(late, self.placed))
+            self._place_all(cone(needed, self.placed))
 
     def _defer(self, node: Node, spare: set[Node]) -> None:
         """Let a product wait for an exchange, with what ends its gradient; the first go where all read too much."""
@@ -193,7 +193,7 @@ class _Work:
         """Reductions to be carried to the next call, with the position at which that call first needs their results."""
         seen = set(self.placed)
         for place, node in enumerate(main):
-            for needed in _cone(node, seen):
+            for needed in cone(node, seen):
                 self.first_use[needed] = place
                 seen.add(needed)
         needed_at = {
@@ -221,7 +221,7 @@ class _Work:
                 return
             if node in self.placed or when <= self.clock.now:
                 del self.carried[node]
-                self._place_all(_cone(node, self.placed))
+                self._place_all(cone(node, self.placed))
 
     def _place_all(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -359,17 +359,3 @@ def _source(node: Node) -> Node:
     while node.target in FREE and operands(node):
         node = node_at(node, 0)
     return node
-
-
-def _cone(node: Node, outside: set[Node]) -> list[Node]:
-    """`node` and all nodes that it depends on, without `outside`, in dependency order."""
-    cone: dict[Node, None] = {}
-    todo = [(node, False)]
-    while todo:
-        at, complete = todo.pop()
-        if complete:
-            cone[at] = None
-        elif at not in cone and at not in outside:
-            todo.append((at, True))
-            todo += [(n, False) for n in operands(at)]
-    return list(cone)

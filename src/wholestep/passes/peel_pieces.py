@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import cast
 
 from torch.fx import Node
@@ -13,7 +14,7 @@ from ..cost.stage_costs import LeftMemory
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of
-from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands
+from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands, reached
 from ..graph.stage_part import TOTAL, Action, Held, OfPiece, StageBlock, StagePart, part_of
 from ..partition.batch_dependent import batch_dependent
 from .base import InPlace
@@ -81,17 +82,8 @@ def _last_runs(local: LocalGraph, node: Node, part: StagePart) -> Iterable[int]:
 
 def _is_exchanged(local: LocalGraph, item: Node) -> bool:
     """True if the first collectives that read a value are of ranks of this stage."""
-    todo, seen = [item], set[Node]()
-    while todo:
-        for user in todo.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if not is_collective(user):
-                todo.append(user)
-            elif _is_shared(local, user):
-                return True
-    return False
+    readers = reached([item], attrgetter("users"), lambda node: not is_collective(node))
+    return any(is_collective(user) and _is_shared(local, user) for node in readers for user in node.users)
 
 
 def _is_shared(local: LocalGraph, node: Node) -> bool:
@@ -103,14 +95,8 @@ def _first_runs(local: LocalGraph, node: Node, part: StagePart) -> list[int]:
     """The actions that are the first to read what ranks of the stage gather."""
     varying, gathered = batch_dependent(local), set[str]()
     for name, operand in zip(part.operands, operands(node), strict=True):
-        todo, seen = [operand], set[Node]()
-        while todo and operand not in varying:
-            source = todo.pop()
-            if is_collective(source) and _is_shared(local, source):
-                gathered.add(name)
-                break
-            todo += [other for other in source.all_input_nodes if other not in seen]
-            seen.update(source.all_input_nodes)
+        sources = reached([operand]) if operand not in varying else ()
+        gathered |= {name} if any(is_collective(n) and _is_shared(local, n) for n in sources) else set()
     blocks, runs = {block.name: block for block in part.blocks}, list[int]()
     for at, action in enumerate(part.actions):
         if action.kind == "run" and not gathered.isdisjoint(blocks[action.name].takes):

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import drop_dead, is_collective, is_wait, operands
+from ..graph.nodes import drop_dead, is_collective, is_wait, operands, reached
 from ..graph.split_lists import lists_of, split_lists
 from .base import InPlace
 from .bucket import union
@@ -109,8 +109,4 @@ class _Work:
 
 def _sent(graph: Graph) -> set[Node]:
     """The nodes whose results a later collective sends."""
-    sent = set[Node]()
-    for node in reversed(graph.nodes):
-        if any(is_collective(user) or user in sent for user in node.users):
-            sent.add(node)
-    return sent
+    return reached(operand for node in graph.nodes if is_collective(node) for operand in node.all_input_nodes)

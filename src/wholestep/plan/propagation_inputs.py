@@ -11,7 +11,7 @@ from torch.fx import Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.nodes import node_at, operands
+from ..graph.nodes import node_at, operands, reached
 from ..graph.op_kinds import CHEAP, PRODUCTS, VIEWS, is_pointwise
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..hardware.hardware import Hardware
@@ -86,16 +86,11 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
     The order of such a sum changes its result, and iterations (Newton-Schulz in Muon) do not contract the error: on
     sharded operands the update would differ from that of one device by far more than the gradients do.
     """
-    coarse, seen = set[Node](), set[Node]()
-    todo = [n for n in graph.graph.nodes if n.target in PRODUCTS and n not in moves and _is_coarse(n)]
-    while todo:
-        node = todo.pop()
-        if node in seen or node in moves or node.target in COMPLETE or node.op != "call_function":
-            continue
-        seen.add(node)
-        if not (_torch.is_getitem(node.target) or node.target in CHEAP or is_pointwise(node.target)):
-            coarse.add(node)
-        todo += [n for n in node.all_input_nodes if _is_coarse(n)]
+    seen = reached(
+        (n for n in graph.graph.nodes if n.target in PRODUCTS),
+        where=lambda node: node not in moves and node.target not in COMPLETE and _is_coarse(node),
+    )
+    coarse = {n for n in seen if not (_torch.is_getitem(n.target) or n.target in CHEAP or is_pointwise(n.target))}
     siblings = [n for n in seen - coarse if any(u in coarse for operand in n.all_input_nodes for u in operand.users)]
     return frozenset(coarse.union(siblings))  # they read the same operand, which is gathered once
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from ... import _torch
-from ...graph.nodes import is_mutating, operands
+from ...graph.nodes import is_mutating, operands, reached
 from ...graph.op_kinds import FREE, arithmetic
 from ...rules.registry import is_random
-from .aliases import viewed
+from .aliases import root_of, viewed
 
 Group = list[Node]
 """A call and the getitems of its results."""
@@ -116,24 +117,10 @@ class _Places:
 
 def _roots(node: Node) -> set[Node]:
     """What `node` reads or writes, and what that is a view of."""
-    roots, pending = set[Node](), operands(node)
-    while pending:
-        operand = pending.pop()
-        source = viewed(operand)
-        if source is None:
-            roots.add(operand)
-        else:
-            pending.append(source)
-    return roots
+    return set(map(root_of, operands(node)))
 
 
 def _readers(node: Node) -> set[Node]:
     """What reads `node`, or a view of it."""
-    readers, users = set[Node](), list(node.users)
-    while users:
-        user = users.pop()
-        if viewed(user) is None:
-            readers.add(user)
-        else:
-            users += user.users
-    return readers
+    views = reached([node], attrgetter("users"), lambda n: n is node or viewed(n) is not None)
+    return {user for view in views for user in view.users if viewed(user) is None}

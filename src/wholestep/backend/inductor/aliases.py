@@ -34,6 +34,13 @@ def viewed(node: Node) -> Node | None:
     return operands(node)[0] if marked or node.target in UNMARKED_VIEWS else None
 
 
+def root_of(node: Node) -> Node:
+    """What `node` is a view of, or itself."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
+
+
 def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
     """Undo what `Reinplace` did to temporaries; what reads an input after it was written reads the input by its name.
 
@@ -45,10 +52,9 @@ def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
         target = node.kwargs.get("out", node.args[0])
         if not isinstance(target, Node) or len(_torch.schema_of(node.target).returns) != 1:
             continue
-        root = target
-        while (source := viewed(root)) is not None:
-            root = source
-        functional = None if root.op == "placeholder" or "out" in node.kwargs else _functional_form(node.target)
+        functional = (
+            None if root_of(target).op == "placeholder" or "out" in node.kwargs else _functional_form(node.target)
+        )
         if functional is not None:
             node.target = functional
         else:

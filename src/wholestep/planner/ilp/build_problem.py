@@ -15,7 +15,7 @@ from ... import _torch
 from ...cost.compute import node_us
 from ...graph import meta
 from ...graph.graph import Input, Role, TrainGraph
-from ...graph.nodes import node_at, operands
+from ...graph.nodes import node_at, operands, reached
 from ...graph.op_kinds import VIEWS
 from ...graph.ops import GRAD_READY
 from ...hardware.hardware import Hardware
@@ -117,12 +117,8 @@ class ProblemBuilder:
         spent = sum(node_us(n, self.spec.prices.hardware) for n in after if n not in self.moving)
         self.update_us = spent / max(stored_bytes, 1)  # for each byte of a parameter and its state
         included = {n for n in self.moving if n.op == "call_function" and n not in after}
-        todo, before = [n for node in included for n in node.all_input_nodes], set[Node]()
-        while todo:
-            node = todo.pop()
-            if node.op == "call_function" and node not in included and node not in after and node not in before:
-                before.add(node)
-                todo += node.all_input_nodes
+        reads = (n for node in included for n in node.all_input_nodes)
+        before = reached(reads, where=lambda node: node not in included and node not in after)
         of_params = set(self.params.values())
         for node in self.graph.graph.nodes:
             if node in before and any(n in of_params for n in node.all_input_nodes):
