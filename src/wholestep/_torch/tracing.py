@@ -231,7 +231,8 @@ def graph_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Graph
 
 def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
     """Trace `fn` on fake tensors into a graph of ATen calls."""
-    return make_fx(fn)(*fakes).graph
+    with _use_lazy_graph_module(True), quick_dispatch({}, _as_they_are):
+        return make_fx(fn, **_WITHOUT_NAMES)(*fakes).graph
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..tuning import TUNING
 from . import meta
+from .call_keys import place_in
 from .decompositions import EXPANSIONS
 from .graph import TrainGraph
 from .nodes import add_call, copy_node, drop_dead, node_at, operands
@@ -25,11 +26,17 @@ from .sizes_in_graph import symbols_in, with_plain_sizes, without_size_nodes
 from .verify import check_train_graph
 
 ROUNDS = TUNING.expand_rounds
+_expands: dict[Any, bool] = {}  # by op, arguments and outputs: a trace says it
 
 
 def can_expand(node: Node) -> bool:
     """Return whether `node` has a decomposition for its arguments."""
-    return _decomposition(node) is not None
+    if node.target not in EXPANSIONS:
+        return False
+    cache, key = place_in(_expands, node)
+    if key not in cache:
+        cache[key] = _decomposition(node) is not None
+    return cache[key]
 
 
 def expandable(nodes: Iterable[Node]) -> list[Node]:

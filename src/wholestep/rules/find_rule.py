@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from .. import _torch
 from ..graph import meta
+from ..graph.call_keys import place_in
 from . import registry
 from .call import Call
 from .rule import BoundRule
@@ -30,7 +31,7 @@ def call_kind(node: Node) -> registry.CallKind:
         return meta.known_rule(node)[1]
     bound = registry.bound
     now = bound, node.args, node.kwargs
-    cache, key = registry.place_in(bound, node)
+    cache, key = place_in(bound, node)
     try:
         kind = cache[key] if key in cache else cache.setdefault(key, registry.CallKind())
     except TypeError:  # an argument that cannot be hashed

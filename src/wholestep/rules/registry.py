@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .. import _torch
 from ..errors import RuleError, shown
-from ..graph import meta
-from ..graph.meta import TensorMeta
-from ..sizes import SizeFloat, SizeGuards, SizeInt, UnitInt, text_of, unit_of
 from .apply import apply, choose
 from .call import Call
 from .cut_in_units import in_whole_units
@@ -23,7 +20,6 @@ from .rule import BoundRule
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 BUILT_IN = "built in"
-_INT = {int}
 
 
 @dataclass(frozen=True)
@@ -212,36 +208,6 @@ class CallKind:
 
 bound: dict[Any, CallKind] = {}
 """The kinds that `call_kind` met, by op and arguments. A new rule replaces the dict; nodes cache kinds with it."""
-
-
-def place_in(cache: dict[Any, Any], call: Call | Node) -> tuple[dict[Any, Any], tuple[Any, ...]]:
-    """Where the result for a call is kept: a cache, and a key that distinguishes numbers of different types (dim 1 and
-    True); hashable if all arguments are. Calls with symbolic sizes have a cache of their own (`SizeGuards.own`), and
-    keys in which expressions stand for them, so that numbers which are equal in one batch alone are told apart.
-    """
-    records: list[SizeGuards] = []
-    outputs = meta.tensors(call) if isinstance(call, Node) else call.outputs
-    parts = call.args, tuple(call.kwargs.items()), outputs
-    key = call.target, *[_frozen(part, records) for part in parts]
-    return records[0].own(cache) if records else cache, key
-
-
-def _frozen(value: Any, records: list[SizeGuards]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple([_frozen(v, records) for v in cast(Sequence[Any], value)])
-    if isinstance(value, Node):
-        value = meta.tensor(value) or Node
-    if isinstance(value, TensorMeta):
-        if _INT.issuperset(map(type, value.shape)) and _INT.issuperset(map(type, value.stride)):
-            return value
-        return _frozen(value.shape, records), _frozen(value.stride, records), value.dtype, value.device
-    if isinstance(value, (SizeInt, SizeFloat)):
-        records.append(value.guards)
-        unit = unit_of(cast(int, value))
-        return type(value), value.text, unit if unit is None else text_of(unit)
-    if isinstance(value, UnitInt):
-        return UnitInt, int(value), value.unit
-    return type(value), value
 
 
 def is_random(node: Node) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ...graph.call_keys import place_in
 from ...graph.meta import TensorMeta
 from ..call import Call
-from ..registry import place_in
 from ..rule import BoundRule, Group, PassThrough
 from .check import OpCase, Sample, ShardedFactor, case_of, check_pass, check_way, ways
 
