@@ -343,9 +343,12 @@ def _beside(
         if node in spare and node.target in PRODUCTS:
             for operand in operands(node):
                 seen.setdefault(_source(operand), []).append(node)
-        todo = [node_at(node_at(node, 0), 0)] if node in exchanges else []
+        todo, visited = [node_at(node_at(node, 0), 0)] if node in exchanges else [], set[Node]()
         while todo:
             operand = todo.pop()
+            if operand in visited:
+                continue
+            visited.add(operand)
             if operand.target in PRODUCTS:
                 alike[operand] = [product for factor in operands(operand) for product in seen.get(_source(factor), ())]
                 exchange_of |= dict.fromkeys(alike[operand], node)
