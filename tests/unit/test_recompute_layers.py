@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import wholestep as ws
 from tests.steps import mean_square
@@ -25,6 +26,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def next_token(model: Any, optimizer: Any, tokens: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def blocks(layers: int = 4, width: int = 64) -> ws.TrainGraph:
@@ -74,6 +83,23 @@ def test_full_keeps_what_layers_hand_on() -> None:
         kept = SavedTensors(RecomputeLayers("full")(local))
         held.append(sum(v.storage.size_bytes for v in kept.candidates if v.storage.node in kept.batch_dependent))
     assert held[1] - held[0] == held[2] - held[1] == 512 * 64 * 4
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_full_keeps_nothing_that_ranks_exchanged(method: Any) -> None:
+    """With one more layer, a rank keeps one more hidden state of its tokens."""
+    held = list[int]()
+    for layers in (2, 3, 4):
+        sizes = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers}
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+        with torch.device("meta"):
+            model, tokens = LlamaForCausalLM(config), torch.ones(2, 16, dtype=torch.int64)
+        graph = ws.capture(next_token, model, torch.optim.AdamW(model.parameters()), tokens)
+        local = ws.partition(graph, ws.plan(graph, "cp=2", ws.ContextParallel(method=method), hardware=H100))
+        saved = SavedTensors(RecomputeLayers("full")(local))
+        kept = (s for s in saved.storages if s.node in saved.batch_dependent and s.node.op == "call_function")
+        held.append(sum(s.size_bytes for s in kept if saved.last_segment[id(s)] > saved.segment[s.node]))
+    assert held[1] - held[0] == held[2] - held[1] == 2 * 8 * 32 * 4
 
 
 def test_auto_fits_a_budget() -> None:

@@ -29,7 +29,8 @@ class RecomputeLayers:
     """Recomputes in the backward what the layers of a model save from the forward. A layer is a module whose name is a
     number, as `layers.3`. Bitwise the same.
 
-    `full` keeps what a layer hands to others, and gathers again what sequence parallelism gathered in it. `selective`
+    `full` keeps what a layer hands to others, and gathers or exchanges again what ranks that share sequences gathered
+    or exchanged in it. `selective`
     recomputes only what needs no matrix product, convolution or attention to run twice. Sums over ranks and random
     numbers are always kept.
 

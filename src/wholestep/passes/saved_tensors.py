@@ -13,7 +13,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
-from ..graph.op_kinds import is_uninitialized
+from ..graph.op_kinds import IN_PLACE_OF, collective_kind, is_uninitialized
 from ..graph.storage import Storage, storages
 from ..partition import rank_ops
 from ..partition.batch_dependent import batch_dependent
@@ -47,8 +47,8 @@ class SavedTensors:
 
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
-    parameters to be re-gathered, `activations` what is gathered of values that depend on the batch: all ranks have to
-    choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever reads them now.
+    parameters to be re-gathered, `activations` what is gathered of values that depend on the batch, or exchanged: all
+    ranks have to choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever reads them now.
     """
 
     local: LocalGraph
@@ -172,12 +172,13 @@ class SavedTensors:
         if _torch.is_getitem(node.target) or is_wait(node):
             return self.repeatable(operands(node)[0])
         if is_collective(node):
-            allowed = self.activations if node in self.batch_dependent else self.gathers
-            return allowed and node.target is GATHER and node.args[-1] != self.local.stage_axis
+            varies = node in self.batch_dependent
+            moves = node.target is GATHER or (varies and collective_kind(node.target) == "all_to_all")
+            return moves and (self.activations if varies else self.gathers) and node.args[-1] != self.local.stage_axis
         if node.op != "call_function" or (node in self.batch_dependent and not self.compute):
             return False
         if not _torch.is_op(node.target):
-            return node.target in _PURE
+            return node.target in _PURE or node.target in IN_PLACE_OF
         return not (draws(node) or is_mutating(node) or is_uninitialized(node.target))
 
 
