@@ -368,8 +368,8 @@ def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
     return value
 
 
-def has_extent(value: Any) -> bool:
-    """Return whether `value` is or contains an `Extent` or an `OfOwner`."""
+def has_extent(value: Any, starts: bool = True) -> bool:
+    """Return whether `value` is or contains an `Extent` or an `OfOwner`; without `starts`, one that is a size."""
     if isinstance(value, (list, tuple)):
-        return any(has_extent(v) for v in cast(Sequence[Any], value))
-    return isinstance(value, (Extent, OfOwner))
+        return any(has_extent(v, starts) for v in cast(Sequence[Any], value))
+    return isinstance(value, OfOwner) or (isinstance(value, Extent) and (starts or not value.start))

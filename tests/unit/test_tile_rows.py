@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
@@ -120,7 +121,7 @@ def test_one_rank(loss: str, rows: int, tokens: int) -> None:
 STRATEGIES: dict[str, tuple[str, Any]] = {
     "replicate": ("dp=2", ws.DataParallel("replicate", semantics="global")),
     "fully_shard": ("dp=2", ws.DataParallel("fully_shard", semantics="global")),
-    "context": ("cp=2", ws.ContextParallel()),
+    "context": ("cp=2", ws.ContextParallel(method="gather")), "heads": ("cp=2", ws.ContextParallel(method="heads")),
     "both": ("dp=2,cp=2", [ws.DataParallel("fully_shard", semantics="global", axis="dp"), ws.ContextParallel()]),
 }
 
@@ -199,17 +200,32 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("name", ["fully_shard", "context"])
-def test_recomputed_layers_are_tiled(name: str) -> None:
+class Llama(nn.Module):
+    """Layers with a gate: three wide products read the same rows, and each other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": CLASSES, "hidden_size": 16, "intermediate_size": 96, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "context", "heads"])
+@pytest.mark.parametrize("kind", [Deep, Llama])
+def test_recomputed_layers_are_tiled(name: str, kind: Callable[[], nn.Module]) -> None:
     x, y = torch.randint(CLASSES, (2, 2, 4, 38), generator=torch.Generator().manual_seed(0))
-    one = OneDevice(partial(make, Deep), step_of(_mean), list(zip(x, y, strict=True)))
+    one = OneDevice(partial(make, kind), step_of(_mean), list(zip(x, y, strict=True)))
     tiled = list[ws.LocalGraph]()
     for passes in ([RecomputeLayers("full")], [RecomputeLayers("full"), ws.TileRows(3, 1)]):
         found = compare(one, *STRATEGIES[name], edit=lambda local, passes=passes: ws.run_passes(local, passes))
         assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
         tiled.append(found.local)
     assert len(tiles(tiled[1])) >= 3, "the logits, and what each layer computes again"
-    assert ws.peak_memory(tiled[1]).size_bytes < 0.7 * ws.peak_memory(tiled[0]).size_bytes
+    share = 0.7 if kind is Deep else 0.85
+    assert ws.peak_memory(tiled[1]).size_bytes < share * ws.peak_memory(tiled[0]).size_bytes
 
 
 def _local(

@@ -9,8 +9,9 @@ planned and partitioned as a step of its own, of which the tiles are the micro-b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import ClassVar, cast
 
@@ -23,7 +24,7 @@ from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
 from ..graph.loop import loop_of
-from ..graph.nodes import copy_node, drop_dead, node_at, operands
+from ..graph.nodes import copy_node, drop_dead, node_at, operands, redirect
 from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
@@ -77,15 +78,16 @@ class TileRows:
             problem = f"TileRows({self.tiles}) in a step with stages, micro-batches, or an end in the next call"
             raise PlanError(problem, "one of them", "leave out TileRows: micro-batches are tiles of the whole step")
         tiled, reasons, tried = _counted(local), list[str](), set[str]()
+        uneven = _uneven(tiled)
         while seed := next((node for node in self._seeds(tiled) if node.name not in tried), None):
             tried.add(seed.name)
             try:
-                region, tiled = self._tiled(tiled, seed)
-                tried |= {node.name for node in region.states}
+                tried |= {node.name for node in self._tile(tiled, seed, uneven).states}
             except PlanError as error:
                 shape, line = list(meta.one_tensor(seed).shape), meta.source_line(seed)
                 reasons.append(f"%{seed.name} {shape} ({line}): {error.found}")
         why = "; ".join(reasons[:3])
+        drop_dead(tiled.graph)
         if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1:
             if reasons and self.tiles > 1:
                 warnings.warn(f"TileRows({self.tiles}) leaves {len(reasons)} long products whole: {why}", stacklevel=2)
@@ -97,13 +99,14 @@ class TileRows:
         warnings.warn(text, stacklevel=2)
         return local
 
-    def _tiled(self, local: LocalGraph, seed: Node) -> tuple[_Region, LocalGraph]:
-        """The region of a product, and the program with its loop. Raises PlanError: there is none; says why."""
+    def _tile(self, local: LocalGraph, seed: Node, uneven: Set[Node]) -> _Region:
+        """The region of a product, for which `local` has a loop now. Raises PlanError: there is none; says why."""
         errors = list[PlanError]()
         for blocks in _blocks(seed):
             try:
-                region = _Region(local, seed, self.tiles, blocks)
-                return region, region.tiled()
+                region = _Region(local, seed, self.tiles, blocks, uneven)
+                region.tile()
+                return region
             except PlanError as error:
                 errors.append(error)
         raise errors[-1]
@@ -125,23 +128,29 @@ class _NoTilesError(PlanError):
 
 @dataclass
 class _Region:
-    """`states`: how nodes of the region are cut, in no order. `needs`: how tiles cut what they are given, for what they
-    read a piece of. `ends`: nodes whose readers are not of the region. `twice`: views that others read too.
+    """`uneven`: nodes with other sizes on other ranks. `states`: how nodes of the region are cut, in no order. `needs`:
+    how tiles cut what they are given, for what they read a piece of. `ends`: nodes whose readers are not of the region.
+    `twice`: views that others read too.
     """
 
     local: LocalGraph
     seed: Node
     tiles: int
     blocks: int
+    uneven: Set[Node]
     states: dict[Node, States] = field(default_factory=dict[Node, States])
     needs: dict[Node, AxisState] = field(default_factory=dict[Node, AxisState])
 
     def __post_init__(self) -> None:
         self.ends, self.twice, self.nodes = set[Node](), set[Node](), list(self.local.graph.nodes)
+        self.place = {node: place for place, node in enumerate(self.nodes)}
         rows = sharded_along(0, self.blocks)
         self._join(self.seed, _operand_states(self.seed, rows, self.tiles) or {}, (rows,))
-        self._follow()
-        self._lead()
+        known = 0
+        while len(self.states) > known:  # what leads to the region has readers, and they other operands
+            known = len(self.states)
+            self._follow()
+            self._lead()
 
     def _join(self, node: Node, taken: Mapping[Node, AxisState], states: States) -> None:
         self.states[node] = states
@@ -153,13 +162,23 @@ class _Region:
         """Add what reads rows of the region row by row, in the order of the program. `late`: other nodes that need more
         than sums of the region; what reads one is late too.
         """
-        late = set[Node]()
-        for node in self.nodes[self.nodes.index(self.seed) + 1 :]:
-            sources = [n for n in node.all_input_nodes if any(self.states.get(n, ())) or n in late]
+        late, todo = set[Node](), {user for node in self.states for user in self._readers(node)}
+        for node in self.nodes[min(map(self.place.__getitem__, self.states)) :]:
+            if not todo:
+                break
+            todo.discard(node)
+            sources = [n for n in node.all_input_nodes if node in self._readers(n) or n in late]
             if not sources or node.op != "call_function":
                 continue
-            if not (late.isdisjoint(sources) and self.ends.isdisjoint(sources) and self._follows(node)):
+            if late.isdisjoint(sources) and self.ends.isdisjoint(sources) and self._follows(node):
+                todo |= self._readers(node)
+            else:
                 late.add(node)
+
+    def _readers(self, node: Node) -> set[Node]:
+        """What reads rows of `node` of the region, and is not of it."""
+        rows = any(self.states.get(node, ())) and node not in self.twice
+        return {user for user in node.users if user not in self.states} if rows else set()
 
     def _follows(self, node: Node) -> bool:
         if _torch.is_getitem(node.target):
@@ -180,38 +199,52 @@ class _Region:
         return True
 
     def _lead(self) -> None:
-        """Add what only the region reads, where it is no smaller than the rows that it is computed from."""
-        for node in reversed(self.nodes[: max(map(self.nodes.index, self.states))]):
-            state = self.needs.get(node)
+        """Add what only the region reads, where it is no smaller than the rows that it is computed from; and what is
+        as large as the seed, whoever reads it.
+        """
+        long_bytes, todo = meta.size_bytes(self.seed), set(self.needs)
+        while todo:
+            node = max(todo, key=self.place.__getitem__)
+            todo.remove(node)
+            state, is_view, tensor = self.needs[node], node.target in VIEWS, meta.tensor(node)
             outside = [user for user in node.users if user not in self.states or user in self.twice]
-            if state is None or node.op != "call_function" or (outside and node.target not in VIEWS):
+            is_long = tensor is not None and tensor.size_bytes >= long_bytes
+            if node.op != "call_function" or tensor is None or (outside and not (is_view or is_long)):
                 continue
-            taken = _operand_states(node, state, self.tiles) if meta.tensor(node) else None
-            if taken and outside and not self.states.keys().isdisjoint(taken):
+            taken = _operand_states(node, state, self.tiles)
+            if taken and outside and not is_long and not self.states.keys().isdisjoint(taken):
                 raise _NoTilesError(f"%{node.name} is read by others too")
-            if taken and (node.target in VIEWS or _grows(node, taken)):
+            if taken and (is_view or is_long or _grows(node, taken)):
                 del self.needs[node]
                 self._join(node, taken, (state,))
-                self.twice |= {node} if outside else set()
+                self.twice |= {node} if outside and not is_long else set()
+                todo |= taken.keys() & self.needs.keys()
 
+    @cached_property
     def inner(self) -> list[Node]:
         """The nodes of the region in order, with those between them: what depends on sums of it, and it on them."""
-        below, above = self.states.keys() - self.twice, set(self.states)
-        for node in self.nodes:
+        below, above, places = (
+            self.states.keys() - self.twice,
+            set(self.states),
+            sorted(map(self.place.get, self.states)),
+        )
+        window = self.nodes[places[0] : places[-1] + 1]
+        for node in window:
             if not below.isdisjoint(node.all_input_nodes):
                 below.add(node)
-        for node in reversed(self.nodes):
+        for node in reversed(window):
             if not above.isdisjoint(node.users) and node not in self.twice:
                 above.add(node)
         inner = self.twice | (below & above)
-        return [n for n in self.nodes if n in inner or (_torch.is_getitem(n.target) and n.args[0] in inner)]
+        inner |= {user for node in inner for user in node.users if _torch.is_getitem(user.target)}
+        return sorted(inner, key=self.place.__getitem__)
 
     def check(self) -> None:
         """Raise unless the region depends on its own sums by sums alone, and on nothing long."""
-        nodes, long_bytes, uneven = self.inner(), meta.size_bytes(self.seed), _uneven(self.local)
+        nodes, long_bytes = self.inner, meta.size_bytes(self.seed)
         inside = set(nodes)
         for node in nodes:
-            if other := next((n for n in (node, *operands(node)) if n in uneven), None):
+            if other := next((n for n in (node, *operands(node)) if n in self.uneven), None):
                 raise _NoTilesError(f"%{other.name} has other sizes on other ranks")
             if node not in self.states and not _torch.is_getitem(node.target) and not _may_join(node):
                 raise _NoTilesError(f"it depends on itself by %{node.name}")
@@ -224,7 +257,7 @@ class _Region:
 
     def step(self) -> tuple[TrainGraph, list[Node], list[Node]]:
         """The region as a step; the nodes that are its inputs, and those that are its results."""
-        nodes, graph, at = self.inner(), Graph(), dict[Node, Node]()
+        nodes, graph, at = self.inner, Graph(), dict[Node, Node]()
         inside, inputs = set(nodes), list[Input]()
         sources = list(dict.fromkeys(n for node in nodes for n in operands(node) if n not in inside))
         ends = [node for node in nodes if node not in self.twice and not inside.issuperset(node.users)]
@@ -243,8 +276,8 @@ class _Region:
         outputs = tuple(Output("result", end.name) for end in ends)
         return TrainGraph(graph, tuple(inputs), outputs), sources, ends
 
-    def tiled(self) -> LocalGraph:
-        """The program with a loop in place of the region."""
+    def tile(self) -> None:
+        """Put a loop in place of the region."""
         self.check()
         step, sources, ends = self.step()
         cuts = {n: state.dim for n, state in self.needs.items() if state.blocks == 1}  # others are cut as these are
@@ -259,42 +292,36 @@ class _Region:
             tensor = meta.tensor(node) if after else None
             if tensor and tensor.size_bytes >= meta.size_bytes(self.seed) and tensor.shape not in sums:
                 raise _NoTilesError(f"all of %{node.name} is needed at once ({meta.source_line(node)})")
-        return self._spliced(loops, sources, ends)
+        self._splice(loops, sources, ends)
 
-    def _spliced(self, loops: LocalGraph, sources: Sequence[Node], ends: Sequence[Node]) -> LocalGraph:
-        """The program with `loops` in place of the region, as soon as all is there that it needs."""
-        new, at = Graph(), dict[Node, Node]()
-        before, after = self._order(sources)
-        for node in before:
-            at[node] = copy_node(node, new, at.__getitem__)
-        inner = {node: at[source] for (_, node), source in zip(loops.placeholders(), sources, strict=True)}
-        for node in loops.graph.nodes:
-            if node.op == "call_function":
-                inner[node] = copy_node(node, new, inner.__getitem__)
+    def _splice(self, loops: LocalGraph, sources: Sequence[Node], ends: Sequence[Node]) -> None:
+        """Put `loops` in place of the region, behind what it reads."""
         for (_, result), end in zip(loops.results(), ends, strict=True):
-            if not meta.same_strides(meta.one_tensor(inner[result]), meta.one_tensor(end)):
+            if not meta.same_strides(meta.one_tensor(result), meta.one_tensor(end)):
                 raise _NoTilesError(f"%{end.name} has other strides than its op gives")
-            at[end] = inner[result]
-        for node in after:
-            at[node] = copy_node(node, new, at.__getitem__)
-        drop_dead(new)
-        return replace(self.local, graph=new)
+        old = [node for node in self.inner if node not in self.twice]
+        first, inner = old[0], {node: source for (_, node), source in zip(loops.placeholders(), sources, strict=True)}
+        for node in self._between(first, sources):
+            first.prepend(node)
+        with self.local.graph.inserting_before(first):
+            for node in loops.graph.nodes:
+                if node.op == "call_function":
+                    inner[node] = copy_node(node, self.local.graph, inner.__getitem__)
+        redirect({end: inner[result] for (_, result), end in zip(loops.results(), ends, strict=True)})
+        for node in reversed(old):
+            self.local.graph.erase_node(node)
 
-    def _order(self, sources: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-        """Nodes before the loop, and after it. Before it are those that it reads, and those that came before."""
-        inside, needed = set(self.inner()) - self.twice, set(sources)
-        first = self.nodes.index(next(n for n in self.nodes if n in inside))
-        for node in reversed(self.nodes):
-            if node in needed:
-                needed |= set(node.all_input_nodes)
-        before, after = list[Node](), list[Node]()
-        for i, node in enumerate(self.nodes):
-            if node not in inside:
-                early = i < first or node in needed or node.op == "placeholder"
-                if early and i > first and draws(node):
+    def _between(self, first: Node, sources: Sequence[Node]) -> list[Node]:
+        """The nodes behind `first` that `sources` depend on, in order."""
+        needed, todo = set[Node](), list(sources)
+        while todo:
+            node = todo.pop()
+            if node not in needed and self.place[node] > self.place[first]:
+                if draws(node):
                     raise _NoTilesError(f"%{node.name} draws random numbers that it needs")
-                (before if early else after).append(node)
-        return before, after
+                needed.add(node)
+                todo += node.all_input_nodes
+        return sorted(needed, key=self.place.__getitem__)
 
 
 def _counted(local: LocalGraph) -> LocalGraph:
@@ -330,7 +357,7 @@ def _uneven(local: LocalGraph) -> set[Node]:
             if size % prod(map(local.mesh.axis_size, axes)):
                 uneven.add(node)
     for node in local.graph.nodes:
-        tensor, ranked = meta.tensor(node), has_extent((node.args, tuple(node.kwargs.values())))
+        tensor, ranked = meta.tensor(node), has_extent((node.args, tuple(node.kwargs.values())), starts=False)
         if node.target is take_chunk:
             dim, parts = cast("tuple[int, int]", node.args[1:3])
             ranked = meta.one_tensor(node_at(node, 0)).shape[dim] % parts != 0
