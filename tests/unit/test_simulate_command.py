@@ -42,6 +42,18 @@ def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
+@pytest.mark.parametrize("recompute", ["full", "auto"])
+def test_tiles_of_rows_hold_less(recompute: str, tmp_path: Path) -> None:
+    figures, peaks = tmp_path / "figures.json", list[int]()
+    model = ("--hf", "gpt2", "--layers", "2", "--seq", "16384", "--mesh", "cp=2", "--recompute", recompute)
+    for more in ([], ["--tile-rows", "16"]):
+        code, said = run(*model, *more, "--json", str(figures))
+        assert code == 0, said
+        peaks.append(json.loads(figures.read_text())["peak_bytes"])
+    logits = 16384 // 2 * 50257 * 4
+    assert peaks[1] < peaks[0] - 2 * logits
+
+
 def test_a_stack_and_measured_kernels(model: str, tmp_path: Path) -> None:
     """A step this small is bound by the host; the product that was measured takes longer."""
     figures, profile = tmp_path / "figures.json", tmp_path / "kernels.json"

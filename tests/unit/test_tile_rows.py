@@ -121,7 +121,8 @@ def test_one_rank(loss: str, rows: int, tokens: int) -> None:
 STRATEGIES: dict[str, tuple[str, Any]] = {
     "replicate": ("dp=2", ws.DataParallel("replicate", semantics="global")),
     "fully_shard": ("dp=2", ws.DataParallel("fully_shard", semantics="global")),
-    "context": ("cp=2", ws.ContextParallel(method="gather")), "heads": ("cp=2", ws.ContextParallel(method="heads")),
+    "context": ("cp=2", ws.ContextParallel(method="gather")),
+    "heads": ("cp=2", ws.ContextParallel(method="heads")),
     "both": ("dp=2,cp=2", [ws.DataParallel("fully_shard", semantics="global", axis="dp"), ws.ContextParallel()]),
 }
 

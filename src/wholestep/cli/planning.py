@@ -89,7 +89,7 @@ class PlanRequest:
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
         memory, software = tensor_bytes or self.options.memory, self.options.software
-        return passes_of(self.options.recomputes(), hardware, memory, software)
+        return passes_of(self.options.recomputes(), hardware, memory, software, self.options.tile_rows)
 
     @property
     def fitted_bytes(self) -> int | None:
@@ -350,8 +350,12 @@ def _search_done(shown: Screen, search: SearchResult, graph: ws.TrainGraph, requ
 
 
 def searched_passes(request: PlanRequest) -> tuple[Pass, ...] | None:
-    """The passes of a search: it fits candidates into the memory itself, so `auto` adds none."""
-    return None if request.options.recomputes("auto") == "auto" else request.passes_on(request.hardware)
+    """The passes of a search, which fits candidates into the memory itself; None for the standard ones."""
+    options = request.options
+    if options.recomputes("auto") != "auto":
+        return request.passes_on(request.hardware)
+    tiles, software = options.tile_rows, options.software
+    return None if tiles == 1 else passes_of("none", request.hardware, software=software, tiles=tiles)
 
 
 def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, request: PlanRequest) -> list[str]:

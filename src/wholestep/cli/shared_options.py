@@ -87,6 +87,9 @@ class SharedOptions:
     recompute: Annotated[
         Recompute | None, _option("In the backward: none, selective or full of each layer, auto to fit --memory.")
     ] = None
+    tile_rows: Annotated[
+        int, _option("Compute long products and their loss, as logits, in so many tiles of rows.", least=1)
+    ] = 1
     memory: Annotated[
         str | None, _option("Memory of a rank, as 80GiB: that --auto, gpus or --recompute auto fits into.")
     ] = None

@@ -35,7 +35,8 @@ class FitMemory(InContext):
     Args:
         budget_bytes: bound on the tensors of a rank.
         hardware: prices computing and the links.
-        gathers: gathered parameters may be re-gathered instead of kept. Gathered and exchanged activations may be in any case.
+        gathers: gathered parameters may be re-gathered instead of kept. Activations that ranks gathered or exchanged
+            may be in any case.
         after: the passes that follow this one.
         peak: peak memory of a finished program.
         stage: of the program of all stages, the one whose program to return within the budget.

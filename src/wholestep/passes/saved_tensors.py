@@ -48,7 +48,8 @@ class SavedTensors:
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
     parameters to be re-gathered, `activations` what is gathered of values that depend on the batch, or exchanged: all
-    ranks have to choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever reads them now.
+    ranks have to choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever
+    reads them now.
     """
 
     local: LocalGraph

@@ -226,7 +226,7 @@ class _Region:
         below, above, places = (
             self.states.keys() - self.twice,
             set(self.states),
-            sorted(map(self.place.get, self.states)),
+            sorted(self.place[node] for node in self.states),
         )
         window = self.nodes[places[0] : places[-1] + 1]
         for node in window:

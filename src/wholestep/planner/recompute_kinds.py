@@ -1,30 +1,37 @@
-"""What a step recomputes in its backward, by name, as passes."""
+"""What a step recomputes in its backward, by name, and tiles of rows, as passes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..backend.default_passes import default_passes
 from ..cost.software import OWN, Software
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
+from ..passes.fit_memory import FitMemory
 from ..passes.recompute_layers import RecomputeLayers
+from ..passes.tile_rows import TileRows
 
 RecomputeKind: TypeAlias = Literal["none", "selective", "full", "auto"]
 
 
 def passes_of(
-    kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None, software: Software = OWN
-) -> tuple[Pass, ...]:
+    kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None, software: Software = OWN,
+    tiles: int = 1,
+) -> tuple[Pass, ...]:  # fmt: skip
     """The standard pipeline of `software`, with `RecomputeLayers` before it; for `auto`, with what fits the step into
-    `memory_bytes`, the memory of the hardware if None.
+    `memory_bytes`, the memory of the hardware if None. Long products are computed in `tiles` of rows.
 
     Raises:
-        PlanError: `memory_bytes` is not a size.
+        PlanError: `memory_bytes` is not a size; `tiles` is not positive.
     """
-    if kind == "auto":
-        return default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes, software=software)
-    return (*recomputing(kind), *default_passes(hardware, software=software))
+    tiled = () if tiles == 1 else (TileRows(tiles),)
+    if kind != "auto":
+        return (*recomputing(kind), *tiled, *default_passes(hardware, software=software))
+    fit, *passes = default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes, software=software)
+    assert isinstance(fit, FitMemory), "it comes first"
+    return replace(fit, after=(*tiled, *passes)), *tiled, *passes
 
 
 def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:
