@@ -18,7 +18,7 @@ STAGES = "pp"
 CONTEXT = "cp"
 """A name that stands for ranks that share tokens: other strategies do not take an axis called so."""
 _RESERVED = {
-    "ep": ("experts have no axis of their own", "split experts along tp (the model's plan), or shard them along dp"),
+    "ep": ("experts have no axis of their own", 'give ExpertParallel(axis="dp"), or split them along tp'),
 }
 """Names that stand for a parallelism that an axis does not have yet, and what there is in its place."""
 

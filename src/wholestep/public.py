@@ -50,6 +50,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .passes.tile_rows import TileRows
     from .plan.context_parallel import ContextParallel
     from .plan.data_parallel import DataParallel
+    from .plan.expert_parallel import ExpertParallel
     from .plan.micro_batches import MicroBatches
     from .plan.pad_to import PadTo
     from .plan.pipelines import Pipeline
@@ -69,8 +70,8 @@ with collector_paused():  # modules are no garbage, and torch has many
 __all__ = [
     "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
     "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ConstraintError", "ContextParallel",
-    "DataParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout", "LayoutError",
-    "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
+    "DataParallel", "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
+    "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
     "NonFiniteError", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
     "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
     "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import wholestep as ws
@@ -17,8 +18,10 @@ from tests.steps import mean_square
 SHAPES = [(2, 12), (2, 7), (3, 5), (1, 1), (2, 12)]
 
 
-def share_rows(rank: int, world: int) -> None:
-    """Other tokens in each call, of shapes that divide and not; the first expert has no tokens in one call."""
+def share_rows(rank: int, world: int, apart: bool) -> None:
+    """Other tokens in each call, of shapes that divide and not; the first expert has no tokens in one call.
+    `apart`: each rank has its own experts.
+    """
     moe: Any = importlib.import_module("transformers.integrations.moe")
     moe._can_use_grouped_mm = _uses_torch
     torch.set_default_dtype(torch.float64)
@@ -29,15 +32,25 @@ def share_rows(rank: int, world: int) -> None:
     experts = built.model.layers[0].mlp
     model, other = _Alone(experts), _Alone(copy.deepcopy(experts))
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
-    step = ws.compile(mean_square, mesh=f"cp={world}", parallel=ws.ContextParallel(style="replicate"))
+    parallel: list[Any] = [ws.ContextParallel(style="replicate"), *([ws.ExpertParallel("cp")] if apart else [])]
+    step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel)
     for call, (rows, length) in enumerate(SHAPES):
         x = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(call))
         x = x.abs() if call == 2 else x
         torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), rtol=1e-10, atol=1e-12)
     assert step.plan is not None
     assert not step.plan.repeated
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
+    held = [p.numel() for p in _local(model)]
+    assert (sum(held) < 0.6 * sum(p.numel() for p in other.parameters())) == apart
+    with ws.whole(model, writeback=False):
+        assert [*model.state_dict()] == [*other.state_dict()]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def _local(model: torch.nn.Module) -> list[Tensor]:
+    """What this rank has of the parameters."""
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
 def _uses_torch(*arguments: Tensor) -> bool:
@@ -57,5 +70,6 @@ class _Alone(torch.nn.Module):
 
 
 @pytest.mark.timeout(300)
-def test_ranks_share_rows() -> None:
-    run_ranks(share_rows, 2)
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_share_rows(apart: bool) -> None:
+    run_ranks(share_rows, 2, apart)

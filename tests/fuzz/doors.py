@@ -77,7 +77,8 @@ def right_values() -> dict[Any, tuple[Any, ...]]:
     values = (
         graph(), local(), plans()[0], plans()[1], ws.Mesh("dp=2"), ws.Mesh("dp=2,tp=2"), ws.Axis("dp", 2), hardware,
         ws.Hardware.default(), ws.DataParallel(), ws.TensorParallel({"0": "colwise"}), ws.Pipeline(micro_batches=2),
-        ws.MicroBatches(2), ws.Auto("1GiB"), ws.ContextParallel(), ws.TileRows(2), ws.Layout((("dp",), ())),
+        ws.MicroBatches(2), ws.Auto("1GiB"), ws.ContextParallel(), ws.ExpertParallel(), ws.TileRows(2),
+        ws.Layout((("dp",), ())),
         ws.MixedPrecision(), ws.Float8(),
         ws.Schedule(), ws.Recompute(1 << 20), ws.CaptureOptions(), ws.PadTo([2, 4], {"x": 0}),
         ws.KernelTimes(()), ws.Inductor(), took, took.spans[0], took.simulated, peak, peak.live[0],

@@ -28,7 +28,7 @@ ROWS = ws.DataParallel("fully_shard", semantics="global")
 
 
 @pytest.fixture(autouse=True)
-def _plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's grouped product knows no double precision."""
     moe = pytest.importorskip("transformers.integrations.moe")
 
@@ -51,7 +51,7 @@ def _same(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
     return comparison
 
 
-def _one(
+def mixture(
     name: str, rows: int = 2, edit: Callable[[Any], None] = lambda model: None, experts: str = "grouped_mm"
 ) -> OneDevice:
     (entry,) = entries([name])
@@ -89,7 +89,7 @@ def _check(one: OneDevice, mesh: str, parallel: Any, share: float) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_tokens_and_rows(name: str, rows: int) -> None:
     """Rows of the batch or tokens of each over two, three and four ranks, which they divide or not."""
-    one = _one(name, rows)
+    one = mixture(name, rows)
     for ranks in (2, 3, 4):
         _check(one, f"dp={ranks}", TOKENS, 1 / ranks + 0.01)
         if rows > 1:
@@ -105,17 +105,17 @@ def test_tokens_and_rows(name: str, rows: int) -> None:
     ],
 )
 def test_composes(mesh: str, parallel: Any) -> None:
-    _check(_one("mixtral", 4), mesh, parallel, 0.26)
+    _check(mixture("mixtral", 4), mesh, parallel, 0.26)
 
 
 def test_pieces_of_the_batch_have_their_own_rows() -> None:
     parallel = [ws.DataParallel("zero2", semantics="global"), ws.MicroBatches(2)]
-    _same(_one("mixtral", 4), "dp=2", parallel)
+    _same(mixture("mixtral", 4), "dp=2", parallel)
 
 
 def test_batched_products() -> None:
     """Rows with a copy of their expert each, in the order of tokens."""
-    one = _one("mixtral", 2, experts="batched_mm")
+    one = mixture("mixtral", 2, experts="batched_mm")
     for ranks, parallel in ((4, TOKENS), (2, ROWS)):
         assert not _same(one, f"dp={ranks}", parallel).plan.repeated
 
@@ -152,7 +152,7 @@ def test_the_product_of_torch() -> None:
     assert 0 < priced <= 2 / 7 * sum(flops(n) for n in one.capture.graph.graph.nodes if "grouped" in n.name)
 
 
-def _to_few(top: int) -> Callable[[Any], None]:
+def to_few(top: int) -> Callable[[Any], None]:
     """All tokens to the first `top` experts: equal scores."""
 
     def edit(model: nn.Module) -> None:
@@ -167,13 +167,13 @@ def _to_few(top: int) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_experts_without_tokens(top: int) -> None:
-    _check(_one("mixtral", 2, _to_few(top)), "dp=4", TOKENS, 0.26)
+    _check(mixture("mixtral", 2, to_few(top)), "dp=4", TOKENS, 0.26)
 
 
 @pytest.mark.usual("gpt_oss")
 @pytest.mark.parametrize("name", ["gpt_oss", "olmoe", "deepseek_v3", "granitemoe", "qwen2_moe", "jamba", "phimoe"])
 def test_other_models(name: str) -> None:
-    _check(_one(name, 2), "dp=4", TOKENS, 0.26)
+    _check(mixture(name, 2), "dp=4", TOKENS, 0.26)
 
 
 class Sorted(nn.Module):

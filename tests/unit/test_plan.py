@@ -158,7 +158,7 @@ def test_a_reserved_name_is_refused_with_what_there_is():
         Mesh("dp=2,ep=4")
     assert str(caught.value).splitlines()[1:] == [
         "  needed: axes of batches (dp, or any other name), of layers (tp), of tokens (cp) and of stages (pp)",
-        "  next: split experts along tp (the model's plan), or shard them along dp",
+        '  next: give ExpertParallel(axis="dp"), or split them along tp',
     ]
 
 

@@ -203,6 +203,8 @@ def _grouped(node: Node) -> tuple[tuple[int, int, int, int], float]:
     (first, second), product = _shapes(node)[:2], meta.one_tensor(node).shape
     groups = next((shape[0] for shape in (first, second, product) if len(shape) == 3), 1)
     sizes, cut = [first[-2], second[-1], first[-1]], _CUT.get((len(first), len(second)))
+    if cut is not None:
+        sizes[cut] = -(-sizes[cut] // op_kinds.SHARES_OF_ROWS.get(node.target, 1))
     count = 2.0 * prod(sizes) * (groups if cut is None else 1)
     if cut is not None:
         groups = max(min(groups, sizes[cut]), 1)

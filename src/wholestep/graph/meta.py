@@ -24,6 +24,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+
 _NO_ORIGIN: dict[str, object] = {}
 T = TypeVar("T")
 Rows = tuple[str, tuple[int | None, ...]]
+Along = tuple[str, tuple[Any, ...], tuple[Any, ...]]
 """A sort by name, and the dim of each output of a node that has rows in its order."""
 
 
@@ -367,6 +368,9 @@ set_rows, rows = _entry("wholestep_rows", Rows)
 """The sort in whose order the outputs of a node have rows (`plan.rows_in_any_order`), and along which dim each has
 them.
 """
+
+set_along, along = _entry("wholestep_along", Along)
+"""The axis whose ranks have groups in a node (`plan.rows_in_any_order`), and the states of operands and outputs."""
 
 
 def runs_on_first(node: Node) -> bool:

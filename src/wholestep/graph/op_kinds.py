@@ -51,6 +51,9 @@ PRODUCTS: set[object] = {
 }  # fmt: skip
 """Products of matrices."""
 
+SHARES_OF_ROWS: dict[object, int] = {}
+"""Products of groups of rows that multiply one of so many parts of their rows, if groups are of one size."""
+
 GATHER_AND_MULTIPLY: set[object] = set()
 MULTIPLY_AND_SCATTER: set[object] = set()
 """Products that are fused with the collective before or behind them."""

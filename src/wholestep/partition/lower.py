@@ -233,7 +233,7 @@ class _Lowering:
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
         meta.set_strided(new, strided)
-        if cut and has_extent((args, tuple(kwargs.values()))):
+        if (cut or meta.rows(node)) and has_extent((args, tuple(kwargs.values()))):
             meta.set_ranked(new)
         return new
 

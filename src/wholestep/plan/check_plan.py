@@ -142,20 +142,22 @@ class _Check:
     def _check_call(self, node: Node, decision: Decision) -> None:
         layouts = (*decision.operands, *decision.outputs)
         has_parts = any(layout.partial or any(layout.dims) for layout in layouts)
-        alike = (call_kind(node), decision.operands, decision.outputs) if has_parts else None
-        if alike in self.right or not any(layout.axes for layout in layouts):
+        alike = (call_kind(node), decision.operands, decision.outputs, meta.along(node)) if has_parts else None
+        if alike in self.right or not (meta.along(node) or any(layout.axes for layout in layouts)):
             return
         positions = [i for i, tensor in enumerate(meta.tensors(node)) if tensor is not None]
-        cuts = False
+        cuts, apart = False, meta.along(node)
         for axis in self.axes:
             takes = [layout.state(axis) for layout in decision.operands]
             gives = {i: decision.outputs[i].state(axis) for i in positions}
             if any(state.kind == "O" for state in (*takes, *gives.values())):
                 self._check_owner(node, axis, takes, set(gives.values()))
                 continue
-            if all(state == REPLICATED for state in (*takes, *gives.values())):
+            if apart and apart[0] == axis:
+                good = tuple(takes) == apart[1] and all(apart[2][i] == state for i, state in gives.items())
+            elif all(state == REPLICATED for state in (*takes, *gives.values())):
                 continue
-            if VARIES in takes or VARIES in gives.values():
+            elif VARIES in takes or VARIES in gives.values():
                 good = _varies(node, takes, list(gives.values()))
             else:
                 rule = find_rule(node)

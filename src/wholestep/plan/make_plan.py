@@ -97,7 +97,7 @@ def make_plan(
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
     repeated = repeated_work(planned, decisions, rest, shared)
     created = _created(graph, rest, grad_targets, owner_axis)
-    deciders = {axis: part.describe(mesh) for part in strategies.parts for axis in part.axes(mesh)}
+    deciders = {axis: part.describe(mesh) for part in strategies.by_storage[::-1] for axis in part.axes(mesh)}
     nodes = {i.name: node.name for i, node in graph.placeholders()}
     plan = Plan(
         mesh, strategies.describe(mesh), graph.inputs, rest, decisions, chosen, notes, created, expanded, deciders,
@@ -138,14 +138,20 @@ def _placed(
 def _with_rows(
     start: PropagationInputs, strategies: Strategies
 ) -> tuple[dict[str, Decision], tuple[str, ...], TrainGraph] | None:
-    """As `_propagate`, where ranks that share tokens share the rows that are sorted by expert; None where none do."""
-    graph = with_rows_in_any_order(start.graph)
-    if graph is start.graph or not any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH):
+    """As `_propagate`, where ranks that share tokens share the rows that are sorted by expert, or have the rows of
+    their own experts; None where none do.
+    """
+    apart = strategies.sorts_apart(start.graph, start.mesh, start.per_rank)
+    graph = with_rows_in_any_order(start.graph, apart, start.mesh)
+    shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
+    if graph is start.graph or not (apart or shares):
         return None
     decisions, expanded, planned = _propagate(replace(start, graph=graph), strategies)
     try:
         check_rows(planned, decisions)
     except PlanError:  # some op has other pieces
+        if apart:
+            raise
         return None
     return (decisions, expanded, planned) if shares_rows(decisions, planned) else None
 

@@ -27,7 +27,7 @@ from .plan_file import decode, encode
 from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
 from .repeated_work import RepeatedWork
-from .rows_in_any_order import shares_rows, with_rows_in_any_order
+from .rows_in_any_order import with_shared_rows
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .whole_units import mark_units
@@ -111,7 +111,7 @@ class Plan:
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
         graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
         graph = with_updates_by_owner(graph, self.update_owners) if self.update_owners else graph
-        graph = with_rows_in_any_order(graph) if shares_rows(self.decisions, graph) else graph
+        graph = with_shared_rows(graph, self.decisions, self.mesh)
         graph = expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
         mark_units(graph, self.storage)
         return graph

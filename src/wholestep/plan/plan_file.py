@@ -23,6 +23,7 @@ from ..typed_json import read as typed
 from .context_parallel import ContextParallel
 from .data_parallel import DataParallel, PerParameterStorage
 from .decision import Decision
+from .expert_parallel import ExpertParallel
 from .micro_batches import MicroBatches
 from .pipelines import Pipeline
 from .strategies import Strategies
@@ -32,7 +33,8 @@ from .tensor_parallel import SolvedLayouts, TensorParallel
 _STRATEGIES = {
     kind.__name__: kind
     for kind in (
-        ContextParallel, DataParallel, MicroBatches, PerParameterStorage, Pipeline, TensorParallel, SolvedLayouts,
+        ContextParallel, DataParallel, ExpertParallel, MicroBatches, PerParameterStorage, Pipeline, TensorParallel,
+        SolvedLayouts,
     )
 }  # fmt: skip
 _AGAIN = "write the plan again"

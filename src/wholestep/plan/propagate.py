@@ -147,13 +147,14 @@ class _Propagation:
         """Equal for calls that get the same decision, but for the names of their operands: equal layers have many."""
         depends, pins, home = self.batch_dependent, self.situation.pins, self.homes.get(node)
         pinned, owners = pins.op_strategies.get(node.name, {}), pins.owners.get(node.name, {})
-        if not (pinned or owners or home or any(layout.partial or any(layout.dims) for layout in have)):
+        placed = pinned or owners or home or meta.along(node)
+        if not (placed or any(layout.partial or any(layout.dims) for layout in have)):
             return (node,)  # to decide takes no longer
         return (
             call_kind(node), tuple(have), home, tuple(pinned.items()), tuple(owners.items()), node in depends,
             tuple([n in depends for n in inputs]), any(user in depends for user in node.users),
             tuple([self.target(n) for n in inputs]), node in self.rounding, is_drawn_into(node),
-            tuple(map(inputs.index, inputs)) if len({*inputs}) < len(inputs) else (),
+            tuple(map(inputs.index, inputs)) if len({*inputs}) < len(inputs) else (), meta.along(node),
         )  # fmt: skip
 
     def _decision(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> Decision:
@@ -165,8 +166,15 @@ class _Propagation:
         cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
+        apart = meta.along(node)
         for axis in in_order(self.active, have, [n in self.batch_dependent for n in inputs]):
             states = [layout.state(axis) for layout in have]
+            if apart and apart[0] == axis:
+                why = "experts"
+                because.append(f"{axis}: rows of the experts that a rank has")
+                want = [w.put(axis, s) for w, s in zip(want, apart[1], strict=True)]
+                outputs = [o.put(axis, s) if m else o for o, s, m in zip(outputs, apart[2], tensors, strict=True)]
+                continue
             owner = self._owner(node, axis)
             if owner is not None or any(state.kind == "O" for state in states):
                 takes, gives, text = self._at_owner(node, axis, states, owner)
@@ -185,7 +193,8 @@ class _Propagation:
                 want = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(want, states, strict=True)]
                 outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, tensors, strict=True)]
                 continue
-            if axis in self.situation.storage and node.target in VIEWS and node not in self.batch_dependent:
+            stored = axis in self.situation.storage and node not in self.batch_dependent
+            if stored and node.target in VIEWS and axis not in pinned:
                 why = "a view of the whole"  # gathered as stored: rows first
                 because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
                 continue

@@ -14,6 +14,7 @@ from ..mesh import CONTEXT, STAGES, TIME, Mesh, refuse_time, with_pieces
 from .context_parallel import ContextParallel
 from .data_parallel import DataParallel
 from .decision import Decision
+from .expert_parallel import ExpertParallel
 from .micro_batches import MicroBatches
 from .pipelines import Pipeline
 from .storage_styles import STYLES
@@ -156,13 +157,13 @@ class Strategies:
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
         users: dict[str, str] = {}
-        for part in self.parts:
+        for part in self.by_storage:
             for axis in part.axes(mesh):
-                if axis in users:
+                if axis in users and not isinstance(part, ExpertParallel):
                     problem = f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}"
                     needed = "a separate axis for each strategy"
                     raise PlanError(problem, needed, f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")')
-                users[axis] = type(part).__name__
+                users.setdefault(axis, type(part).__name__)
         for axis, kind in ((STAGES, Pipeline.__name__), (CONTEXT, ContextParallel.__name__)):
             if axis in mesh.names and mesh.axis_size(axis) > 1 and users.get(axis) != kind:
                 use = f"is used by {users[axis]}" if axis in users else "is used by no strategy"
@@ -171,11 +172,31 @@ class Strategies:
         return tuple(axis for axis in mesh.names if axis in users)
 
     def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
-        """Storage layouts of each parameter: data parallelism shards what the other strategies leave."""
+        """Storage layouts of each parameter: data parallelism shards what the other strategies leave, and experts are
+        apart on each of their ranks.
+        """
         out = dict(base)
-        for part in sorted(self.parts, key=lambda p: p is self.data):
+        for part in self.by_storage:
             out = part.resting(graph, mesh, out)
         return out
+
+    @property
+    def by_storage(self) -> tuple[Strategy, ...]:
+        """The strategies in the order in which they say where parameters are stored."""
+        return tuple(sorted(self.parts, key=lambda p: (isinstance(p, ExpertParallel), p is self.data)))
+
+    def sorts_apart(self, graph: TrainGraph, mesh: Mesh, per_rank: frozenset[str]) -> dict[str, str]:
+        """Sorts of rows by expert of which each rank has those of its own experts, with the axis. Raises PlanError."""
+        experts = next((part for part in self.parts if isinstance(part, ExpertParallel)), None)
+        if experts is None:
+            return {}
+        batch = (i for i in graph.inputs if i.role is Role.BATCH)
+        cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
+        if any(TIME in axes and experts.axis in axes for axes in cuts):
+            problem = f"{experts.describe(mesh)}, with MicroBatches of the batch of each rank"
+            needed = "ranks that have the same micro-batch, or its tokens"
+            raise PlanError(problem, needed, 'give an axis that does not cut the batch, or method="weights"')
+        return experts.sorts(graph, mesh, per_rank)
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""
@@ -251,6 +272,8 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
     if sum(isinstance(p, ContextParallel) for p in parts) > 1:
         raise PlanError("two ContextParallel strategies", "one, over one axis", "pass one")
+    if sum(isinstance(p, ExpertParallel) for p in parts) > 1:
+        raise PlanError("two ExpertParallel strategies", "one, over one axis", "pass one")
     if sum(isinstance(p, MicroBatches) for p in parts) > 1:
         raise PlanError("MicroBatches twice", "one number of pieces", "pass one with the product of both")
     style = next((p.style for p in parts if isinstance(p, DataParallel) and isinstance(p.style, str)), "fully_shard")

@@ -1,19 +1,20 @@
 """Ops on rows that are sorted by group, of which a rank sorts, reads and multiplies its own.
 
 The order of rows is of no account where `plan.rows_in_any_order` proves it. Then a rank that has some of the rows calls
-the op itself on these, and its indices count them.
+the op itself on these, and its indices count them. Or ranks have some of the groups: they sort rows of these first, and
+multiply these only. `first` and `count` say which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...graph.op_kinds import PRODUCTS, READS_A_PART
+from ...graph.op_kinds import PRODUCTS, READS_A_PART, SHARES_OF_ROWS
 from ..call import Call
 from ..dsl import aten, called, row
 from ..registry import Bind, Function
@@ -45,6 +46,30 @@ def _reads(call: Call) -> Bind:
     rest = " ".join(f"r{i}" for i in range(len(call.shape(0)) - 1))
     at = "t" if call.shape(0)[0] == call.shape(1)[0] else "(t k)"
     return Bind(f"t {rest}, {at} -> {at} {rest}", moves="0")
+
+
+@cache
+def groups_first(op: Any, groups: int) -> Callable[..., Any]:
+    """`op`, which sorts the groups of rows, with those from `first` on before all others."""
+
+    def from_first(first: int, of: Tensor, *args: Any, **kwargs: Any) -> Any:
+        order = op((of - first) % groups, *args, **kwargs)
+        return order if isinstance(order, Tensor) else ((order[0] + first) % groups, order[1])
+
+    return _with_rule(called(from_first, op, "from_first"), _sorts)
+
+
+def rows_of_groups(first: int, count: int, x: Tensor, of: Tensor, dim: int) -> Tensor:
+    """`x` with zeros in place of rows, along `dim`, of other groups than `count` from `first` on."""
+    counts = ((of >= first) & (of < first + count)).view([-1 if d == dim else 1 for d in range(x.dim())])
+    return torch.where(counts, x, x.new_zeros(()))
+
+
+@row(rows_of_groups)
+def _chosen(call: Call) -> Bind:
+    dims = [f"r{d}" for d in range(len(call.shape(0)))]
+    term = " ".join(dims)
+    return Bind(f"{term}, {dims[cast(int, call.args[4])]} -> {term}", linear="0")
 
 
 def sum_of_rows(rows: Tensor, values: Tensor, each: int) -> Tensor:
@@ -83,6 +108,25 @@ def product_of_rows(op: Any, groups: int) -> Callable[..., Any]:
     if op in PRODUCTS:
         PRODUCTS.add(of_rows)
     return _with_rule(called(of_rows, op, "of_rows"), _multiplies_back if str(op) == BACKWARD else _multiplies)
+
+
+@cache
+def product_of_groups(op: Any, groups: int, ranks: int) -> Callable[..., Any]:
+    """As `product_of_rows`, of the groups of one of several ranks, whose rows come first. Other rows are undefined."""
+
+    def of_groups(first: int, count: int, x: Tensor, other: Tensor, of: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        places = torch.arange(count, device=of.device, dtype=of.dtype)
+        ends = torch.searchsorted((of - first) % groups, places, right=True, out_int32=True)
+        if count and of.shape[0]:
+            return op(x, other, ends, *rest, **kwargs)
+        if rest:
+            return torch.zeros_like(x), torch.zeros_like(other)
+        return x.new_zeros((x.shape[0], other.shape[2]) if other.ndim == 3 else (count, x.shape[0], other.shape[1]))
+
+    if op in PRODUCTS:
+        PRODUCTS.add(of_groups)
+        SHARES_OF_ROWS[of_groups] = ranks
+    return _with_rule(called(of_groups, op, "of_groups"), _multiplies_back if str(op) == BACKWARD else _multiplies)
 
 
 def _multiplies_back(call: Call) -> Bind:

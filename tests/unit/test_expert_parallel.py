@@ -1,0 +1,272 @@
+"""Experts stay on their ranks: rows come to them, each is multiplied by one rank, and all equals one device."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wholestep as ws
+from tests.steps import mean_square
+from tests.together import OneDevice, compare
+from tests.unit.test_experts import ORDERED, TOKENS, Sorted, mixture, plain_products, to_few
+from wholestep.errors import PlanError
+from wholestep.graph import meta
+from wholestep.graph.graph import LocalGraph
+from wholestep.layout import replicated
+from wholestep.rules.aten.rows_in_groups import BACKWARD, FORWARD
+
+pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)
+
+TOLERANCE = 1e-10
+APART = [TOKENS, ws.ExpertParallel()]
+
+
+class _Counting(TorchDispatchMode):
+    """Counts rows that grouped products multiply."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in (FORWARD, BACKWARD):
+            self.rows += int(args[2][-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _rows_of(run: Callable[[], object]) -> int:
+    with _Counting() as counting:
+        run()
+    return counting.rows
+
+
+def _check(one: OneDevice, mesh: str, parallel: Any) -> None:
+    """The plan equals one device, and no rank has the matrices of all experts."""
+    comparison = compare(one, mesh, parallel)
+    assert comparison.worst < TOLERANCE, f"{comparison.where} differs by {comparison.worst:.1e}"
+    assert ws.Plan.from_json(comparison.plan.to_json()) == comparison.plan
+    stacks = {i.meta.shape for i in comparison.plan.inputs if "experts" in i.name and len(i.meta.shape) == 3}
+    stacks |= {(a, c, b) for a, b, c in stacks}
+    shapes = {t.shape for node in comparison.local.graph.nodes for t in meta.tensors(node) if t}
+    assert stacks, "experts are three-dimensional"
+    assert not stacks & shapes, "experts are gathered"
+
+
+@pytest.mark.usual("mixtral-3")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_ranks_that_divide_experts_or_not(name: str, rows: int) -> None:
+    one = mixture(name, rows)
+    for ranks in (2, 3, 4):
+        _check(one, f"dp={ranks}", APART)
+
+
+@pytest.mark.usual("gpt_oss")
+@pytest.mark.parametrize("name", ["gpt_oss", "olmoe", "deepseek_v3", "granitemoe", "qwen2_moe", "jamba", "phimoe"])
+def test_other_models(name: str) -> None:
+    _check(mixture(name, 2), "dp=3", APART)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_experts_without_tokens(top: int) -> None:
+    """Two ranks of four multiply nothing, or three."""
+    _check(mixture("mixtral", 2, to_few(top)), "dp=4", APART)
+
+
+GLOBAL: dict[str, Any] = {"style": "fully_shard", "semantics": "global"}
+SAMPLES = ws.DataParallel(axis="dp", **GLOBAL)
+PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
+
+
+@pytest.mark.usual("tokens", "tensors")
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel("cp")], id="tokens"),
+        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel()], id="samples"),
+        pytest.param("dp=2,tp=2", [SAMPLES, PROJECTIONS, ws.ExpertParallel("tp")], id="tensors"),
+        pytest.param("x=3", ws.ExpertParallel("x"), id="alone"),
+        pytest.param("dp=2,x=2", [ws.DataParallel(axis="dp"), ws.ExpertParallel("x")], id="per rank"),
+        pytest.param("dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel("x")], id="inner"),
+        pytest.param("dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel()], id="outer"),
+        pytest.param("dp=2", [ws.DataParallel("replicate", semantics="global"), ws.ExpertParallel()], id="replicated"),
+        pytest.param("dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x")], id="pieces"),
+    ],
+)
+def test_composes(mesh: str, parallel: Any) -> None:
+    _check(mixture("mixtral", 4), mesh, parallel)
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a call is the product of the groups of a rank."""
+    name = getattr(node.target, "__name__", "")
+    return name.startswith("grouped_mm") and name.endswith("of_groups")
+
+
+def _with_undefined_rows(local: LocalGraph) -> LocalGraph:
+    """Products that leave numbers that are none where a rank has no rows, as kernels may."""
+    for node in local.graph.nodes:
+        if _multiplies(node):
+            node.target = _undefined(node.target)
+    return local
+
+
+def _undefined(product: Callable[..., Any]) -> Callable[..., Any]:
+    def with_undefined(first: int, count: int, x: Tensor, other: Tensor, of: Tensor, *rest: Tensor) -> Any:
+        rows = ((of >= first) & (of < first + count))[:, None]
+        out = product(first, count, x, other, of, *rest)
+        nan = torch.tensor(float("nan"))
+        return torch.where(rows, out, nan) if isinstance(out, Tensor) else (torch.where(rows, out[0], nan), out[1])
+
+    with_undefined.__name__ = "with_undefined"
+    return with_undefined
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_rows_of_other_ranks_are_never_read(name: str) -> None:
+    one, calls = mixture(name, 2), list[object]()
+
+    def edit(local: LocalGraph) -> LocalGraph:
+        edited = _with_undefined_rows(local)
+        calls.extend(node for node in edited.graph.nodes if getattr(node.target, "__name__", "") == "with_undefined")
+        return edited
+
+    assert compare(one, "dp=3", APART, edit=edit).worst < TOLERANCE
+    assert len(calls) == 8, "two products of two layers, forward and backward"
+
+
+class Normed(Sorted):
+    """Rows are normalized with weights, whose gradients are sums over rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm, self.bias = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
+        self.scale = self._normed
+
+    def _normed(self, rows: Tensor) -> Tensor:
+        return self.norm(rows) + self.bias
+
+
+def _sorted(kind: type[Sorted] = Sorted, **options: Any) -> OneDevice:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = kind(**options)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+
+    return OneDevice(make, mean_square, [(torch.randn(2, 12, 8),) for _ in range(3)])
+
+
+@pytest.mark.parametrize("inverse", ["put", "argsort"])
+def test_sums_over_rows(inverse: str) -> None:
+    """Each row is in one sum of one rank; the third of three experts is alone on its rank."""
+    _check(_sorted(Normed, inverse=inverse), "dp=2", APART)
+
+
+def test_each_row_is_multiplied_once() -> None:
+    """Each rank multiplies a third of 24 rows, forward and backward, where experts have as many tokens."""
+    tokens = torch.eye(3).repeat(8, 1)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Sorted()
+        with torch.no_grad():
+            model.gate.weight.copy_(5 * torch.eye(3, 8))
+            model.gate.bias.zero_()
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    batch = torch.cat([tokens, 0.1 * torch.randn(24, 5)], -1).reshape(2, 12, 8)
+    one = OneDevice(make, mean_square, [(batch,)])
+    calls = _Calls()
+    assert compare(one, "dp=3", APART, edit=calls.counted).worst < TOLERANCE
+    assert calls.rows == [8] * 6
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.rows = list[int]()
+
+    def counted(self, local: LocalGraph) -> LocalGraph:
+        """`local` with products that note how many rows they multiply."""
+        for node in local.graph.nodes:
+            if _multiplies(node):
+                node.target = self._noting(node.target)
+        return local
+
+    def _noting(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            out = list[Any]()
+            self.rows.append(_rows_of(lambda: out.append(product(*args))))
+            return out[0]
+
+        return noting
+
+
+def _refused(one: OneDevice, mesh: str, parallel: Any) -> str:
+    with pytest.raises(PlanError) as error:
+        ws.plan(one.capture.graph, mesh, parallel)
+    return re.sub(r"\n  at: .*", "", str(error.value))
+
+
+def test_fewer_experts_than_ranks() -> None:
+    assert _refused(mixture("mixtral", 2), "dp=5", APART) == (
+        "ExpertParallel, model.layers.0.mlp.experts: 4 experts over dp=5\n"
+        "  needed: experts that are parameters, one at least for each rank, and sums over rows alone\n"
+        '  next: give a smaller axis, or method="weights"'
+    )
+
+
+def test_ranks_with_batches_of_their_own() -> None:
+    text = _refused(mixture("mixtral", 2), "dp=2", [ws.DataParallel("fully_shard"), ws.ExpertParallel()])
+    assert text == (
+        "ExpertParallel along 'dp', of which each rank has a batch of its own\n"
+        "  needed: ranks that share one batch: each computes the rows of all for its experts\n"
+        '  next: give DataParallel(..., semantics="global")'
+    )
+
+
+def test_micro_batches_of_ranks() -> None:
+    parallel = [ws.DataParallel(**GLOBAL), ws.MicroBatches(2), ws.ExpertParallel()]
+    assert _refused(mixture("mixtral", 4), "dp=2", parallel) == (
+        "experts on dp by gather_rows, with MicroBatches of the batch of each rank\n"
+        "  needed: ranks that have the same micro-batch, or its tokens\n"
+        '  next: give an axis that does not cut the batch, or method="weights"'
+    )
+
+
+def test_a_step_without_experts() -> None:
+    one = _sorted(scale=ORDERED["running sum"])
+    assert _refused(one, "dp=2", APART).startswith("ExpertParallel: the step has no such layer\n")
+
+
+ALL_ROWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "a maximum": ("scale", lambda rows: rows + rows.amax(0, keepdim=True)),
+    "no places": ("keys", lambda groups: groups.clamp(max=1)),
+}
+
+
+@pytest.mark.parametrize("name", ALL_ROWS)
+def test_results_of_all_rows(name: str) -> None:
+    """A maximum over rows needs all of them; what is computed of keys is no place."""
+    options: dict[str, Any] = dict([ALL_ROWS[name]])
+    assert _refused(_sorted(**options), "dp=2", APART).startswith("ExpertParallel")
+
+
+def test_a_plan_that_takes_other_rows_is_refused() -> None:
+    one = _sorted()
+    plan = ws.plan(one.capture.graph, "dp=2", APART)
+    decision = plan.decisions["grouped_mm_fallback"]
+    whole = replace(decision, operands=tuple(replicated(len(layout.dims)) for layout in decision.operands))
+    with pytest.raises(PlanError, match="the plan's layouts are wrong: %grouped_mm_fallback"):
+        ws.partition(one.capture.graph, replace(plan, decisions={**plan.decisions, "grouped_mm_fallback": whole}))
+
+
+def test_weights_travel() -> None:
+    """By the other method all is as without the strategy."""
+    one, mesh = mixture("mixtral", 2), "dp=2"
+    plain, weights = (
+        ws.plan(one.capture.graph, mesh, p) for p in (TOKENS, [TOKENS, ws.ExpertParallel(method="weights")])
+    )
+    assert (plain.storage, plain.decisions) == (weights.storage, weights.decisions)
