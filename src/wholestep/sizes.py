@@ -9,11 +9,13 @@ Prices (bytes, microseconds) are plain numbers: they choose among programs that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
+_GROWS = re.compile(r"[\w\s()+*]+ (<|>|<=|>=) \d+\)*")  # not in itself: its left side grows with each symbol
 _NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
 
 
@@ -29,8 +31,10 @@ class SizeGuard:
 class SizeGuards:
     """The symbols of one capture, and what was compared of them. A symbol stands for the size of `dims[symbol]`: a dim
     of a tensor of the batch, by name of the tensor. `hints` are the sizes of the capture, `symbols` those of the trace,
-    and `now` the sizes of the call that runs, in the order of `dims`. `say` gets what a program does for some sizes.
-    `busy` surrounds what takes long in the middle of a call, so that other ranks wait for it.
+    and `now` the sizes of the call that runs, in the order of `dims`. `counted`: numbers of rows that the step counts
+    while it runs, and the most of each; their hints are primes above that, which are equal to no other size. `say` gets
+    what a program does for some sizes. `busy` surrounds what takes long in the middle of a call, so that other ranks
+    wait for it.
     """
 
     dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
@@ -38,6 +42,7 @@ class SizeGuards:
     noted: dict[str, None] = field(default_factory=dict[str, None])
     symbols: Any = None
     now: tuple[int, ...] = ()
+    counted: dict[str, int] = field(default_factory=dict[str, int])
     say: Callable[[str], object] = str
     busy: Callable[[], AbstractContextManager[object]] = nullcontext
     _apart: dict[int, tuple[Any, dict[Any, Any]]] = field(default_factory=dict[int, tuple[Any, dict[Any, Any]]])
@@ -56,6 +61,24 @@ class SizeGuards:
     def note(self, text: str, outcome: bool) -> None:
         """Two numbers were compared."""
         self.noted[text if outcome else f"not ({text})"] = None
+
+    def not_for_all(self) -> str:
+        """What was found of numbers of rows that the step counts, and does not hold for all of them; "" without it.
+
+        What differs is treated as if it could: that is right where it is the same. No dim of such rows is cut, so 0 and
+        1 row need nothing else than several.
+        """
+        for text in self.noted:
+            symbols = {*re.findall(r"\w+", text)} & self.counted.keys()
+            differ = " == " in text if text.startswith("not (") else " != " in text
+            if not symbols or differ:
+                continue
+            holds, most = evaluator([text], [*symbols]), [self.counted[symbol] for symbol in symbols]
+            grows = _GROWS.fullmatch(text) is not None  # true at both ends, it is true between them
+            rows: Iterable[Sequence[int]] = ([2] * len(most), most) if grows else ([n] for n in range(2, most[0] + 1))
+            if (len(most) > 1 and not grows) or not all(holds(*numbers)[0] for numbers in rows):
+                return text
+        return ""
 
     def shown(self, text: str) -> str:
         """An expression with dims of arguments in place of symbols: `tokens.shape[1] > 8`."""
@@ -168,6 +191,15 @@ class SizeInt(UnitInt):
 def unit_of(size: int) -> int | None:
     """The places between which a dim of this size is cut; None where it may be cut anywhere."""
     return None if type(size) is int else getattr(size, "unit", None)
+
+
+def counted_in(value: Any) -> list[str]:
+    """The symbols of rows that the step counts, in a number or in nested lists of numbers."""
+    if isinstance(value, (list, tuple)):
+        return [symbol for item in cast(Sequence[Any], value) for symbol in counted_in(item)]
+    if not isinstance(value, (SizeInt, SizeFloat)) or not value.guards.counted:
+        return []
+    return [symbol for symbol in re.findall(r"\w+", value.text) if symbol in value.guards.counted]
 
 
 def in_units(size: int, unit: int | None) -> int:

@@ -121,7 +121,7 @@ ROWS = (
         runs=False,
     ),
     Row(G, "picks rows by a mask of the batch (`out[mask]`, `nonzero`)", train(kept_rows, calls=masks)),
-    Row(G, "picks rows by values that the model computes", train(lambda m, x: m(x)[m(x)[:, 0] > 0].sum()), runs=False),
+    Row(G, "picks rows by values that the model computes", train(lambda m, x: m(x)[m(x)[:, 0] > 0].sum())),
     Row(
         G,
         "takes batches from a `DataLoader` inside the step",

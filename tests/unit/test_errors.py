@@ -26,7 +26,7 @@ def reads_item(model, optimizer, x):
 
 
 def counts(model, optimizer, x):
-    loss = model(x[x[:, 0] > 0]).square().mean()
+    loss = model(x).square().mean() + torch.bincount((x[:, 0] > 0).long()).sum()
     loss.backward()
     optimizer.step()
 
@@ -79,8 +79,8 @@ READ = (
         (
             counts,
             [
-                "the step has an operation whose result depends on values: aten.nonzero.default",
-                "  at: <here>  loss = model(x[x[:, 0] > 0]).square().mean()",
+                "the step has an operation whose result depends on values: aten.bincount.default",
+                "  at: <here>  loss = model(x).square().mean() + torch.bincount((x[:, 0] > 0).long()).sum()",
                 ONE_GRAPH,
                 "  next: use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             ],

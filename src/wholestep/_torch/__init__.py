@@ -11,6 +11,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - fx.experimental.symbolic_shapes.ShapeEnv.create_symbol, create_symintnode, guards, replacements, var_to_range,
   _get_sloc, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource, utils._sympy.printers.PythonPrinter (2.0):
   sizes of the batch as symbols, and what was compared of them, with the user's line (`symbols`); a public way to do so.
+- ShapeEnv.evaluate_expr, create_unbacked_symint, ignore_fresh_unbacked_symbols, deferred_runtime_asserts,
+  _constrain_range_for_size, GuardOnDataDependentSymNode (2.4): rows that are counted (`symbols`); the same way.
 - fx.experimental.proxy_tensor.fetch_sym_proxy, PythonKeyTracer.create_arg, and __sym_dispatch__ of the mode (2.0):
   sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx. sym_node.SymNode.eq: equal at once.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both

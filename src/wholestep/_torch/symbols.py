@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import itertools
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,7 +24,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+)
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -65,6 +73,9 @@ _LOSSES = (
     torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor,
     torch.ops.aten.multi_margin_loss_backward.default, torch.ops.aten.multilabel_margin_loss_backward.default,
 )  # fmt: skip
+_TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"
+_NUMBERS = (f"{_TORCH}__init__.py", f"{_TORCH}fx/experimental/", f"{_TORCH}utils/_stats.py", __file__)
+_MODULES = f"{_TORCH}nn{os.sep}"
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
 
@@ -100,6 +111,31 @@ class _Env(ShapeEnv):
 
     def _get_sloc(self, framework_loc: str | None = None) -> SLoc:
         return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **named: Any) -> Any:
+        """What torch compares of rows that are counted is as for many rows; Python's own code gets no answer."""
+        try:
+            return super().evaluate_expr(orig_expr, *args, **named)
+        except GuardOnDataDependentSymNode:
+            answer = None if _python_asks() else self.sizes.for_many(orig_expr)
+            if answer is None:
+                raise
+            return answer
+
+
+def asked_of(error: Exception) -> str:
+    """What Python asks of a number that is not known while a step is traced; "" for another error."""
+    return str(error.cond) if isinstance(error, GuardOnDataDependentSymNode) else ""
+
+
+def _python_asks() -> bool:
+    """Whether code that is not torch's own, or is of its modules, asks for the value of a symbolic number."""
+    frame, of_number = inspect.currentframe(), False
+    while frame is not None and frame.f_code.co_filename.startswith(_NUMBERS):
+        of_number |= frame.f_code.co_filename.startswith(_NUMBERS[0])
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return of_number and (not file.startswith(_TORCH) or file.startswith(_MODULES))
 
 
 def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *rest: Any) -> torch.Tensor:
@@ -150,6 +186,7 @@ class Symbols:
         )
         self.record.symbols = self
         self._ints: dict[str, torch.SymInt] = {}
+        self._counted: dict[str, torch.SymInt] = {}
         self._plain: dict[Any, SizeInt | SizeFloat] = {}
         self._owned: dict[Any, bool] = {}
         self.traced: list[SizeGuard] = []
@@ -203,6 +240,36 @@ class Symbols:
         self.record.now = tuple(self.record.hints.values())
         return self._ints[text]
 
+    def count(self, most: int) -> torch.SymInt:
+        """A symbol for a number of rows that the step counts while it runs: from 0 to `most`."""
+        self._owned.clear()
+        with self.env.ignore_fresh_unbacked_symbols():
+            number = self.env.create_unbacked_symint()
+        _constrain_range_for_size(number, 0, max(most, 2))
+        text = str(_node(number).expr)
+        self._counted[text], self.record.counted[text] = number, most
+        hints = self.record.hints
+        hints[text] = next(n for n in itertools.count(most + 1) if _is_prime(n) and n not in hints.values())
+        return number
+
+    def for_many(self, expression: Any) -> bool | None:
+        """What a comparison of rows that are counted is for as many as their hints, which is noted; None for another
+        expression.
+        """
+        if not expression.is_Relational or not {*map(str, expression.free_symbols)} <= self._counted.keys():
+            return None
+        text = f"({self._printed(expression)})"
+        outcome = bool(evaluate(text, self.record.hints))
+        self.record.note(text, outcome)
+        return outcome
+
+    @property
+    def assumed(self) -> list[str]:
+        """What torch took for given of rows that are counted, which nothing checks."""
+        deferred = [check.expr for checks in self.env.deferred_runtime_asserts.values() for check in checks]
+        texts = [f"{symbol} == {other}" for symbol, other in self.env.replacements.items()]
+        return [str(expression) for expression in (*deferred, *(guard.expr for guard in self.env.guards))] + texts
+
     def ints(self) -> list[torch.SymInt]:
         """Torch's symbolic ints of the symbols, in order."""
         return list(self._ints.values())
@@ -229,13 +296,13 @@ class Symbols:
             return False
         expression = _node(value).expr
         if expression not in self._owned:
-            self._owned[expression] = set(map(str, expression.free_symbols)) <= self._ints.keys()
+            self._owned[expression] = set(map(str, expression.free_symbols)) <= {*self._ints, *self._counted}
         return self._owned[expression]
 
     def symbolic(self, value: Any) -> Any:
         """The reverse of `plain`: numbers that follow from sizes, also in lists, as torch's symbolic ones."""
         if isinstance(value, (SizeInt, SizeFloat)):
-            return evaluate(value.text, {**self._ints, **SYMBOLIC_FUNCTIONS})
+            return evaluate(value.text, {**self._ints, **self._counted, **SYMBOLIC_FUNCTIONS})
         if isinstance(value, (list, tuple)):
             return type(cast(Any, value))(self.symbolic(v) for v in cast(Sequence[Any], value))
         if isinstance(value, dict):
@@ -297,6 +364,10 @@ def matmul_fixes_sizes() -> bool:
 def truncated(value: Any) -> Any:
     """A float, which may be symbolic, without what is behind its point."""
     return cast(Any, torch).sym_int(value)
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _node(value: Any) -> Any:

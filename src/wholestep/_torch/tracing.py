@@ -95,6 +95,11 @@ def traced_node(value: torch.Tensor) -> tuple[torch.fx.Node, torch.nn.Module] | 
     return (slot.proxy.node, tracer.root) if slot is not None else None
 
 
+def version(value: torch.Tensor) -> int:
+    """Return how often a tensor, or what it is a view of, was changed in place."""
+    return value._version
+
+
 def _slot(value: torch.Tensor) -> tuple[Any, Any]:
     """Return the active tracer and its record of `value`; None if there is none."""
     mode = get_proxy_mode()

@@ -9,6 +9,8 @@ import torch
 from torch.fx import Graph
 
 from ..errors import BackendError, shown
+from ..graph import meta
+from ..graph.counted_rows import counts_rows
 from ..graph.graph import Input
 from .eager import Eager
 from .inductor.inductor_backend import Inductor
@@ -60,6 +62,11 @@ def compiled(
         problem = f"backend {backend.name!r} does not time nodes"
         needed = "one with times_nodes for measure=True and profile"
         raise BackendError(problem, needed, 'leave out measure=True, or use backend="eager"')
+
+    if (counts := counts_rows(graph)) is not None and not isinstance(backend, Eager):
+        problem = f"the step counts rows while it runs, with backend {backend.name!r}"
+        needed = "backend 'eager', or a step in which all sizes are known before"
+        raise BackendError(problem, needed, 'use backend="eager"', meta.source_line(counts))
 
     def compile(graph: Graph, example_inputs: Sequence[Any]) -> Run:
         outputs = len(cast(Sequence[Any], next(node for node in graph.nodes if node.op == "output").args[0]))

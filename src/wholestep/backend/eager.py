@@ -1,6 +1,7 @@
 """Runs a bound graph as plain Python: one line for each node, every temporary freed after its last use.
 
-Numbers that follow from sizes of the batch are computed at the head of the function, from the sizes of the call.
+Numbers that follow from sizes of the batch are computed at the head of the function, from the sizes of the call; those
+that follow from rows that the step counts (`ROWS_OF`), where they are read.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .. import _torch
+from ..errors import BackendError
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
+from ..graph.ops import ROWS_OF
 from ..graph.region import ByPiece, inputs_of, region_of
-from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluator, text_of
+from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluator, text_of
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
@@ -123,7 +126,6 @@ class _Eager:
         body: Callable[[Graph], RunBody] | None = None,
     ) -> None:  # fmt: skip
         self._graph, self._clock, self._is_body, self._compile_body = graph, clock, is_body, body or op_by_op
-        self._wrong: dict[str, tuple[int, ...]] = {}
         self._blocks: dict[Graph, RunBody] = {}
         distinct: dict[Hashable, tuple[int, ...]] = {}
         traced = ((node, meta.traced_stride(node)) for node in graph.nodes)
@@ -131,7 +133,11 @@ class _Eager:
         self._distinct = list(map(id, distinct.values()))
         self._sizes, self._texts = _sizes_in(self._strides)
         symbols = list(self._sizes.dims) if self._sizes is not None else []
-        self._strides_at = evaluator([f"({_texts(stride)})" for stride in distinct.values()], symbols)
+        texts = ["" if counted_in(stride) else _texts(stride) for stride in distinct.values()]
+        self._strides_at = evaluator([f"({text})" for text in texts], symbols)
+        counted = (node for node in graph.nodes if self._sizes is not None and _is_of_counted_rows(node))
+        self._counted = {node.name: stride for node in counted if (stride := self._strides[node]) is not None}
+        self._wrong = dict(self._counted)  # each call has another number of rows
         self._compile()
         self._checked = set[tuple[int, ...]]()
 
@@ -170,7 +176,8 @@ class _Eager:
 
     def _layout(self, node: Node) -> Layout | None:
         items = [(n.args[1], layout) for n in node.users if _torch.is_getitem(n.target) and (layout := self._layout(n))]
-        stride = None if is_mutating(node) or is_wait(node) or not node.users else self._strides[node]
+        as_it_is = is_mutating(node) or is_wait(node) or not node.users or node.name in self._counted
+        stride = None if as_it_is else self._strides[node]
         return (node.name, stride, items) if items or stride is not None else None
 
     def _go_to(self, line: int) -> None:
@@ -198,7 +205,7 @@ class _Eager:
         return items if any(map(operator.is_not, items, were)) else were
 
     def _write(self) -> str:
-        nodes = list(self._graph.nodes)
+        nodes, self._counted_here = list(self._graph.nodes), set[str]()
         last = {operand: node for node in nodes for operand in operands(node)}
         dying: dict[Node, list[str]] = {}
         for operand, node in last.items():
@@ -224,6 +231,10 @@ class _Eager:
                 lines.append(f"    {line}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
+            if node.target is ROWS_OF:
+                number = counted_in(node.args[1])[0]
+                lines.append(f"    {number} = {node.name}.shape[0]")
+                self._counted_here.add(number)
             lines += [f"    {line}" for line in freed]
         return "\n".join(lines) + "\n"
 
@@ -234,12 +245,13 @@ class _Eager:
             region = region_of(node)
             target = self._block(region.body) if region else _torch.directly(function_of(node))
             target = self._clock.timed(node, target) if self._clock else target
-            args = [self._value(a) for a in node.args] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
+            positional = (node.args[0], 0) if node.target is ROWS_OF else node.args
+            args = [self._value(a) for a in positional] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             args = [_INPUTS, *args[1:]] if region else args
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         if node.name in self._wrong:
             call = f"{self._constant(meta.with_stride, 'c')}({call}, {self._value(self._wrong[node.name])})"
-        return f"{node.name} = {call}" if node.users else call
+        return f"{node.name} = {call}" if node.users or node.target is ROWS_OF else call
 
     def _block(self, body: Graph) -> RunBody:
         """The body of a region, compiled once."""
@@ -251,7 +263,10 @@ class _Eager:
         if isinstance(value, Node):
             return value.name
         if isinstance(value, (SizeInt, SizeFloat)):
-            return self._texts[value.text]
+            if unknown := {*counted_in(value)} - self._counted_here:
+                problem = f"a call takes {min(unknown)}, a number of rows that is counted elsewhere"
+                raise BackendError(problem, "the count before it, in one function", "leave out passes= and TileRows")
+            return self._texts.get(value.text, value.text)
         if isinstance(value, (list, tuple)):
             items = cast(Sequence[Any], value)
             inner = ", ".join(self._value(v) for v in items)
@@ -279,8 +294,15 @@ def _texts(shape: Sequence[int]) -> str:
     return "".join(f"{size.text if isinstance(size, SizeInt) else int(size)}, " for size in shape)
 
 
+def _is_of_counted_rows(node: Node) -> bool:
+    traced = meta.tensor(node) if node.op == "call_function" and not is_mutating(node) and not is_wait(node) else None
+    return traced is not None and bool(counted_in((traced.shape, traced.stride)))
+
+
 def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuards | None, dict[str, str]]:
-    """The sizes that arguments and strides of the nodes follow from, and a name for each expression of them."""
+    """The sizes that arguments and strides of the nodes follow from, and a name for each expression of those of the
+    batch.
+    """
     guards: list[SizeGuards] = []
     texts: dict[str, str] = {}
 
@@ -289,7 +311,8 @@ def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuard
             map_aggregate(leaf.values, note)
         if isinstance(leaf, (SizeInt, SizeFloat)):
             guards.append(leaf.guards)
-            texts.setdefault(leaf.text, f"_n{len(texts)}")
+            if not counted_in(leaf):
+                texts.setdefault(leaf.text, f"_n{len(texts)}")
         return leaf
 
     for node, stride in strides.items():

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.nodes import communicates, operands
+from ..graph.ops import ROWS_OF
 from ..graph.region import region_of
 from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
@@ -107,6 +108,8 @@ def _unfit(spec: Input, example: Any, kind: str) -> str:
 
 def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbers: set[Node]) -> str:
     """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
+    if node.target is ROWS_OF:
+        return "counts rows, which the host reads"
     if node.target in HOST_COPIES:
         return "moves between host and device"
     if region_of(node):

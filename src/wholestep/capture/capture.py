@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from ..errors import CaptureError
+from ..graph.counted_rows import refuse_assumptions
 from ..graph.gc_control import collector_paused, source_lines_dropped
 from ..graph.graph import Role, TrainGraph
 from ..graph.ops import GRAD_READY
 from ..graph.sizes_in_graph import planned_at
+from ..sizes import SizeGuards
 from .batch_reads import ReadValues
 from .branches import TakenBranch, along_branches, check_branches
 from .call_structure import StepCall, Structure, leaf_names, take_apart
 from .capture_options import CaptureOptions
-from .effects import CALLBACK, Effects, Promoted, RefusedError
+from .effects import CALLBACK, CountsRowsError, Effects, Promoted, RefusedError
 from .fake_inputs import Request
 from .function_caches import CachedCall
 from .locations import is_number
@@ -45,7 +47,8 @@ class Capture:
 
     `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
     sizes of the batch that the graph has as symbols. `unfilled` is the graph of the trace, where that of the step fills
-    padded positions of the batch. The graph assumes `branches`, and checks them (`check_branches`).
+    padded positions of the batch. The graph assumes `branches`, and checks them (`check_branches`). `counts`
+    are the numbers of rows that the step counts while it runs.
     """
 
     graph: TrainGraph
@@ -62,6 +65,7 @@ class Capture:
     unfilled: TrainGraph | None = None
     branches: tuple[TakenBranch, ...] = ()
     raw: RawTrace | None = None
+    counts: SizeGuards | None = None
 
     @property
     def traced(self) -> TrainGraph:
@@ -214,7 +218,10 @@ def _captured(
     arguments = (args, dict(kwargs)), call, names
     request = fn, *arguments, state, tuple(numbers), device, options, fused, shapes, reachable, promoted
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
-        traced = _trace_until_carried(Request(*request, dynamic=dynamic))
+        try:
+            traced = _trace_until_carried(Request(*request, dynamic=dynamic))
+        except CountsRowsError:
+            traced = _trace_until_carried(Request(*request, counts=True))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
         calls = *repeated, *new
         return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats)
@@ -239,12 +246,16 @@ def _captured(
         refuse_unskippable(state, effects)
         if same is None:
             graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
-    if traced.stand_ins.symbols is not None:
-        traced.stand_ins.symbols.end_of_trace()
+    symbols, counts = traced.stand_ins.symbols, None
+    if symbols is not None and not dynamic:
+        refuse_assumptions(symbols.assumed, graph.graph)
+        symbols, counts = None, symbols.record
+    if symbols is not None:
+        symbols.end_of_trace()
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
-        tuple(traced.cleared), traced.values, effects, checked, traced.stand_ins.symbols, branches=tuple(branches),
-        raw=raw,
+        tuple(traced.cleared), traced.values, effects, checked, symbols, branches=tuple(branches),
+        raw=raw, counts=counts,
     )  # fmt: skip
 
 

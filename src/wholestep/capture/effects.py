@@ -137,6 +137,10 @@ class SizesFixedError(CaptureError):
         super().__init__(text, "a step that computes alike for all sizes", "none: it is captured for each", where)
 
 
+class CountsRowsError(CaptureError):
+    """A step counts rows while it runs, and is captured with symbols for their numbers."""
+
+
 class RefusedError(CaptureError):
     """A change of the Python value at `path` that later calls cannot repeat."""
 

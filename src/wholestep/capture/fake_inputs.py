@@ -26,7 +26,7 @@ class Request:
 
     `full_shapes` gives global shapes of batch tensors of which the call has parts. With `options.offload`, parameters
     and optimizer state in host memory are traced as if they were on `device`. `find` is a path whose change is located.
-    `dynamic` names the dims of batch tensors whose sizes are symbols.
+    `dynamic` names the dims of batch tensors whose sizes are symbols. `counts`: the step counts rows while it runs.
     """
 
     fn: Callable[..., Any]
@@ -43,6 +43,7 @@ class Request:
     promoted: Promoted
     find: str = ""
     dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    counts: bool = False
 
 
 @dataclass
@@ -97,7 +98,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
 
     Missing optimizer state is created as in the first step. `line` returns the user's line that runs.
     """
-    symbols = _torch.Symbols(line) if request.dynamic else None
+    symbols = _torch.Symbols(line) if request.dynamic or request.counts else None
     state, out = request.state, FakeInputs(request.device, request.options.offload is not None, symbols)
     for entry in [*state.params.values(), *state.buffers.values()]:
         out.add(entry.input, entry.tensor.requires_grad)

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
+from ..graph.counted_rows import tie_numbers
 from ..graph.graph import Input, Output, Role, TrainGraph
 from ..graph.nodes import is_mutating, name_in_order, node_at, redirect, written
 from ..graph.op_kinds import CHEAP
@@ -51,9 +52,10 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     outputs = _name_outputs(graph, traced, keep_grads)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     inputs = _drop_unused(graph, inputs, outputs)
-    name_in_order(graph, [source.name for source in inputs])
     if traced.stand_ins.symbols is not None:
         with_plain_sizes(graph, traced.stand_ins.symbols)
+        tie_numbers(graph)
+    name_in_order(graph, [source.name for source in inputs])
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)

@@ -219,8 +219,11 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
 }  # fmt: skip
 
 
-def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
-    """Return a table for the tracer: static-shape forms of ops whose result size depends on values."""
+def fixed_sizes(value_of: Known, counted: Callable[[Tensor], Any]) -> dict[Any, Callable[..., Any]]:
+    """Return a table for the tracer: forms of ops whose result size depends on values. `counted` returns the places of
+    a mask, whose number is a symbol; NotImplemented where it may be none.
+    """
+    nonzero = functools.partial(_nonzero, value_of=value_of, counted=counted)
 
     def read(x: Tensor) -> Any:
         value = value_of(x) if _torch.is_fake(x) else None
@@ -231,14 +234,14 @@ def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
 
     def masked_select(x: Tensor, mask: Tensor) -> Any:
         both = cast("list[Tensor]", torch.broadcast_tensors(x, mask))
-        return NotImplemented if (rows := _nonzero(both[1], value_of)) is NotImplemented else both[0][rows.unbind(1)]
+        return NotImplemented if (rows := nonzero(both[1])) is NotImplemented else both[0][rows.unbind(1)]
 
     def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         if not any(_is_mask(i) for i in indices):
             return NotImplemented
         places: list[Tensor | None] = []
         for i in indices:
-            positions = _nonzero(i, value_of) if i is not None and _is_mask(i) else None
+            positions = nonzero(i) if i is not None and _is_mask(i) else None
             if positions is NotImplemented:
                 return NotImplemented
             places += [i] if positions is None else positions.unbind(1)
@@ -258,11 +261,12 @@ def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
     def unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
         flat = x.reshape(-1)
         begins = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
-        positions = _nonzero(begins, value_of) if x.numel() and (dim is None or x.dim() == 1) else NotImplemented
+        positions = nonzero(begins) if x.numel() and (dim is None or x.dim() == 1) else NotImplemented
         if positions is NotImplemented:
             return NotImplemented
         first, end = cast(Tensor, positions[:, 0]), flat.new_full((1,), x.numel(), dtype=torch.int64)
-        return flat[first], (begins.cumsum(0) - 1).view(x.shape), torch.cat([first[1:], end]) - first
+        ends = torch.cat([first, end]).narrow(0, 1, first.shape[0])
+        return flat[first], (begins.cumsum(0) - 1).view(x.shape), ends - first
 
     def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
         ordered, order = x.reshape(-1).sort(stable=True)
@@ -274,7 +278,7 @@ def fixed_sizes(value_of: Known) -> dict[Any, Callable[..., Any]]:
         aten._unique2.default: unique,
         aten.unique_consecutive.default: unique_consecutive,
         aten.bincount.default: bincount,
-        aten.nonzero.default: functools.partial(_nonzero, value_of=value_of),
+        aten.nonzero.default: nonzero,
         aten.masked_select.default: masked_select,
         aten.index.Tensor: index,
         aten._ctc_loss.Tensor: _ctc_loss,
@@ -286,11 +290,13 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _nonzero(mask: Tensor, value_of: Known) -> Any:
+def _nonzero(mask: Tensor, value_of: Known, counted: Callable[[Tensor], Any]) -> Any:
     total = value_of((mask != 0).sum())
+    if total is None:
+        return counted(mask)
     with _torch.outside_of_trace():
-        count = None if total is None else int(total)
-    return NotImplemented if count is None else torch.nonzero_static(mask, size=count)
+        count = int(total)
+    return torch.nonzero_static(mask, size=count)
 
 
 def _ctc_loss(

@@ -76,6 +76,34 @@ def _(
 CTC_LOSS = torch.ops.wholestep.ctc_loss.default
 
 
+@torch.library.custom_op("wholestep::rows_of", mutates_args=())
+def rows_of(mask: Tensor, count: int) -> Tensor:
+    """Return `mask.nonzero()`; `count` is the number of rows where the graph has it as a symbol."""
+    return mask.nonzero()
+
+
+@rows_of.register_fake
+def _(mask: Tensor, count: int) -> Tensor:
+    return mask.new_empty((count, mask.dim()), dtype=torch.int64)
+
+
+ROWS_OF = torch.ops.wholestep.rows_of.default
+
+
+@torch.library.custom_op("wholestep::behind", mutates_args=())
+def behind(value: Tensor, rows: Tensor) -> Tensor:
+    """Return a copy of `value`, behind the rows that were counted."""
+    return value.clone()
+
+
+@behind.register_fake
+def _(value: Tensor, rows: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+BEHIND = torch.ops.wholestep.behind.default
+
+
 @torch.library.custom_op("wholestep::round_at_random", mutates_args=())
 def round_at_random(value: Tensor, step: Tensor, starts: Sequence[int], shape: Sequence[int], salt: int) -> Tensor:
     """Round float32 to bfloat16: up with the probability of what is cut off, so that the expectation is the value.

@@ -22,6 +22,7 @@ from .region import ByPiece
 from .stage_part import part_of
 
 aten = torch.ops.aten
+_ALL = (0, sys.maxsize)
 
 
 def without_size_nodes(graph: Graph, symbols: _torch.Symbols) -> None:
@@ -41,7 +42,7 @@ def without_size_nodes(graph: Graph, symbols: _torch.Symbols) -> None:
 def _is_whole(node: Node) -> bool:
     """Return whether a node is a slice `[:]`: torch records those of symbolic dims only."""
     bounds = node.args[2:] if node.target is aten.slice.Tensor else ()
-    return bounds[:2] == (0, sys.maxsize) and bounds[2:] in ((), (1,))
+    return [type(bound) for bound in bounds] in ([int] * 2, [int] * 3) and bounds in (_ALL, (*_ALL, 1))
 
 
 def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
+from ..graph.counted_rows import refuse_cut, refuse_sent
 from ..graph.gc_control import collector_paused
 from ..graph.graph import Input, LocalGraph, Role, TrainGraph
 from ..graph.meta import TensorMeta, contiguous, row_major
@@ -69,12 +70,15 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     graph again replaces them.
     """
     _refuse_cut_arguments(graph, plan)
+    layouts = {name: decision.outputs for name, decision in plan.decisions.items()}
+    refuse_cut(graph.graph, layouts, is_in_blocks=plan.mesh.pieces > 1 or bool(plan.stage_axis))
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     check_local_graph(local)
+    refuse_sent(local.graph)
     if plan.owner_axis:
         check_owners(local.graph)
     return local

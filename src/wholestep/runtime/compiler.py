@@ -25,6 +25,7 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading
 from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepError
+from ..graph.counted_rows import refuse_assumed
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import planned_at
 from ..graph.stage_part import StageParts
@@ -169,6 +170,8 @@ class Compiler:
             dims, planned, program, lambda local: finish(replace(before, local=local))
         ):
             return self.compile(inputs, numbers, earlier)  # ranks have compared the program: this one goes on alone
+        if program.capture.counts is not None:
+            refuse_assumed(program.capture.counts, program.capture.graph.graph)
         program = replace(program, planned=tuple(planned))
         if note := said(before.local, program.local):
             program = replace(program, plan=program.plan.with_notes(note))

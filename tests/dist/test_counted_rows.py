@@ -1,0 +1,44 @@
+"""Steps that pick rows by values which the model computes, on two ranks that pick other numbers of rows, beside DDP."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from tests.dist.launch import run_ranks
+from tests.unit.test_counted_rows import detection, litgpt, made, train
+
+ROWS = 10
+
+
+def beside_ddp(rank: int, world: int, style: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    for body in (litgpt, detection):
+        (ours, optimizer), (plain, other) = made(body)(), made(body)()
+        step = ws.compile(train, parallel=ws.DataParallel(style))
+        ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+        for call in range(4):
+            x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(call * world + rank))
+            x = torch.full_like(x, -4.0) if (call, rank) == (2, 1) else x  # one rank picks none, or all
+            torch.testing.assert_close(step(ours, optimizer, x), train(ddp, other, x), rtol=1e-12, atol=1e-12)
+        assert len(step.programs) == 1
+        with ws.whole(ours):
+            state: dict[str, Tensor] = {name: value.clone() for name, value in ours.state_dict().items()}
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard", pytest.param("zero2", marks=pytest.mark.full)])
+def test_ranks_pick_other_numbers_of_rows(style: str) -> None:
+    run_ranks(beside_ddp, 2, style)
+
+
+def over_the_whole_batch(rank: int, world: int) -> None:
+    step = ws.compile(train, parallel=ws.DataParallel("fully_shard", semantics="global"))
+    with pytest.raises(ws.PlanError, match="the step counts rows while it runs and ranks exchange them"):
+        step(*made(litgpt)(), torch.randn(ROWS, 8))
+
+
+def test_rows_that_ranks_would_exchange_are_refused() -> None:
+    run_ranks(over_the_whole_batch, 2)

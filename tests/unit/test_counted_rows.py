@@ -1,0 +1,215 @@
+"""Steps that pick rows by values which the model computes: one program for all numbers of rows, against eager."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.eager import same_as_eager
+
+pytestmark = pytest.mark.usefixtures("double")
+D, EXPERTS = 8, 3
+
+
+class Picks(nn.Module):
+    def __init__(self, body: Callable[["Picks", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.into, self.out, self.gate = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 16), nn.SiLU(), nn.Linear(16, D)) for _ in range(EXPERTS)
+        )
+        self.token, self.words = nn.Parameter(torch.ones(1, D)), nn.Embedding(12, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.into(x))
+
+
+def litgpt(m: Picks, h: Tensor) -> Tensor:
+    probs, chosen = m.gate(h).topk(2)
+    probs = probs.softmax(1)
+    masks = (chosen.unsqueeze(-1) == torch.arange(EXPERTS)).permute(2, 0, 1)
+    y = torch.zeros_like(h)
+    for mask, expert in zip(masks, m.experts, strict=True):
+        token, place = torch.where(mask)
+        y[token] += probs[token, place, None] * expert(h[token])
+    return m.out(y).square().mean()
+
+
+def mixtral(m: Picks, h: Tensor) -> Tensor:
+    weights, chosen = m.gate(h).softmax(-1).topk(2, -1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    y = torch.zeros_like(h)
+    for number, expert in enumerate(m.experts):
+        place, token = torch.where(mask[number])
+        rows = expert(h[None, token].reshape(-1, D)) * weights[token, place, None]
+        y.index_add_(0, token, rows.to(h.dtype))
+    return m.out(y).square().mean()
+
+
+def switch(m: Picks, h: Tensor) -> Tensor:
+    best, route = m.gate(h).softmax(-1).max(-1)
+    tokens = [torch.eq(route, number).nonzero(as_tuple=True)[0] for number in range(EXPERTS)]
+    y = h.new_zeros(h.shape)
+    for token, expert in zip(tokens, m.experts, strict=True):
+        y[token, :] = expert(h[token, :])
+    return m.out(y * best.view(-1, 1)).square().mean()
+
+
+def detection(m: Picks, h: Tensor) -> Tensor:
+    positive, boxes = h[:, 0] > 0, m.out(h)
+    classes = boxes.detach().roll(1, 1).argmax(-1)
+    counted = positive.sum().clamp(min=1)
+    smooth = F.smooth_l1_loss(boxes[positive], h[positive].detach(), reduction="sum") / counted
+    return smooth + F.cross_entropy(boxes[positive], classes[positive], reduction="sum") / counted
+
+
+def means(m: Picks, h: Tensor) -> Tensor:
+    loss = m.out(h).square()
+    rows = loss[loss[:, 0] > 0.05]
+    return torch.masked_select(loss, loss > 0.02).sum() + rows.sum() / (rows.shape[0] + 1)
+
+
+def assigned(m: Picks, h: Tensor) -> Tensor:
+    mask, y = h[:, 0] > 0, torch.zeros_like(h)
+    y[mask] = m.out(h[mask])
+    return (y * h).sum() + F.dropout(m.out(h[~mask]), 0.5).sum()
+
+
+def joined(m: Picks, h: Tensor) -> Tensor:
+    first, second = m.experts[0](h[h[:, 0] > 0]), m.experts[1](h[h[:, 0] <= 0])
+    return torch.cat([first, second]).square().mean()
+
+
+def made_of_number(m: Picks, h: Tensor) -> Tensor:
+    rows = h[torch.argwhere(h[:, 0] > 0).squeeze(1)]
+    n = rows.shape[0]
+    wide = torch.cat([rows, m.token.expand(n, -1), torch.zeros(n, 1), torch.full((n, 1), 0.5)], 1)
+    return (F.pad(wide, (0, 0, 0, 1)).tanh() * rows.new_ones(n + 1, 1)).sum() / (n + 1)
+
+
+def of_each_other(m: Picks, h: Tensor) -> Tensor:
+    rows = h[h[:, 0] > 0]
+    weights = (m.out(rows) @ rows.t()).softmax(-1)
+    return (F.layer_norm(rows, (D,)).cumsum(0) * (weights @ rows.sort(0).values)).sum()
+
+
+def distinct(m: Picks, h: Tensor) -> Tensor:
+    ids = (h[:, 0].detach() * 5).long().clamp(-5, 5) + 5
+    kinds, places = torch.unique(ids, return_inverse=True)
+    return (m.words(kinds)[places] * h).sum()
+
+
+def none_at_all(m: Picks, h: Tensor) -> Tensor:
+    return m.out(h[h[:, 0] > 1e9]).sum() + h.sum()
+
+
+PROGRAMS = [
+    litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct, none_at_all
+]  # fmt: skip
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def made(body: Callable[..., Tensor]) -> Any:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Picks(body)
+        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+    return make
+
+
+def batches(rows: int = 10) -> list[tuple[Tensor]]:
+    """Several numbers of rows are picked; in the last calls none, all or one."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(rows, D, generator=generator) for _ in range(4)]
+    none, every = torch.full((rows, D), -4.0), torch.full((rows, D), 4.0)
+    return [(x,) for x in (*drawn, none, every, torch.cat([every[:1], none[1:]]))]
+
+
+@pytest.mark.parametrize("body", PROGRAMS, ids=lambda body: body.__name__)
+def test_one_program_serves_all_numbers_of_rows(body: Callable[..., Tensor]) -> None:
+    step = same_as_eager(train, made(body), batches())
+    assert len(step.programs) == 1
+
+
+def test_a_mean_of_no_rows_is_nan_as_in_eager() -> None:
+    model, optimizer = made(lambda m, h: m.out(h)[h[:, 0] > 1e9].mean())()
+    assert math.isnan(ws.compile(train)(model, optimizer, batches()[0][0]))
+
+
+@pytest.mark.parametrize("options", [{"verify": True}, {"memory_bytes": 100_000}, {"on_nonfinite": "skip"}], ids=str)
+def test_beside_other_options_and_sizes(options: dict[str, Any]) -> None:
+    calls = [batches(rows)[i] for i, rows in enumerate((10, 12, 10))]
+    step = same_as_eager(train, made(detection), calls, **options)
+    assert len(step.programs) == 2
+    assert any("the step counts rows" in str(why) for why in step.misses)
+
+
+def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
+    with pytest.raises(ws.WholestepError) as caught:
+        ws.compile(train, **options)(*made(body)(), batches()[0][0])
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (
+            lambda m, h: m.out(h[h[:, 0] > 0]).sum() if h[h[:, 0] > 0].shape[0] else h.sum(),
+            "Python asks for a number of rows that the step counts while it runs: Ne(u0, 0)",
+        ),
+        (
+            lambda m, h: sum(m.out(h[i]).sum() for i in (h[:, 0] > 0).nonzero()),
+            "Python asks for a number of rows that the step counts while it runs: u0",
+        ),
+        (
+            lambda m, h: (h[h[:, 0] > 0] + h[h[:, 1] > 0]).sum(),
+            "the step combines rows that it counts while it runs as if Eq(u0, u1)",
+        ),
+        (
+            lambda m, h: m.out(h[(h[:, 0] > 0).nonzero().squeeze()]).sum(),
+            "squeeze() of rows that the step counts while it runs: a single row would lose its dim",
+        ),
+        (
+            lambda m, h: (h[h[:, 0] > 0] * torch.arange(h[h[:, 0] > 0].shape[0])[:, None]).sum(),
+            "aten.arange.default takes the number of rows that the step counts, and not the rows",
+        ),
+    ],
+    ids=["asked", "iterated", "two masks", "squeezed", "arange"],
+)
+def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor], line: str) -> None:
+    text = refused(body)
+    assert text[0] == line
+    assert "test_counted_rows.py" in text[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"backend": "inductor"}, "the step counts rows while it runs, with backend 'inductor'"),
+        (
+            {"parallel": [ws.DataParallel("replicate"), ws.MicroBatches(2)]},
+            "the step counts rows while it runs in micro-batches or stages",
+        ),
+    ],
+    ids=["inductor", "micro-batches"],
+)
+def test_what_it_does_not_compose_with(options: dict[str, Any], line: str) -> None:
+    text = refused(detection, **options)
+    assert text[0] == line
+    assert "boxes[positive]" in text[1]
