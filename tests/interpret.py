@@ -57,7 +57,7 @@ def _run_nodes(
         if node.op != "call_function":
             continue
         if is_collective(node):
-            _run_collective(node, mesh, envs)
+            _run_collective(node, mesh, envs, lambda at, node=node: bind(node, {**at, **piece})[0])
             continue
         if loop := loop_of(node):
             _run_loop(loop, node, mesh, envs, streams, bind)
@@ -99,13 +99,18 @@ def as_traced(node: Node, made: Value) -> Value:
     return made if stride is None else meta.with_stride(made, stride)
 
 
-def _run_collective(node: Node, mesh: Mesh, envs: list[dict[Node, Value]]) -> None:
+def _run_collective(
+    node: Node, mesh: Mesh, envs: list[dict[Node, Value]], arguments: Callable[[Mapping[str, int]], Any]
+) -> None:
     kind, axis = collective_kind(node.target), str(node.args[-1])
     assert kind is not None, f"%{node.name} is a collective"
     source, into = operands(node)[0], node.kwargs.get("out")
     for group in mesh.groups(axis):
         given = [envs[rank][source] for rank in group]
-        computed = _apart(given, kind, node.args) if isinstance(given[0], list) else COMPUTE[kind](given, node.args)
+        args: Any = node.args
+        if kind == "all_to_all":
+            args = list(zip(*(arguments(mesh.coordinate(rank))[:3] for rank in group), strict=True))
+        computed = _apart(given, kind, args) if isinstance(given[0], list) else COMPUTE[kind](given, args)
         for rank, made in zip(group, computed, strict=True):
             envs[rank][node] = envs[rank][into].copy_(made) if isinstance(into, Node) else made
 
@@ -135,8 +140,13 @@ def _reduce(given: list[Tensor], op: str) -> Tensor:
 
 
 def _all_to_all(given: list[Tensor], args: Any) -> list[Tensor]:
-    sent = zip(*(piece.chunk(len(given)) for piece in given), strict=True)
-    return [torch.cat(received) for received in sent]
+    """`args` with the splits of each rank of the group."""
+    pieces: list[tuple[Tensor, ...]] = [
+        torch.split(piece, list(map(int, counts))) for piece, counts in zip(given, args[2], strict=True)
+    ]
+    made = [torch.cat(received) for received in zip(*pieces, strict=True)]
+    assert [len(value) for value in made] == [sum(map(int, counts)) for counts in args[1]], "as many as are expected"
+    return made
 
 
 COMPUTE: dict[Collective, Callable[[list[Tensor], Any], list[Tensor]]] = {

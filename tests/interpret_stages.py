@@ -132,9 +132,10 @@ class Rank:
         group = next(g for g in self.mesh.groups(axis) if self.rank in g)
         self.met[axis] = self.met.get(axis, 0) + 1
         sent = args[0].clone()  # what follows the wait may write there
-        given = self.fabric.meet((axis, group, self.met[axis]), group, self.rank, (kind, sent))
-        assert len({kind for kind, _ in given}) == 1, "ranks run one order of collectives"
-        made = COMPUTE[kind]([value for _, value in given], args)[group.index(self.rank)]
+        given = self.fabric.meet((axis, group, self.met[axis]), group, self.rank, (kind, sent, args[1:3]))
+        assert len({kind for kind, *_ in given}) == 1, "ranks run one order of collectives"
+        args = (None, *zip(*(splits for *_, splits in given), strict=True)) if kind == "all_to_all" else args
+        made = COMPUTE[kind]([value for _, value, _ in given], args)[group.index(self.rank)]
         return made if out is None else out.copy_(made)
 
     def run(self, inputs: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .mesh import Mesh
-from .sizes import SizeInt, in_units, least, unit_of, whole
+from .sizes import SizeInt, in_units, least, most, unit_of, whole
 
 NORMS = {"norm1": 1, "norm2": 2}
 """Reductions that make a norm of the norms of parts, and its order."""
@@ -268,6 +268,24 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-size // parts)
     start = least(index * step, size)
     return start, least(step, size - start)
+
+
+def dealt(size: int, parts: int, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Starts and lengths of two of 2 `parts` even pieces of a dim: number `index`, and the one as far from the end. Of
+    queries in causal attention, these attend to as many keys whatever the `index`.
+    """
+    count, size = 2 * parts, whole(size)
+    ends = [(at * size + parts) // count for at in (index, index + 1, count - 1 - index, count - index)]
+    return (ends[0], ends[1] - ends[0]), (ends[2], ends[3] - ends[2])
+
+
+def shared(size: int, parts: int, piece: int, to: int) -> tuple[int, int]:
+    """How many places of a piece of a dim are in the early and in the late piece that is `dealt` to another rank."""
+    start, length = chunk_range(size, parts, piece)
+    early, late = (
+        most(0, least(start + length, first + count) - most(start, first)) for first, count in dealt(size, parts, to)
+    )
+    return early, late
 
 
 def cut(full: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:

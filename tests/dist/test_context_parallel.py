@@ -41,7 +41,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, list[int]]:
     model, optimizer, other, plain = _setup()
-    step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel(method=method, inputs=inputs))
+    options: Any = {"method": "gather", "balance": True} if method == "exchanged" else {"method": method}
+    step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel(inputs=inputs, **options))
     worst, captures = 0.0, list[int]()
     for call, ((rows, length), shares) in enumerate(zip(LENGTHS, SHARES, strict=True)):
         batch = _batch(call, rows, length)
@@ -50,14 +51,15 @@ def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, lis
         loss = step(model, optimizer, *own)
         worst = max(worst, abs(loss.item() - of_tokens(other, plain, *batch).item()))
         captures.append(step.captures)
+        assert bool(step.plan.options.balanced) == (method == "exchanged")
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         worst = max(worst, (_whole(a) - b).abs().max().item())
     return worst, captures
 
 
-@pytest.mark.usual("gather-local", "heads-global")
+@pytest.mark.usual("gather-local", "heads-global", "exchanged-global")
 @pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("method", ["gather", "heads", "exchanged"])
 def test_lengths_that_change(method: str, inputs: str) -> None:
     """Pieces of any lengths, none included. One program serves all lengths of two rows, from the second one on."""
     for worst, captures in run_ranks(_trains, 2, method, inputs):

@@ -66,13 +66,15 @@ class Attends(nn.Module):
     def __init__(self, mask: Mask, padded: bool = False, keys: int = KEY_HEADS) -> None:
         super().__init__()
         self.mask, self.padded, self.sizes = mask, padded, [HEADS * WIDTH, keys * WIDTH, keys * WIDTH]
-        self.tokens, self.places = nn.Embedding(11, DIM), nn.Embedding(256, DIM)
+        self.tokens, self.places = nn.Embedding(11, DIM), nn.Embedding(320, DIM)
         self.qkv = nn.Linear(DIM, sum(self.sizes))
         self.out, self.norm = nn.Linear(HEADS * WIDTH, DIM), nn.LayerNorm(DIM)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows, length = ids.shape
-        x = self.tokens(ids) + self.places(torch.arange(length))
+        return self.attend(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
+
+    def attend(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
         parts = self.qkv(self.norm(x)).split(self.sizes, -1)
         q, k, v = (t.view(rows, length, -1, WIDTH).transpose(1, 2) for t in parts)
         options = self.mask(length)
@@ -81,6 +83,13 @@ class Attends(nn.Module):
             options = {"attn_mask": options["attn_mask"] & there[:, None, None]}
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         return x + self.out(attended.transpose(1, 2).reshape(rows, length, -1))
+
+
+class Again(Attends):
+    """A second layer."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.attend(ids)
 
 
 def _one(make: Callable[[], nn.Module], rows: int, length: int, step: Any = mean_square) -> OneDevice:
@@ -119,7 +128,7 @@ def test_padded_rows() -> None:
 DATA = ws.DataParallel("fully_shard", axis="dp", semantics="global")
 
 
-@pytest.mark.usual("dp=2,cp=2-parallel0", "cp=2,tp=2-parallel2")
+@pytest.mark.usual("dp=2,cp=2-parallel0", "cp=2,tp=2-parallel8", "cp=2-parallel9")
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
@@ -130,11 +139,30 @@ DATA = ws.DataParallel("fully_shard", axis="dp", semantics="global")
         ("cp=2", ws.ContextParallel(style="replicate")),
         ("pp=2,cp=2", [ws.ContextParallel(style="replicate"), ws.Pipeline(micro_batches=2)]),
         ("cp=4", ws.ContextParallel(style="zero1")),
+        ("dp=2,cp=2", [DATA, ws.ContextParallel(method="gather", balance=True)]),
+        (
+            "cp=2,tp=2",
+            [
+                ws.ContextParallel(method="gather", balance=True),
+                ws.TensorParallel({"qkv": "colwise_gather_output", "out": "rowwise"}),
+            ],
+        ),
+        ("cp=2", [ws.ContextParallel(method="gather", balance=True), ws.MicroBatches(2)]),
+        (
+            "pp=2,cp=2",
+            [
+                ws.ContextParallel(method="gather", style="replicate", balance=True),
+                ws.Pipeline(micro_batches=2),
+            ],
+        ),
         ("context=2", ws.ContextParallel(axis="context")),
     ],
 )
 def test_composes(mesh: str, parallel: Any) -> None:
-    _same(_one(lambda: Attends(MASKS["causal"]), 4, 8), mesh, parallel)
+    planned = _same(_one(lambda: Attends(MASKS["causal"]), 4, 8), mesh, parallel).plan
+    assert planned.strategies is not None
+    assert planned.strategies.context is not None
+    assert bool(planned.options.balanced) == bool(planned.strategies.context.balance)
 
 
 # -- work and bytes --------------------------------------------------------------------------------------
@@ -206,6 +234,76 @@ def test_causal_attention_takes_what_the_last_rank_does(
     priced = _arithmetic_us(local.graph) * ranks / _arithmetic_us(one.capture.graph.graph)
     assert priced == pytest.approx(slowest, rel=0.01)
     assert slowest == pytest.approx(2 - 1 / ranks, rel=0.05)
+
+
+BALANCED = ws.ContextParallel(method="gather", balance=True)
+
+
+@pytest.mark.usual("2-128", "3-193", "4-256")
+@pytest.mark.parametrize("length", [128, 193, 256, 307])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanged_queries_are_as_much_work_for_all(ranks: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 64 tokens a rank on: each attends to as many keys as the others, and this is what is priced."""
+    if length < 64 * ranks:
+        return
+    one = _one(lambda: Attends(MASKS["causal"]), 1, length)
+    slowest, local = _slowest_over_mean(one, ranks, BALANCED, monkeypatch)
+    priced = _arithmetic_us(local.graph) * ranks / _arithmetic_us(one.capture.graph.graph)
+    assert slowest <= 1.02
+    assert priced == pytest.approx(slowest, rel=0.01)
+
+
+@pytest.mark.usual("8-2", "7-1", "3-3")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("length", [8, 7, 3])
+def test_exchanged_queries_give_what_one_device_does(length: int, rows: int) -> None:
+    one = _one(lambda: nn.Sequential(Attends(MASKS["causal"]), Again(MASKS["causal"])), rows, length)
+    for ranks in (2, 3, 4):
+        planned = _same(one, f"cp={ranks}", BALANCED).plan
+        assert len(planned.options.balanced) == 4
+        assert not planned.repeated
+
+
+def _attends_causally(model: nn.Module, x: Tensor) -> None:
+    q, k = model(x).split([4 * 16, 2 * 16], -1)
+    q, k = q.unflatten(-1, (4, 16)).transpose(1, 2), k.unflatten(-1, (2, 16)).transpose(1, 2)
+    F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).square().mean().backward()
+
+
+def test_queries_are_exchanged_where_that_saves_time() -> None:
+    """By the attention of the slowest rank, forward and backward, on this hardware; plan and program say so."""
+    hardware = ws.Hardware.preset("dgx-h100")
+    for length, does in ((64, False), (1 << 15, True)):
+        graph = ws.capture(_attends_causally, nn.Linear(8, 96).float(), torch.randn(1, length, 8, dtype=torch.float32))
+        plans = {
+            balance: ws.plan(graph, "cp=4", ws.ContextParallel(method="gather", balance=balance), hardware=hardware)
+            for balance in (None, True, False)
+        }
+        assert plans[None].decisions == plans[does].decisions
+        assert plans[None].options == plans[does].options
+        assert ("queries of 2 calls of causal attention are exchanged" in str(plans[None])) == does
+        forward = "scaled_dot_product_flash_attention_for_cpu"
+        text = plans[None].explain(forward)
+        assert (
+            f"queries are {'' if does else 'not '}exchanged along cp, so that ranks attend to as many keys: the "
+            in text
+        )
+        times = {b: ws.simulate(ws.partition(graph, p), hardware).step_us for b, p in plans.items()}
+        assert times[None] == min(times.values()) < max(times.values())
+        kinds = ws.partition(graph, plans[None]).collectives()
+        assert kinds["all_to_all"].count == 4 if does else "all_to_all" not in kinds
+
+
+def test_what_is_exchanged() -> None:
+    """Queries and results, their gradients, S/n Hq d each; nothing without a causal mask, nothing by heads."""
+    length, ranks = 64, 2
+    one = _one(lambda: Attends(MASKS["causal"]), 1, length)
+    local = _same(one, f"cp={ranks}", BALANCED).local
+    assert _attention_bytes(local, "all_to_all") == 4 * (length // ranks) * HEADS * WIDTH * 8
+    for mask, method in (("none", "gather"), ("window", "gather"), ("causal", "heads")):
+        one = _one(lambda mask=mask: Attends(MASKS[mask]), 1, length)
+        plan = _same(one, f"cp={ranks}", ws.ContextParallel(method=method, balance=True)).plan  # type: ignore[arg-type]
+        assert not plan.options.balanced
 
 
 def _attention_bytes(local: LocalGraph, *kinds: str) -> int:
@@ -321,11 +419,20 @@ def test_cuda_kernels_of_a_piece_of_the_queries(causal: bool, queries: int) -> N
 
 
 def _in_pieces(op: Any, args: list[Any], cut: list[int], of: Tensor | None = None) -> list[Tensor]:
-    """Results of three ranks together: pieces of what has queries, sums of the gradients of keys and values."""
+    """Results of ranks together: pieces of what has queries, sums of the gradients of keys and values. Of kernels whose
+    sums are not padded, the first rank has two ranges, and one none.
+    """
     count, starts, returned = args[cut[0]].shape[2], [0, 2, 5], list[Any]()
-    for start, end in zip(starts, [*starts[1:], count], strict=True):
+    ends, several = [*starts[1:], count], "flash" in str(op)
+    for start, end in zip(starts, ends, strict=True):
         local = [a[:, :, start:end].clone() if i in cut else a for i, a in enumerate(args)]
-        returned.append(query_piece(op)(start, end - start, *local))
+        middle = (start + end) // 2
+        ranges = ([start, middle], [middle - start, end - middle]) if several else (start, end - start)
+        returned.append(query_piece(op)(*ranges, *local))
+    if several:
+        none = query_piece(op)([3, 9], [0, 0], *(a[:, :, :0].clone() if i in cut else a for i, a in enumerate(args)))
+        assert none[0].shape[2] == 0
+        assert of is None or not torch.stack(none[1:3]).any()
     by_query = torch.cat([r[0] for r in returned], 2)
     return [by_query] if of is None else [by_query, *(torch.stack([r[i] for r in returned]).sum(0) for i in (1, 2))]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -23,7 +23,7 @@ from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
-from ..layout import Extent, resolve
+from ..layout import Extent, OfOwner, resolve
 from ..precision import StepPrecision
 from .fused import fused_flops, is_fused
 
@@ -75,11 +75,14 @@ def work(node: Node) -> Work | None:
         return Work(moved, flops(node), _name(factor_dtype), product)
     attends, backward = (operation.kind == "attention", operation.backward) if operation else (False, False)
     causal = attends and _is_causal(node)
-    whole = Work(
+    call = Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None, causal, backward,
         streams(node.target), node.target in BUCKET_COPIES,
     )  # fmt: skip
-    return _of_slowest(node, whole) if causal and node.target in op_kinds.IN_PLACE_OF else whole
+    if not causal or node.target not in op_kinds.IN_PLACE_OF:
+        return call
+    ranges = (number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2])
+    return most_of_ranks(call, *cast(Any, ranges))
 
 
 def _moved(node: Node) -> int:
@@ -229,42 +232,49 @@ def _is_causal(node: Node) -> bool:
     return arguments.get("is_causal") is True
 
 
-def _of_slowest(node: Node, whole: Work) -> Work:
-    """The work of causal attention of ranges of the queries, on the rank that does most: others wait for it. What is
+_RankNumber = int | Extent | OfOwner
+
+
+def most_of_ranks(call: Work, starts: Sequence[_RankNumber], lengths: Sequence[_RankNumber]) -> Work:
+    """Causal attention `call` on ranges of the queries, as the rank has it that does most: others wait for it. What is
     masked counts as computed, as in a call on all queries.
     """
-    assert whole.attention is not None, "pieces of the queries have four dims"
-    batch, heads, _, keys, width = whole.attention
-    ranges = [number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2]]
-    starts, lengths = (tuple(_of_hint(cast(int | Extent, number)) for number in numbers) for numbers in ranges)
-    queries, before, own = _most_attended(starts, lengths, int(keys))
-    count = 4.0 * batch * heads * queries * (2 * before + own) * width * (2.5 if whole.backward else 1.0)
-    attention = batch, heads, queries, round(before + own), width
-    return replace(whole, flops=count, attention=attention, keys_before=before)
+    assert call.attention is not None, "pieces of the queries have four dims"
+    batch, heads, _, keys, width = call.attention
+    ranges = (tuple(map(_of_hint, numbers)) for numbers in (starts, lengths))
+    queries, before, after = _most_attended(*ranges, int(keys))
+    count = 4.0 * batch * heads * queries * (2 * before + after) * width * (2.5 if call.backward else 1.0)
+    return replace(
+        call, flops=count, attention=(batch, heads, queries, round(before + after), width), keys_before=before
+    )
 
 
-def _of_hint(number: int | Extent) -> int | Extent:
+def _of_hint(number: _RankNumber) -> _RankNumber:
     """A number of a rank for the sizes of the capture: prices compare no symbols."""
+    if isinstance(number, OfOwner):
+        return OfOwner(number.axis, tuple(map(int, number.numbers)))
     return replace(number, size=int(number.size)) if isinstance(number, Extent) else int(number)
 
 
 @lru_cache(maxsize=1 << 12)
 def _most_attended(
-    starts: tuple[int | Extent, ...], lengths: tuple[int | Extent, ...], keys: int
+    starts: tuple[_RankNumber, ...], lengths: tuple[_RankNumber, ...], keys: int
 ) -> tuple[int, float, float]:
     """The queries of the rank that attends to most keys; how many keys are before the range of one, and in it, on
     average.
     """
-    axes = {axis: parts for number in (*starts, *lengths) if isinstance(number, Extent) for axis, parts in number.axes}
+    numbers = (*starts, *lengths)
+    axes = {axis: parts for number in numbers if isinstance(number, Extent) for axis, parts in number.axes}
+    axes |= {number.axis: len(number.numbers) for number in numbers if isinstance(number, OfOwner)}
     most = (0.0, 0, 0.0, 0.0)
     for places in product(*map(range, axes.values())):
         coordinate = dict(zip(axes, places, strict=True))
         ranges = list(zip(resolve(starts, coordinate), resolve(lengths, coordinate), strict=True))
         queries = sum(length for _, length in ranges)
         before = sum(length * min(start, keys) for start, length in ranges)
-        own = sum(length * max(min(length, keys - start), 0) for start, length in ranges)
+        after = sum(length * max(min(length, keys - start), 0) for start, length in ranges)
         if queries:
-            most = max(most, (2.0 * before + own, queries, before / queries, own / queries))
+            most = max(most, (2.0 * before + after, queries, before / queries, after / queries))
     return most[1:]
 
 

@@ -146,9 +146,9 @@ class Device:
         *, causal: bool = True, backward: bool = False, speed: float = 1.0, keys_before: float = 0.0,
     ) -> float:  # fmt: skip
         """Fused attention without the launch: two products, five backward. Causal blocks read keys up to their end."""
-        top, own = self.ceiling(dtype), keys - keys_before
-        shared = min(0.5 + 0.5 * _QUERIES / own, 1.0) if causal and own else 1.0
-        shared = (keys_before + own * shared) / keys if keys_before else shared
+        top, after = self.ceiling(dtype), keys - keys_before
+        shared = min(0.5 + 0.5 * _QUERIES / after, 1.0) if causal and after else 1.0
+        shared = (keys_before + after * shared) / keys if keys_before else shared
         flops = 4.0 * batch * heads * queries * keys * width * (2.5 if backward else 1.0) * shared
         share = speed * ((top.attention_backward if backward else top.attention) or top.rate)
         rate = share * self.clock(top, share)

@@ -37,6 +37,7 @@ from ..rules.find_rule import find_rule
 from ..rules.localize import VIEWS_OF_PIECES, localize
 from ..rules.registry import draws
 from . import rank_ops
+from .balanced_calls import BalancedCalls
 from .collectives import Emitter, note_owner
 from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
@@ -124,6 +125,7 @@ class _Lowering:
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis, self.plan.owner_axis)
         self.extended, self.first = ExtendedCalls(self.emit), self.plan.mesh.coordinate(0)
+        self.balanced = BalancedCalls(self.emit, self.plan)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
@@ -195,10 +197,11 @@ class _Lowering:
         segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)
         sources = operands(node)
         inputs = [self._resharded(n, want, segment) for n, want in zip(sources, decision.operands, strict=True)]
+        inputs = self.balanced.operands(node, inputs)
         if not _takes_any_strides(node.target):
             shards = zip(sources, inputs, decision.operands, strict=True)
             inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
-        added = self.extended.operands(node, decision, inputs)
+        added = {} if self.balanced.queries(node) else self.extended.operands(node, decision, inputs)
         ready = iter(inputs)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
@@ -210,7 +213,7 @@ class _Lowering:
             has_sizes = rule is not None and bool(rule.sizes)  # an argument says the shape, as in `new_zeros`
             cut = [layout.state(TIME).kind == "S" and not has_sizes for layout in decision.operands]
             self.once[new] = tuple(n for i, n in enumerate(inputs) if rule and i in rule.by_shape and not cut[i])
-        return self.extended.result(self._with_outputs(new, node), node, added)
+        return self.balanced.result(self.extended.result(self._with_outputs(new, node), node, added), node)
 
     def _localized(self, node: Node, decision: Decision, args: Any, kwargs: Any) -> Node:
         layouts = (*decision.operands, *decision.outputs)
@@ -220,6 +223,7 @@ class _Lowering:
         if rule is not None:
             takes, gives, mesh = decision.operands, decision.outputs, self.plan.mesh
             target, args, kwargs = localize(rule, Call.of(node), takes, gives, mesh, args, kwargs)
+            args = (*queries.ranges, *args[2:]) if (queries := self.balanced.queries(node)) else args
         if self.plan.mesh.pieces > 1 and is_drawn_into(node):
             tensor, axes = meta.one_tensor(node), decision.outputs[0].dims
             sizes = [extent(n, by, self.plan.mesh) for n, by in zip(tensor.shape, axes, strict=True)]
@@ -247,7 +251,7 @@ class _Lowering:
         new = add_node(self.graph, "call_function", node.target, (local, node.args[1]), {}, node.name)
         meta.copy(node, new)
         meta.set_strided(new, meta.is_strided(local))
-        return self.extended.item(self._with_outputs(new, node), node, source)
+        return self.balanced.result(self.extended.item(self._with_outputs(new, node), node, source), node)
 
     def _with_outputs(self, new: Node, node: Node) -> Node:
         """Record the local outputs of `node` on `new`."""

@@ -64,6 +64,12 @@ def join_exchanged(x: Tensor, parts: int, dim: int, into: int, length: int, size
     return joined.narrow(dim, 0, length).narrow(into, 0, size)
 
 
+def rows_in_parts(x: Tensor, dim: int, lengths: list[int], order: list[int]) -> Tensor:
+    """Parts of `dim`, of these lengths, in another order: a contiguous copy with `dim` as its first."""
+    parts: tuple[Tensor, ...] = torch.split(x.movedim(dim, 0), lengths)
+    return torch.cat([parts[i] for i in order]).contiguous()
+
+
 def only_first(x: Tensor, coordinate: int) -> Tensor:
     """Return a contiguous `x` on the first rank of the axis, zeros on others: a replicated value as a partial sum."""
     return x.contiguous() if coordinate == 0 else x.new_zeros(x.shape)

@@ -20,7 +20,9 @@ from ..partition.batch_dependent import batch_dependent
 from ..rules.registry import draws, is_random
 from .bucket import GATHER
 
-_PURE: frozenset[Any] = frozenset({*rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged})
+_PURE: frozenset[Any] = frozenset({
+    *rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged, rank_ops.rows_in_parts,
+})  # fmt: skip
 
 
 @dataclass

@@ -41,6 +41,8 @@ class ContextParallel:
         inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
         style: how ranks of the axis store parameters and optimizer state, as `DataParallel.style`; None: as the
             `DataParallel` beside it, or `"fully_shard"`.
+        balance: whether ranks exchange queries for causal attention by `"gather"`, where the last rank would attend to
+            most keys; None: where that saves more time than it takes.
 
     Example:
         >>> step = ws.compile(train_step, mesh="cp=4", parallel=ws.ContextParallel())
@@ -53,6 +55,7 @@ class ContextParallel:
     input_dim: BatchDim = 1
     inputs: Literal["global", "local"] = "global"
     style: str | None = None
+    balance: bool | None = None
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Its axis. Raises MeshError if the mesh has none of this name."""

@@ -42,7 +42,7 @@ class Options:
     reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
     piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
     `order`: of the blocks of stages, as `Pipeline.schedule`. `regathered_along`: axes along which activations are
-    re-gathered for the backward.
+    re-gathered for the backward. `balanced`: calls of causal attention for which ranks exchange queries.
     """
 
     keep_gathered_bytes: int | None = None
@@ -52,6 +52,7 @@ class Options:
     reduces_each_piece: bool = False
     order: str = ""
     regathered_along: tuple[str, ...] = ()
+    balanced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

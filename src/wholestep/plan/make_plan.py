@@ -23,6 +23,7 @@ from ..hardware.hardware import Hardware
 from ..hardware.presets import one_host
 from ..layout import REPLICATED, Layout, replicated
 from ..mesh import Mesh
+from .balanced_queries import balanced
 from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .for_pieces import for_pieces
@@ -90,8 +91,11 @@ def make_plan(
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     each = mesh.pieces > 1 and options.kind.shards_gradients
     order = strategies.pipeline.schedule if strategies.pipeline else ""
-    along = strategies.regathered_along(mesh)
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along)
+    along, context = strategies.regathered_along(mesh), strategies.context
+    exchanged: tuple[str, ...] = ()
+    if context is not None:
+        decisions, exchanged = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
+    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged)
     notes = differences(graph) if per_rank else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]

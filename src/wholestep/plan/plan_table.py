@@ -28,6 +28,10 @@ def show_plan(plan: Plan) -> str:
     )
     lines += [f"  precision: {plan.precision}"] if plan.precision else []
     lines += [f"  {line}" for line in _movement(plan)]
+    exchanged = (
+        f"  queries of {len(plan.options.balanced)} calls of causal attention are exchanged, so that ranks work alike"
+    )
+    lines += [exchanged] if plan.options.balanced else []
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
     lines += [f"  note: {note}" for note in (*plan.repeated, *plan.notes)]

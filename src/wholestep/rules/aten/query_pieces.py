@@ -1,4 +1,4 @@
-"""Fused attention of a rank that has the queries [start, start + length) and all keys.
+"""Fused attention of a rank that has the queries [start, start + length), or several such ranges, and all keys.
 
 Kernels mask by local index. So causal attention is two calls: to the keys before the piece, and causal to those at its
 own places. Their results are merged by the logarithms of their sums; the backward of each takes what was merged.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -18,14 +19,16 @@ from ...graph.op_kinds import packet_name
 from ..dsl import called
 from ..rule import COUNT_OPERANDS
 
+_OF_QUERIES = ("query", "out", "grad_out", "grad_out_", "logsumexp")
+
 
 @cache
 def query_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
     """What a rank calls in place of `op`, the forward or backward of fused attention to keys in dim -2."""
     run = _backward if packet_name(op).endswith("_backward") else _forward
 
-    def of_queries(start: int, length: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return run(_Attention(op, args, kwargs), start)
+    def of_queries(start: int | list[int], length: int | list[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return run(_Attention(op, args, kwargs), start, length)
 
     COUNT_OPERANDS.add(of_queries)
     return called(of_queries, op, "of_queries")
@@ -41,8 +44,8 @@ class _Attention:
         place = _torch.position_of(self.op, name)
         return self.args[place] if place is not None and place < len(self.args) else self.kwargs.get(name)
 
-    def __call__(self, **changed: Any) -> tuple[Any, ...]:
-        """Call the op with some arguments changed, of those that it has."""
+    def changed(self, **changed: Any) -> _Attention:
+        """The call with some arguments changed, of those that it has."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changed.items():
             place = _torch.position_of(self.op, name)
@@ -50,7 +53,25 @@ class _Attention:
                 args[place] = value
             elif name in kwargs:
                 kwargs[name] = value
-        return self.op(*args, **kwargs)
+        return _Attention(self.op, args, kwargs)
+
+    def __call__(self, **changed: Any) -> tuple[Any, ...]:
+        """Call the op with some arguments changed."""
+        call = self.changed(**changed)
+        return self.op(*call.args, **call.kwargs)
+
+    def ranges(self, start: Any, length: Any) -> Iterator[tuple[int, _Attention]]:
+        """Where each range of the queries starts, and the call on it; on a place of zeros where there is none."""
+        if not isinstance(start, list):
+            yield start, self
+            return
+        ends: list[int] = list(accumulate(length))
+        kept = [name for name in _OF_QUERIES if self[name] is not None]
+        for first, begin, end in zip(cast("list[int]", start), [0, *ends], ends, strict=False):
+            if begin < end:
+                yield first, self.changed(**{name: self[name][:, :, begin:end] for name in kept})
+        if not ends[-1]:
+            yield start[0], self.changed(**{n: (t := self[n]).new_zeros((*t.shape[:2], 1, *t.shape[3:])) for n in kept})
 
     def parts(self, start: int) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """The results for each range of keys that a piece of the queries attends to."""
@@ -64,7 +85,16 @@ class _Attention:
                 yield first, end, self(key=keys, value=values, max_q=length, max_k=end - first, **own)
 
 
-def _forward(call: _Attention, start: int) -> tuple[Any, ...]:
+def _forward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
+    results = [_merged(part, first) for first, part in call.ranges(start, length)]
+    if not isinstance(length, list):
+        return results[0]
+    rows = call["query"].shape[2]
+    joined = (torch.cat([returned[place] for returned in results], 2)[:, :, :rows] for place in (0, 1))
+    return (*joined, *results[-1][2:])
+
+
+def _merged(call: _Attention, start: int) -> tuple[Any, ...]:
     results = [returned for *_, returned in call.parts(start)]
     out, sums, *others = cast("tuple[Tensor, Tensor, *tuple[Any, ...]]", results[-1])
     if len(results) == 1:
@@ -78,12 +108,16 @@ def _forward(call: _Attention, start: int) -> tuple[Any, ...]:
     return (merged.to(out.dtype), sums, *others)
 
 
-def _backward(call: _Attention, start: int) -> tuple[Any, ...]:
-    query, key, value = (torch.zeros_like(call[name]) for name in ("query", "key", "value"))
+def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
+    key, value, queries = torch.zeros_like(call["key"]), torch.zeros_like(call["value"]), list[Tensor]()
     others: Sequence[Any] = ()
-    for first, end, gradients in call.parts(start):
-        of_query, of_key, of_value, *others = gradients
-        query += of_query
-        key.narrow(-2, first, end - first).copy_(of_key)
-        value.narrow(-2, first, end - first).copy_(of_value)
-    return (query, key, value, *others)
+    for begin, part in call.ranges(start, length):
+        put = Tensor.add_ if queries else Tensor.copy_
+        queries.append(torch.zeros_like(part["query"]))
+        for first, end, gradients in part.parts(begin):
+            of_query, of_key, of_value, *others = gradients
+            queries[-1] += of_query
+            put(key.narrow(-2, first, end - first), of_key)
+            put(value.narrow(-2, first, end - first), of_value)
+    query = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
+    return (query[:, :, : call["query"].shape[2]], key, value, *others)
