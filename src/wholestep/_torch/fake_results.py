@@ -111,11 +111,12 @@ def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         results = cast(dict[str, Any], vars(mode.shape_env)).setdefault(_SIZED_RESULTS, dict[Any, Any]())
     result = results.get(key)
     if result is None:
-        out = op(*args, **kwargs)
-        if key not in results:
-            if len(results) >= _MOST_RESULTS:
-                results.clear()
-            results[key] = _remembered(op, args, out, sized)
+        if key in results:
+            return op(*args, **kwargs)
+        out = _computed(mode, op, args, kwargs)
+        if len(results) >= _MOST_RESULTS:
+            results.clear()
+        results[key] = _remembered(op, args, out, sized)
         return out
     kind, items, aliasing = result
     if aliasing is _IN_PLACE:
@@ -126,6 +127,15 @@ def fake_result(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             item and _fake(item[0].data if sized else _of_storage(item[0], source), item[1], mode) for item in items
         ]
     return copies[0] if kind is None else kind(copies)
+
+
+def _computed(mode: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an op whose result is remembered here: torch would remember it, too, and those of the ops that it is of."""
+    caches, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return op(*args, **kwargs)
+    finally:
+        mode.cache_enabled = caches
 
 
 class Remembering(TorchDispatchMode):
