@@ -1184,7 +1184,7 @@ class SetGrows(World):
         self.seen = set()
 
     def step(self, x):
-        self.seen.add(x.shape)  # here
+        self.seen.add(len(self.seen))  # here
         return self.update(x)
 
 
@@ -1452,7 +1452,163 @@ class ObjectMade(World):
     def step(self, x):
         loss = self.update(x)
         self.inner = Slotted()  # here
+        self.inner.n = loss
         return loss
+
+
+class _SetUp(World):
+    """What the first call sets up, and later ones leave alone or replace by an equal object."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.memo, self.shapes, self.names, self.alive = None, {}, set(), [], weakref.WeakSet()
+
+    def factor(self, name):
+        if name not in self.memo:
+            self.memo[name] = types.SimpleNamespace(scale=len(name) / 4, also=[name])
+        return self.memo[name].scale
+
+
+@case
+class SetUpInTheFirstCall(_SetUp):
+    def step(self, x):
+        self.inner = self.inner or Slotted()
+        self.shapes.add(x.shape)
+        self.alive.add(HELD)
+        if not self.names:
+            self.names.append("a name")
+        return self.update(x, self.factor("a") * self.factor("bcd") + len(self.names) + self.inner.n)
+
+    def between(self, call):
+        self.seen = type(self.inner).__name__, sorted(self.memo), len(self.shapes), len(self.alive), [*self.names]
+        self.scales = [self.memo[name].scale for name in sorted(self.memo)]
+        if call == 1:
+            self.memo["bcd"].scale = 5.0
+        if call == 2:
+            self.memo.clear()
+            self.inner = None
+        if call == 3:
+            self.inner.n = 2
+            self.names.clear()
+
+
+class Registry:
+    """Immutable in its user's eyes: a look-up replaces all that it holds, as in einx."""
+
+    def __init__(self, names=(), found=()):
+        self.names, self.found, self.counts = list(names), dict(found), {"lookups": 1}
+
+    def looked_up(self, name):
+        new = Registry(self.names, self.found)
+        if name not in new.found:
+            new.found[name] = Slotted()
+            new.found[name].n = 1 + len(new.names)
+        return new, new.found[name].n
+
+
+@case
+class ReplacedByEqualObjects(World):
+    def __init__(self):
+        super().__init__()
+        self.registry, self.table = Registry(["a"]), {"all": Registry()}
+
+    def look_up(self, name):
+        self.registry, first = self.registry.looked_up(name)
+        self.table["all"], second = self.table["all"].looked_up(name)
+        return first / second
+
+    def step(self, x):
+        return self.update(x, self.look_up("a name"))
+
+    def between(self, call):
+        self.seen = [*self.registry.names], [v.n for v in self.registry.found.values()], sorted(self.table["all"].found)
+        if call == 1:
+            self.look_up("another")
+        if call == 2:
+            self.table["all"].found["a name"].n = 7
+        if call == 3:
+            self.registry.found.clear()
+            self.registry.names.append("b")
+        if call == 4:
+            self.look_up("a name")
+
+
+@refused("the step creates an object")
+class FirstCallComputesAnother(_SetUp):
+    def step(self, x):
+        factor = 1.0
+        if self.inner is None:
+            self.inner, factor = Slotted(), 2.0  # here
+        return self.update(x, factor)
+
+
+@refused("the step creates an object")
+class FirstCallHasAnotherConstant(_SetUp):
+    def step(self, x):
+        factor = torch.tensor([1.0, 2.0])
+        if self.inner is None:
+            self.inner, factor = Slotted(), torch.tensor([1.0, 3.0])  # here
+        return self.update(x, factor.sum())
+
+
+@refused("the step creates an object")
+class FirstCallReturnsAnother(_SetUp):
+    def step(self, x):
+        is_first = self.inner is None
+        self.inner = self.inner or Slotted()  # here
+        return self.update(x), is_first
+
+
+@refused("the step creates an object")
+class FirstCallAssigns(_SetUp):
+    def step(self, x):
+        if self.inner is None:
+            self.inner = Slotted()  # here
+            self.unread = 5
+        return self.update(x)
+
+
+@refused("the step creates an object")
+class FirstCallPrints(_SetUp):
+    def step(self, x):
+        if self.inner is None:
+            self.inner = Slotted()  # here
+            print("sets up")
+        return self.update(x)
+
+
+@refused("the step creates an object")
+class FirstCallCounts(_SetUp):
+    def step(self, x):
+        self.inner = self.inner or Slotted()  # here
+        self.inner.n += 1
+        return self.update(x, self.inner.n)
+
+
+@refused("the step creates an object")
+class SetUpAndTakenBack(_SetUp):
+    def step(self, x):
+        self.inner = Slotted() if self.inner is None else None  # here
+        return self.update(x)
+
+
+@refused("the step creates an object")
+class SetUpInTwoCalls(_SetUp):
+    def step(self, x):
+        if self.inner is None:
+            self.inner = Slotted()  # here
+        elif self.seen is None:
+            self.seen = Slotted()
+        return self.update(x)
+
+    seen = None
+
+
+@refused("the step creates an object")
+class ReplacedByAnother(_SetUp):
+    def step(self, x):
+        self.inner = types.SimpleNamespace(n=1 + getattr(self.inner, "n", 0))  # here
+        return self.update(x)
 
 
 @refused("self.model")
@@ -1791,17 +1947,6 @@ class GeneratorReceives(World):
 
     def step(self, x):
         self.data.send(x)  # here
-        return self.update(x)
-
-
-@refused("self.alive.data")
-class WeakSetGrows(World):
-    def __init__(self):
-        super().__init__()
-        self.alive = weakref.WeakSet()
-
-    def step(self, x):
-        self.alive.add(HELD)  # here
         return self.update(x)
 
 
@@ -2450,6 +2595,41 @@ def test_is_refused_with_the_line(name: str) -> None:
     assert error.value.where.endswith("# here"), error.value
     assert not fakes_in(world)
     compare(observed(world), before, "after the refusal")
+
+
+def test_an_equal_object_in_place_of_another_one_is_no_new_capture() -> None:
+    world = ReplacedByEqualObjects()
+    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer)
+    for x in batches():
+        step(x)
+        world.look_up("a name")
+    assert step.captures == 1, step.misses
+
+
+def test_what_a_failed_capture_set_up_is_taken_back() -> None:
+    world = SetUpInTheFirstCall()
+
+    def step(x):
+        if world.inner is not None:
+            raise ValueError("in the second trace")
+        return world.step(x)
+
+    before = observed(world)
+    with pytest.raises(ws.CaptureError, match="in the second trace"):
+        ws.compile(step, model=world.model, optimizer=world.optimizer)(batches()[0])
+    compare(observed(world), before, "after the refusal")
+    assert not world.shapes
+    assert not world.names
+
+
+def test_functions_in_arguments_are_compared() -> None:
+    losses: list[list[float]] = []
+    for compiled in (False, True):
+        world = World()
+        plain = lambda x, factor, world=world: world.update(x, factor(0.5))  # noqa: E731
+        step = ws.compile(plain, model=world.model, optimizer=world.optimizer) if compiled else plain
+        losses.append([float(step(x, partial(max, call / 3))) for call, x in enumerate(batches())])
+    torch.testing.assert_close(*losses)
 
 
 class _Records(logging.Handler):

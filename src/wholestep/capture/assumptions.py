@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..graph.meta import TensorMeta, meta_of
+from .call_structure import equal_objects
 from .locations import MISSING, SIMPLE, Location, is_number, shown
 from .reachable import leads_to, opaque
 from .state import is_users
@@ -27,9 +28,9 @@ from .state import is_users
 class Assumption:
     """A guard: the value that a place must have for the captured step to apply.
 
-    `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "type" (a number of this
-    type), "tensor" (same shape, dtype and device: `about` of it), "size" (number of items of the container
-    `place.holder`), "content" (its items: `value` has them), "attributes" (the names of those of a tensor).
+    `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "built" (one that is alike),
+    "type" (a number of this type), "tensor" (same shape, dtype and device: `about` of it), "size" (number of items of
+    the container `place.holder`), "content" (its items: `value` has them), "attributes" (the names of a tensor's).
     """
 
     place: Location
@@ -42,6 +43,8 @@ class Assumption:
         if self.kind == "content":
             return _same_content(self.value, self.place.holder)
         now = _NOW.get(self.kind, Location.get)(self.place)
+        if self.kind == "built":
+            return equal_objects(now, self.value)
         return now is self.value or (self.kind != "is" and type(now) is type(self.value) and now == self.value)
 
     @property

@@ -8,6 +8,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import CodeType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -28,6 +29,7 @@ _kind: Callable[[Any], type[Any]] = type
 _LEAF, _ARRAY, _AGAIN, _WEAK = "leaf", "array", "again", "weak"
 _MOST_LEAVES = 10_000  # of an object; one that holds more is itself a leaf
 _WRAPPED = "_orig_mod"
+_VALUES = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size, PurePath, range)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,26 @@ def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepC
     text = "\n ".join([*lines, f"return Call(structure, ({of_leaves}), ({of_objects}), arrays)"])
     exec(f"def opened(v):\n {text}", values)
     return values["opened"]
+
+
+def equal_objects(a: Any, b: Any) -> bool:
+    """Return whether two values are alike but for the identity of what they are built of. Tensors, arrays, modules, and
+    what is no plain value and is not opened, are alike with themselves alone.
+    """
+    if a is b:
+        return True
+    first, second = take_apart(a), take_apart(b)
+    return first.structure == second.structure and all(map(_equal_leaves, first.leaves, second.leaves))
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    if a is b or type(a) is not type(b):
+        return a is b
+    if type(a) in (set, frozenset):
+        return {(_kind(item), item) for item in a} == {(_kind(item), item) for item in b}
+    if not isinstance(a, _VALUES) or a != b:
+        return False
+    return str(cast(object, a)) == str(cast(object, b))  # 0.0 is equal to -0.0
 
 
 class _HolderError(Exception):

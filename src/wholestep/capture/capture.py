@@ -23,12 +23,13 @@ from ..graph.sizes_in_graph import planned_at
 from ..sizes import SizeGuards
 from .batch_reads import ReadValues
 from .branches import TakenBranch, along_branches, check_branches
-from .call_structure import StepCall, Structure, leaf_names, take_apart
+from .call_structure import StepCall, Structure, equal_objects, leaf_names, take_apart
 from .capture_options import CaptureOptions
-from .effects import CALLBACK, CountsRowsError, Effects, Promoted, RefusedError
+from .effects import CALLBACK, CountsRowsError, Effects, Extra, Promoted, RefusedError
 from .fake_inputs import Request
 from .function_caches import CachedCall
-from .locations import is_number
+from .host_numbers import At
+from .locations import is_number, same_kind
 from .normalize import changed_constants, normalize
 from .raw_trace import RawTrace, raw_trace
 from .reachable import Reach, Trainable, reach, trainables
@@ -206,14 +207,18 @@ def _captured(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CaptureOptions,
     numbers: Sequence[Hyper], shapes: Mapping[str, tuple[int, ...]], promoted: Promoted,
     dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (), earlier: Capture | None = None,
-    repeats: bool = True,
+    repeats: bool = True, first: Traced | None = None,
 ) -> Capture:  # fmt: skip
-    """`repeated`: calls of cached functions in earlier traces. `earlier` is a capture of the same inputs."""
+    """`repeated`: calls of cached functions in earlier traces. `earlier` is a capture of the same inputs, and `first`
+    the trace whose changes the step finds.
+    """
     state, call, names = find_state(fn, args, kwargs, options.extra)
     call = replace(call, leaves=with_arrays(promoted.arrays, names, call.leaves))
     device = options.device or device_of(state)
     _check_devices(state, names, call.leaves, device, options.offload is not None)
     reachable = reach(fn, dict(zip(names, call.leaves, strict=True)), state, call.objects)
+    if first is not None:  # numbers of what it made were none of its inputs
+        promoted -= reachable.paths - first.request.reach.paths
     fused = options.fused and all(hyper.key == "lr" for hyper in numbers)
     arguments = (args, dict(kwargs)), call, names
     request = fn, *arguments, state, tuple(numbers), device, options, fused, shapes, reachable, promoted
@@ -225,6 +230,11 @@ def _captured(
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
         calls = *repeated, *new
         return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats)
+    if first is None and earlier is None and traced.watch.kept:
+        inputs = options, numbers, shapes, promoted, dynamic, repeated, None, repeats, traced
+        return _with_kept(traced, lambda: _captured(fn, args, kwargs, *inputs))
+    if traced.watch.kept or (first is not None and not _is_same_call(first, traced)):
+        raise (first or traced).watch.kept[0][-1]
     if again := [call for call in traced.watch.cached.new if call.changes]:
         raise again[0].error("makes an object again that its cache did not keep")
     _check_update(traced, state, options.keep_grads)
@@ -239,8 +249,8 @@ def _captured(
         effects.refuse_symbolic(traced.result_leaves)
     checked = earlier.checked if earlier and same else ()
     if branches := traced.branches.decided:
-        first = sum(out.kind == "result" for out in graph.outputs) - len(branches)
-        graph = check_branches(graph, branches, first, fused and not options.skip_nonfinite)
+        before = sum(out.kind == "result" for out in graph.outputs) - len(branches)
+        graph = check_branches(graph, branches, before, fused and not options.skip_nonfinite)
         effects = replace(effects, extra=effects.extra - len(branches))
     if options.skip_nonfinite:
         refuse_unskippable(state, effects)
@@ -257,6 +267,54 @@ def _captured(
         tuple(traced.cleared), traced.values, effects, checked, symbols, branches=tuple(branches),
         raw=raw, counts=counts,
     )  # fmt: skip
+
+
+def _with_kept(first: Traced, again: Callable[[], Capture]) -> Capture:
+    """Return what `again` does where the changes of a `first` trace stay; take them back if it raises."""
+    refusal = first.watch.kept[0][-1]
+    try:
+        for container, key, value, _ in first.watch.kept:
+            container.keep(key, value)
+        return again()
+    except BaseException as error:
+        for container, *_ in first.watch.kept:
+            container.restore(set())
+        if error is refusal:
+            trace_step(replace(first.request, find=refusal.path))  # raises it with the user's line
+        raise
+
+
+def _is_same_call(*traces: Traced) -> bool:
+    """Return whether calls as two traces have found them compute the same, return the same, and do the same."""
+    nodes = [(traced.module, traced.module.graph.find_nodes(op="get_attr")) for traced in traces]
+    first, second = [{str(n.target): getattr(module, str(n.target)) for n in reads} for module, reads in nodes]
+    both = [(value, second.get(name)) for name, value in first.items()]
+    tensors = [(a, b) for a, b in both if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    same = len(tensors) == len(both) == len(second) and all(same_kind(a, b) for a, b in tensors)
+    return (
+        same
+        and all(a is b or a.is_meta or torch.equal(a, b) for a, b in tensors)
+        and equal_objects(*map(_all_done, traces))
+    )
+
+
+def _all_done(traced: Traced) -> list[Any]:
+    """All that a call does, as values that can be compared."""
+    effects = traced.watch.effects({source.name for source in traced.stand_ins.inputs}, traced.result_leaves)
+
+    def leaves(values: Sequence[Any]) -> list[Any]:
+        return [(type(value), value.index) if isinstance(value, (At, Extra)) else value for value in values]
+
+    recipes = [*(write.recipe for write in effects.writes), *(call.recipe for call in effects.calls)]
+    lines = effects.program.instructions
+    return [
+        str(traced.module.graph), traced.results.outline, leaves(traced.result_leaves), traced.cleared,
+        effects.rebound, effects.flags, [call.fn for call in effects.calls],
+        [(write.place.path, write.adds) for write in effects.writes],
+        [recipe and (recipe.structure.outline, leaves(recipe.leaves)) for recipe in recipes],
+        [(getattr(getattr(line.func, "__self__", line.func), "path", line.func), leaves(line.args)) for line in lines],
+        [(choice.expected, choice.where) for choice in effects.program.decisions],
+    ]  # fmt: skip
 
 
 def written_leaves(graph: TrainGraph) -> list[str]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from .. import _torch
 from ..errors import CaptureError
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
-from .locations import GroupEntry, Location, shown
+from .locations import MISSING, GroupEntry, Location, shown
+from .reachable import Container
 
 CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of each step"
 
@@ -151,6 +156,46 @@ class RefusedError(CaptureError):
 
 NEEDED = "assignments of numbers, tensors and plain values, which each call repeats"
 WAYS_OUT = f"return it from the step, or use {CALLBACK}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """An entry of a container that is another object after a step."""
+
+    container: Container
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def resizes_list(self) -> bool:
+        """True if a list has more items, or fewer."""
+        return isinstance(self.container.holder, list) and MISSING in (self.before, self.after)
+
+    @property
+    def replaces_module(self) -> bool:
+        """True if a module or a parameter is replaced."""
+        before_is = isinstance(self.before, torch.nn.Module)
+        return before_is or isinstance(self.after, (torch.nn.Module, torch.nn.Parameter))
+
+    @property
+    def can_stay(self) -> bool:
+        """True if the entry can be set for good: all calls find it at this place."""
+        container = self.container
+        settable = container.opaque is None or isinstance(container.holder, (set, deque))
+        of_calls = container.lookup is not None or container.style in ("modules", "tensor", "fake")
+        return settable and not (of_calls or container.refused or self.replaces_module)
+
+
+_NUMPY = "a graph has no inputs of numpy's number types"
+REFUSED: tuple[tuple[Callable[[Change], bool], str, str], ...] = (
+    (lambda c: isinstance(c.after, np.generic), _NUMPY, "convert it with float()"),
+    (lambda c: c.container.opaque is not None, "it has no items that each call could assign", WAYS_OUT),
+    (lambda c: c.resizes_list, "lists must keep their length", WAYS_OUT),
+    (lambda c: isinstance(c.key, torch.Tensor), "a key that is a number of the step or a tensor", WAYS_OUT),
+    (lambda c: c.replaces_module, "a step cannot replace modules and parameters", "replace it between calls"),
+)
+"""Changes that later calls cannot repeat: which, why, and what to do instead."""
 
 
 Record = Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], None]

@@ -142,8 +142,16 @@ def form_of(kind: type) -> Form | None:
         slots["default_factory"] = vars(defaultdict)["default_factory"]
     if items is None and not has_dict and not slots:
         return None
+    if _fields_size(kind) - _fields_size(items or object) != 8 * len(slots):  # a class in C with fields of its own
+        return None
     is_record = items is not None or dataclasses.is_dataclass(kind) or issubclass(kind, Mapping)
     return Form(items, has_dict, slots, is_record)
+
+
+def _fields_size(kind: type) -> int:
+    """The bytes of an object but for the pointers to its `__dict__` and to weak references."""
+    is_at_end = kind.__dictoffset__ < 0 < kind.__itemsize__  # of a tuple
+    return kind.__basicsize__ - 8 * ((kind.__weakrefoffset__ > 0) + (kind.__dictoffset__ > 0) + is_at_end)
 
 
 def is_closed(kind: type) -> bool:

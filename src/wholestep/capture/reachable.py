@@ -144,13 +144,21 @@ class Container:
         Location("", self.holder, key).set(value)
         self.before = {**self.before, key: value}
 
+    def keep(self, key: Any, value: Any) -> None:
+        """Set an entry for good; of a container without assignable items, all that it holds."""
+        if self.opaque is not None:
+            self.holder.clear()
+            (self.holder.update if isinstance(self.holder, set) else self.holder.extend)(value)
+        elif isinstance(self.holder, list) and key == len(cast(list[Any], self.holder)):
+            cast(list[Any], self.holder).append(value)
+        else:
+            Location("", self.holder, key).set(value)
+
     def restore(self, unchanged: set[Any]) -> None:
         """Restore all entries except `kept`."""
         if self.opaque is not None:
-            opaque_holder: Any = self.holder
-            if isinstance(opaque_holder, (set, deque)) and self.changes():
-                opaque_holder.clear()
-                (opaque_holder.update if isinstance(opaque_holder, set) else opaque_holder.extend)(self.before[""])
+            if isinstance(self.holder, (set, deque)) and self.changes():
+                self.keep("", self.before[""])
             return
         if isinstance(self.holder, list):
             items = cast(list[Any], self.holder)
@@ -200,6 +208,11 @@ class Reach:
     methods: list[Location] = field(default_factory=list[Location])
     caches: list[Any] = field(default_factory=list[Any])
     of_state: set[int] = field(default_factory=set[int])
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of all entries."""
+        return {container.path_of(key) for container in self.containers for key in container.before}
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""

@@ -147,6 +147,11 @@ def refuse_tensor_text(value: object) -> None:
         raise error_of_text("a tensor", value.split(_MARK)[1])
 
 
+def is_of_trace(value: object) -> bool:
+    """Return whether a value is text of a tensor, or stands for an argument or an iterator."""
+    return type(value) in (Unread, RefusedIterator) or (isinstance(value, str) and _MARK in value)
+
+
 def error_of_text(what: str, line: str = "") -> CaptureError:
     """Return the error for a step that formats `what` in `line`."""
     return CaptureError(

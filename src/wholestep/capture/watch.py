@@ -29,8 +29,8 @@ from ..graph.gc_control import is_enabled
 from ..graph.meta import show_line
 from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
 from .assumptions import Assumption, about, contents, expect, owned_by_callbacks
-from .call_structure import Structure, take_apart
-from .effects import WAYS_OUT, Called, Effects, Extra, Promoted, Recipe, RefusedError, Write, recorded
+from .call_structure import Structure, equal_objects, take_apart
+from .effects import REFUSED, WAYS_OUT, Called, Change, Effects, Extra, Promoted, Recipe, RefusedError, Write, recorded
 from .function_caches import CachedCalls
 from .host_numbers import At, Numbers
 from .locations import (
@@ -53,7 +53,16 @@ from .optimizer_entries import Entry, Items
 from .outside import Outside
 from .own_tensors import OwnTensors
 from .reachable import Container, Reach, argument_containers, changeable, state_containers
-from .stand_ins import OF_ARRAYS, RefusedIterator, Unread, as_given, is_foreign_iterator, place_of, refuse_tensor_text
+from .stand_ins import (
+    OF_ARRAYS,
+    RefusedIterator,
+    Unread,
+    as_given,
+    is_foreign_iterator,
+    is_of_trace,
+    place_of,
+    refuse_tensor_text,
+)
 from .state import StepState, state_name
 from .wrappers import attributes_of
 
@@ -66,38 +75,6 @@ _HOOKS = ("._forward_hooks", "._forward_pre_hooks")
 _SET_UP = ("_output_capturing_hooks_installed",)  # transformers: set when the first forward installs recording hooks
 _MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
 _ALWAYS_READ = ("variable", "class", "modules", "function", "tensor")
-
-
-@dataclass(frozen=True)
-class Change:
-    """An entry of a container that is another object after a step."""
-
-    container: Container
-    key: Any
-    before: Any
-    after: Any
-
-    @property
-    def resizes_list(self) -> bool:
-        """True if a list has more items, or fewer."""
-        return isinstance(self.container.holder, list) and MISSING in (self.before, self.after)
-
-    @property
-    def replaces_module(self) -> bool:
-        """True if a module or a parameter is replaced."""
-        before_is = isinstance(self.before, torch.nn.Module)
-        return before_is or isinstance(self.after, (torch.nn.Module, torch.nn.Parameter))
-
-
-_NUMPY = "a graph has no inputs of numpy's number types"
-_REFUSED: tuple[tuple[Callable[[Change], bool], str, str], ...] = (
-    (lambda c: isinstance(c.after, np.generic), _NUMPY, "convert it with float()"),
-    (lambda c: c.container.opaque is not None, "it has no items that each call could assign", WAYS_OUT),
-    (lambda c: c.resizes_list, "lists must keep their length", WAYS_OUT),
-    (lambda c: isinstance(c.key, torch.Tensor), "a key that is a number of the step or a tensor", WAYS_OUT),
-    (lambda c: c.replaces_module, "a step cannot replace modules and parameters", "replace it between calls"),
-)
-"""Changes that later calls cannot repeat: which, why, and what to do instead."""
 
 
 @dataclass
@@ -129,6 +106,8 @@ class Watch:
         self._numbers_of_objects, self._unread = dict[int, int](), list[str]()
         self._writes: list[Write] = []
         self._expected: list[Assumption] = []
+        self._equal: list[tuple[Container, Any, Any]] = []
+        self.kept: list[tuple[Container, Any, Any, RefusedError]] = []
         self._rebound: list[str] = []
         self._watched: list[Container] = []
         self._flags: list[tuple[str, bool]] = []
@@ -307,7 +286,7 @@ class Watch:
                 elif rebuilt and str(key).partition(".")[0] in rebuilt:
                     continue
                 elif not self._is_state(container, after):
-                    self._record_change(container, key, container.original.get(key, MISSING), after)
+                    self._keep_or_record(container, key, container.original.get(key, MISSING), after)
         self.needed |= Promoted(frozenset(self._schedulers.needed))
 
     def _rebuild(self, container: Container, key: Any, before: Any) -> None:
@@ -343,6 +322,23 @@ class Watch:
         """Return whether a value is a tensor of optimizer state, which the graph updates."""
         is_state = isinstance(container.lookup, StateEntry) and isinstance(after, torch.Tensor)
         return is_state and after not in self.numbers
+
+    def _keep_or_record(self, container: Container, key: Any, before: Any, after: Any) -> None:
+        """Record a change. An object in place of an equal one is none; what no call can repeat stays, if it is set up
+        once.
+        """
+        needed, expected, extra = self.needed, len(self._expected), len(self.extra)
+        try:
+            self._record_change(container, key, before, after)
+        except RefusedError as error:
+            change = Change(container, key, before, after)
+            if self.find or not change.can_stay or self._holds_fake((key, after)):
+                raise
+            self.needed, self._expected[expected:], self.extra[extra:] = needed, [], []
+            if container.opaque is None and equal_objects(before, after):
+                self._equal.append((container, key, before))
+            else:
+                self.kept.append((container, key, after, error))
 
     def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
         place = container.place_of(key)
@@ -384,7 +380,7 @@ class Watch:
 
     def _refuse_unrepeatable(self, container: Container, key: Any, before: Any, after: Any) -> None:
         change, path = Change(container, key, before, after), container.path_of(key)
-        refused = container.refused or next((row[1:] for row in _REFUSED if row[0](change)), None)
+        refused = container.refused or next((row[1:] for row in REFUSED if row[0](change)), None)
         if change.resizes_list:
             path, before, after = (
                 container.path,
@@ -460,7 +456,7 @@ class Watch:
         seen, waiting = set(self.reach.seen), list[Any]([value])
         while waiting:
             reached: Any = waiting.pop()
-            if self._is_traced(reached):
+            if self._is_traced(reached) or is_of_trace(reached) or isinstance(reached, _torch.SYMBOLIC):
                 return True
             if id(reached) not in seen and not isinstance(reached, (type, ModuleType)):
                 is_function = isinstance(reached, FunctionType)  # whose globals lead anywhere
@@ -549,6 +545,7 @@ class Watch:
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
         changed |= {*self._carried_tuples}
         carried: dict[int, set[Any]] = {}
+        changed |= {container.path_of(key) for container, key, _ in self._equal}
         for container in self.reach.containers:
             keys = [*container.before, *(w.place.key for w in self._writes if w.place.holder is container.assigned)]
             carried[id(container.holder)] = {key for key in keys if changed and container.path_of(key) in changed}
@@ -558,6 +555,9 @@ class Watch:
         of_callbacks = owned_by_callbacks([c.fn for c in self._called])
         out = [expect(place, place.get()) for place in self.reach.methods]
         out += [e for value, path in self.reach.bound for e in contents(value, path, carried)]
+        for container, key, value in self._equal:
+            place = container.place_of(key)
+            out += [Assumption(place, "built", value), *contents(value, place.path, carried)]
         for container in self.reach.containers:
             is_group = isinstance(container.lookup, GroupEntry) and not carried[id(container.holder)]
             if is_group or self._is_sized(container):

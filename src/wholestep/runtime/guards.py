@@ -155,6 +155,8 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
             condition.add("{}.holds", assumption)
         elif isinstance(holder, Slots) and key == "cell_contents":  # a closure variable
             condition.add("{}.cell_contents is {}", holder.owner, value)
+        elif assumption.kind == "built":
+            condition.add("({}[{}] is {} or {}.holds)", holder, key, value, assumption)
         else:
             condition.add("{}[{}] is {}", holder, key, value)
     return condition.compiled()
