@@ -1,6 +1,7 @@
 """Long products tile by tile: the numbers of one device, and no more than a tile of them in memory."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -189,10 +190,10 @@ def test_logits_exist_for_one_tile(name: str) -> None:
 class Deep(nn.Module):
     """Layers whose backward computes them again."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, CLASSES, bias=False)
-        self.layers = nn.ModuleList(Block(16) for _ in range(2))
+        self.embed, self.head = nn.Embedding(CLASSES, width), nn.Linear(width, CLASSES, bias=False)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -254,12 +255,17 @@ def test_what_is_refused() -> None:
 
 
 def test_long_products_that_stay_whole_are_named() -> None:
-    """Without recomputation the backward of a layer reads all of its wide values."""
-    local = _local(_mean, 2, model=Deep)
+    """Without recomputation the backward of a layer reads all of its wide values. They matter where they are larger
+    than the logits.
+    """
+    local = _local(_mean, 2, model=partial(Deep, 64))
     with pytest.warns(
-        UserWarning, match=r"TileRows\(4\) leaves \d+ long products whole: %\w+ \[128, .* reads all of it"
+        UserWarning, match=r"TileRows\(4\) leaves \d+ long products whole: %\w+ \[128, 256\] .* reads all of it"
     ):
         assert len(tiles(ws.TileRows(4, 1)(local))) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tiles(ws.TileRows(4, 1)(_local(_mean, 2, model=Deep)))) == 1
 
 
 def test_short_products_stay() -> None:

@@ -73,19 +73,24 @@ class TileRows:
         parse_bytes(self.over_bytes)
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
-        """`local` with a loop in place of each region; itself, with a warning, where no product is so large."""
+        """`local` with a loop in place of each region; itself, with a warning, where no product is so large. Products
+        that stay whole are named where they are the largest.
+        """
         if local.stage_axis or local.across or any(map(loop_of, local.graph.nodes)):
             problem = f"TileRows({self.tiles}) in a step with stages, micro-batches, or an end in the next call"
             raise PlanError(problem, "one of them", "leave out TileRows: micro-batches are tiles of the whole step")
-        tiled, reasons, tried = _counted(local), list[str](), set[str]()
+        tiled, reasons, tried, largest = _counted(local), list[str](), set[str](), 0
         uneven = _uneven(tiled)
         while seed := next((node for node in self._seeds(tiled) if node.name not in tried), None):
             tried.add(seed.name)
+            size_bytes = meta.size_bytes(seed)
             try:
                 tried |= {node.name for node in self._tile(tiled, seed, uneven).states}
+                largest = max(largest, size_bytes)
             except PlanError as error:
-                shape, line = list(meta.one_tensor(seed).shape), meta.source_line(seed)
-                reasons.append(f"%{seed.name} {shape} ({line}): {error.found}")
+                if size_bytes >= largest:
+                    shape, line = list(meta.one_tensor(seed).shape), meta.source_line(seed)
+                    reasons.append(f"%{seed.name} {shape} ({line}): {error.found}")
         why = "; ".join(reasons[:3])
         drop_dead(tiled.graph)
         if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1:
@@ -223,12 +228,9 @@ class _Region:
     @cached_property
     def inner(self) -> list[Node]:
         """The nodes of the region in order, with those between them: what depends on sums of it, and it on them."""
-        below, above, places = (
-            self.states.keys() - self.twice,
-            set(self.states),
-            sorted(self.place[node] for node in self.states),
-        )
-        window = self.nodes[places[0] : places[-1] + 1]
+        below, above = self.states.keys() - self.twice, set(self.states)
+        places = [self.place[node] for node in self.states]
+        window = self.nodes[min(places) : max(places) + 1]
         for node in window:
             if not below.isdisjoint(node.all_input_nodes):
                 below.add(node)

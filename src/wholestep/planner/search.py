@@ -169,7 +169,10 @@ class Search:
         if mark in self.programs:
             return replace(tried, status=Status.SAME, why=self.programs[mark])
         self.programs[mark] = row.name
-        tried, plan = next(steps)
+        try:
+            tried, plan = next(steps)
+        except PlanError as error:  # by a pass that is given
+            return replace(row, status=Status.NO_PLAN, why=first_line(error))
         if evaluator.is_over(tried.needs_bytes):
             return replace(tried, status=Status.OVER_AT_PEAK)
         return self._compared(tried, plan)
