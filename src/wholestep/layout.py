@@ -387,7 +387,16 @@ def resolve(value: Any, coordinate: Mapping[str, int]) -> Any:
 
 
 def has_extent(value: Any, starts: bool = True) -> bool:
-    """Return whether `value` is or contains an `Extent` or an `OfOwner`; without `starts`, one that is a size."""
+    """Return whether `value` is or contains an `Extent` or an `OfOwner`; without `starts`, one that is a size: a start
+    is none, nor are parts that have one sum on all ranks.
+    """
     if isinstance(value, (list, tuple)):
-        return any(has_extent(v, starts) for v in cast(Sequence[Any], value))
+        values = cast(Sequence[Any], value)
+        return any(has_extent(v, starts) for v in values) and (starts or not _are_parts(values))
     return isinstance(value, OfOwner) or (isinstance(value, Extent) and (starts or not value.start))
+
+
+def _are_parts(values: Sequence[Any]) -> bool:
+    by_owner = [value.numbers for value in values if isinstance(value, OfOwner)]
+    symbolic = any(isinstance(n, SizeInt) for numbers in by_owner for n in numbers)
+    return len(by_owner) == len(values) and not symbolic and len(set(map(sum, zip(*by_owner, strict=True)))) == 1

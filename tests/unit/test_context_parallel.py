@@ -22,6 +22,7 @@ from wholestep.cost.compute import flops, work
 from wholestep.errors import MeshError, PlanError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
+from wholestep.graph.loop import loop_of
 from wholestep.graph.op_kinds import arithmetic, collective_kind
 from wholestep.hardware.device import MeasuredDevice
 from wholestep.rules.aten.query_pieces import query_piece
@@ -304,6 +305,21 @@ def test_what_is_exchanged() -> None:
         one = _one(lambda mask=mask: Attends(MASKS[mask]), 1, length)
         plan = _same(one, f"cp={ranks}", ws.ContextParallel(method=method, balance=True)).plan  # type: ignore[arg-type]
         assert not plan.options.balanced
+
+
+@pytest.mark.parametrize("length", [16, 14])
+def test_rows_can_be_tiled_behind_exchanged_queries(length: int) -> None:
+    """Where ranks have as many tokens they get as many queries, from others in other numbers."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(Attends(MASKS["causal"]), nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM))
+
+    one = _one(make, 1, length)
+    with pytest.warns(UserWarning, match=r"TileRows\(2\) leaves") as said:
+        comparison = compare(one, "cp=2", BALANCED, edit=ws.TileRows(2, 1))
+    assert comparison.worst < TOLERANCE
+    assert [loop.pieces for node in comparison.local.graph.nodes if (loop := loop_of(node))] == [2]
+    assert "other sizes on other ranks" not in str(said[0].message)
 
 
 def _attention_bytes(local: LocalGraph, *kinds: str) -> int:
