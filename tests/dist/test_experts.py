@@ -29,10 +29,13 @@ def share_rows(rank: int, world: int, apart: bool) -> None:
     (entry,) = entries(["mixtral"])
     built: Any = entry.build()
     built.set_experts_implementation("grouped_mm")
-    experts = built.model.layers[0].mlp
-    model, other = _Alone(experts), _Alone(copy.deepcopy(experts))
+    layer = built.model.layers[0].mlp
+    model, other = _Alone(layer), _Alone(copy.deepcopy(layer))
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
-    parallel: list[Any] = [ws.ContextParallel(style="replicate"), *([ws.ExpertParallel("cp")] if apart else [])]
+    parallel: list[Any] = [
+        ws.ContextParallel(style="replicate"),
+        *([ws.ExpertParallel("cp", "gather_rows")] if apart else []),
+    ]
     step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel)
     for call, (rows, length) in enumerate(SHAPES):
         x = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(call))

@@ -25,7 +25,8 @@ from wholestep.rules.aten.rows_in_groups import BACKWARD, FORWARD
 pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)
 
 TOLERANCE = 1e-10
-APART = [TOKENS, ws.ExpertParallel()]
+ROWS = "gather_rows"
+APART = [TOKENS, ws.ExpertParallel("dp", ROWS)]
 
 
 class _Counting(TorchDispatchMode):
@@ -80,6 +81,7 @@ def test_experts_without_tokens(top: int) -> None:
 
 GLOBAL: dict[str, Any] = {"style": "fully_shard", "semantics": "global"}
 SAMPLES = ws.DataParallel(axis="dp", **GLOBAL)
+BOTH = ws.DataParallel(axis=("dp", "x"), **GLOBAL)
 PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
 
 
@@ -87,15 +89,21 @@ PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel("cp")], id="tokens"),
-        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel()], id="samples"),
-        pytest.param("dp=2,tp=2", [SAMPLES, PROJECTIONS, ws.ExpertParallel("tp")], id="tensors"),
-        pytest.param("x=3", ws.ExpertParallel("x"), id="alone"),
-        pytest.param("dp=2,x=2", [ws.DataParallel(axis="dp"), ws.ExpertParallel("x")], id="per rank"),
-        pytest.param("dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel("x")], id="inner"),
-        pytest.param("dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel()], id="outer"),
-        pytest.param("dp=2", [ws.DataParallel("replicate", semantics="global"), ws.ExpertParallel()], id="replicated"),
-        pytest.param("dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x")], id="pieces"),
+        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel("cp", ROWS)], id="tokens"),
+        pytest.param("dp=2,cp=2", [SAMPLES, ws.ContextParallel(), ws.ExpertParallel("dp", ROWS)], id="samples"),
+        pytest.param("dp=2,tp=2", [SAMPLES, PROJECTIONS, ws.ExpertParallel("tp", ROWS)], id="tensors"),
+        pytest.param("x=3", ws.ExpertParallel("x", ROWS), id="alone"),
+        pytest.param("dp=2,x=2", [ws.DataParallel(axis="dp"), ws.ExpertParallel("x", ROWS)], id="per rank"),
+        pytest.param(
+            "dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel("x", ROWS)], id="inner"
+        ),
+        pytest.param(
+            "dp=2,x=2", [ws.DataParallel(axis=("dp", "x"), **GLOBAL), ws.ExpertParallel("dp", ROWS)], id="outer"
+        ),
+        pytest.param(
+            "dp=2", [ws.DataParallel("replicate", semantics="global"), ws.ExpertParallel("dp", ROWS)], id="replicated"
+        ),
+        pytest.param("dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x", ROWS)], id="pieces"),
     ],
 )
 def test_composes(mesh: str, parallel: Any) -> None:
@@ -218,21 +226,14 @@ def test_fewer_experts_than_ranks() -> None:
     )
 
 
-def test_ranks_with_batches_of_their_own() -> None:
-    text = _refused(mixture("mixtral", 2), "dp=2", [ws.DataParallel("fully_shard"), ws.ExpertParallel()])
-    assert text == (
-        "ExpertParallel along 'dp', of which each rank has a batch of its own\n"
+@pytest.mark.parametrize(
+    "parallel", [[ws.DataParallel("fully_shard")], [ws.DataParallel("zero2", semantics="global"), ws.MicroBatches(2)]]
+)
+def test_ranks_with_batches_of_their_own(parallel: list[Any]) -> None:
+    assert _refused(mixture("mixtral", 4), "dp=2", [*parallel, APART[1]]) == (
+        "ExpertParallel along 'dp', of which each rank has a batch or micro-batches of its own\n"
         "  needed: ranks that share one batch: each computes the rows of all for its experts\n"
-        '  next: give DataParallel(..., semantics="global")'
-    )
-
-
-def test_micro_batches_of_ranks() -> None:
-    parallel = [ws.DataParallel(**GLOBAL), ws.MicroBatches(2), ws.ExpertParallel()]
-    assert _refused(mixture("mixtral", 4), "dp=2", parallel) == (
-        "experts on dp by gather_rows, with MicroBatches of the batch of each rank\n"
-        "  needed: ranks that have the same micro-batch, or its tokens\n"
-        '  next: give an axis that does not cut the batch, or method="weights"'
+        '  next: give DataParallel(..., semantics="global") without MicroBatches, or an axis of its own'
     )
 
 
@@ -270,3 +271,28 @@ def test_weights_travel() -> None:
         ws.plan(one.capture.graph, mesh, p) for p in (TOKENS, [TOKENS, ws.ExpertParallel(method="weights")])
     )
     assert (plain.storage, plain.decisions) == (weights.storage, weights.decisions)
+
+
+def test_what_sends_less() -> None:
+    """24 tokens travel to experts; 480 tokens of the same layer have more numbers than these, which are gathered."""
+    few, many = (mixture("mixtral", rows).capture.graph for rows in (2, 40))
+    parallel = [TOKENS, ws.ExpertParallel()]
+    plans = [ws.plan(graph, "dp=2", parallel) for graph in (few, many)]
+    notes = [[note for note in plan.notes if "experts" in note] for plan in plans]
+    assert notes == [[f"experts of {n} of 2 layers stay on their ranks of dp"] for n in (2, 0)]
+    assert plans[0].decisions == ws.plan(few, "dp=2", APART).decisions
+    assert plans[1].decisions == ws.plan(many, "dp=2", TOKENS).decisions
+    assert notes[0][0] in str(plans[0])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ("dp=5", [TOKENS]),
+        ("dp=2", [ws.DataParallel("replicate")]),
+        ("dp=2", [ws.DataParallel("zero2", semantics="global"), ws.MicroBatches(2)]),
+    ],
+)
+def test_where_experts_cannot_be_apart_weights_travel(mesh: str, parallel: list[Any]) -> None:
+    graph = mixture("mixtral", 4).capture.graph
+    assert ws.plan(graph, mesh, [*parallel, ws.ExpertParallel()]).storage == ws.plan(graph, mesh, parallel).storage

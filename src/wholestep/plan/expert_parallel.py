@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,19 +18,20 @@ from ..graph.op_kinds import CHEAP
 from ..layout import REPLICATED, AxisState, Layout, sharded_along
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
-from .decision import Decision
 from .rows_in_any_order import SortedRows, sorted_rows
-from .strategy import BatchCut, Pins, Resting
+from .strategy import Pins, Resting
+from .tensor_parallel import OneAxis
 
 
 @dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(OneAxis):
     """Ranks of one axis, which another strategy may use too, have experts of their own: weights stay where they are.
 
     Args:
         axis: the mesh axis.
         method: what travels. `"gather_rows"`: each rank gathers the tokens of all, multiplies those of its own experts,
             and results are summed over ranks. `"weights"`: experts are stored and gathered as other parameters are.
+            `"auto"`: of both, for each layer, the one that sends fewer bytes; "weights" where experts cannot be apart.
 
     Example:
         >>> both = [ws.DataParallel("fully_shard", semantics="global"), ws.ExpertParallel()]
@@ -38,64 +39,48 @@ class ExpertParallel:
     """
 
     axis: str = "dp"
-    method: Literal["gather_rows", "weights"] = "gather_rows"
-
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Its axis. Raises MeshError if the mesh has none of this name."""
-        mesh.axis_size(self.axis)
-        return (self.axis,)
-
-    @property
-    def shares_batches(self) -> bool:
-        """Along an axis of its own all ranks have the same batch."""
-        return False
-
-    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """None: another strategy along the axis says it."""
-        return None
+    method: Literal["auto", "gather_rows", "weights"] = "auto"
+    input_dim = None
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Experts are cut along the axis, outside of all other axes. Raises PlanError as `sorts` does."""
         out, names = dict(before), {node.name: spec.name for spec, node in graph.placeholders()}
-        for rows in self._rows(graph, mesh):
-            for path in _paths(rows, graph):
-                have = before[names[path[-1].name]]
-                out[names[path[-1].name]] = Resting(self._apart(have.param), self._apart(have.state))
+        for name in {names[param.name] for rows in self._rows(graph, mesh) for param in _params(rows)}:
+            out[name] = Resting(self._apart(before[name].param), self._apart(before[name].state))
         return out
 
     def _apart(self, layout: Layout) -> Layout:
         first, *rest = layout.put(self.axis, sharded_along(0)).dims
         return Layout(((self.axis, *(axis for axis in first if axis != self.axis)), *rest), owned=layout.owned)
 
-    def sorts(self, graph: TrainGraph, mesh: Mesh, per_rank: frozenset[str]) -> dict[str, str]:
+    def sorts(self, graph: TrainGraph, mesh: Mesh) -> dict[str, str]:
         """The axis, by sort of rows by expert. Raises PlanError for a layer whose experts cannot be apart."""
-        rows = self._rows(graph, mesh)
-        if rows and self.axis in per_rank:
-            problem = f"ExpertParallel along {self.axis!r}, of which each rank has a batch of its own"
-            needed = "ranks that share one batch: each computes the rows of all for its experts"
-            raise PlanError(problem, needed, 'give DataParallel(..., semantics="global")')
-        return {r.sort.name: self.axis for r in rows}
+        return {rows.sort.name: self.axis for rows in self._rows(graph, mesh)}
 
     def _rows(self, graph: TrainGraph, mesh: Mesh) -> list[SortedRows]:
         """The rows of each layer of experts."""
         ranks = mesh.axis_size(self.axis)
-        layers = list(sorted_rows(graph.graph)) if ranks > 1 and self.method == "gather_rows" else []
+        layers = list(sorted_rows(graph.graph)) if ranks > 1 and self.method != "weights" else []
+        problems = {rows.sort: self._problem(rows, graph, ranks) for rows in layers}
+        if self.method == "auto":
+            return [rows for rows in layers if not problems[rows.sort] and _sends_less(rows)]
         if ranks > 1 and self.method == "gather_rows" and not layers:
             needed = "rows that topk sorts by expert, grouped products of them, and ops that treat all rows alike"
             raise PlanError("ExpertParallel: the step has no such layer", needed, 'give method="weights"')
-        for rows in layers:
-            where, problem = meta.module_path(rows.sort) or f"%{rows.sort.name}", ""
-            if not rows.have_groups_apart:
-                problem = "a result depends on rows of all experts, or is not known to be of one"
-            elif rows.number < ranks:
-                problem = f"{rows.number} experts over {self.axis}={ranks}"
-            elif any(path[-1].op != "placeholder" for path in _paths(rows, graph)):
-                problem = "weights that the step computes"
-            if problem:
-                needed = "experts that are parameters, one at least for each rank, and sums over rows alone"
-                next_step = 'give a smaller axis, or method="weights"'
-                raise PlanError(f"ExpertParallel, {where}: {problem}", needed, next_step, meta.source_line(rows.sort))
+        for sort, problem in ((sort, problem) for sort, problem in problems.items() if problem):
+            needed = "experts that are parameters, one at least for each rank, and sums over rows alone"
+            text, next_step = f"ExpertParallel, {meta.module_path(sort) or sort.name}: {problem}", "give a smaller axis"
+            raise PlanError(text, needed, f'{next_step}, or method="weights"', meta.source_line(sort))
         return layers
+
+    def _problem(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
+        """Why experts cannot be apart, or ""."""
+        if not rows.have_groups_apart:
+            return "a result depends on rows of all experts, or is not known to be of one"
+        if rows.number < ranks:
+            return f"{rows.number} experts over {self.axis}={ranks}"
+        params = {node for spec, node in graph.placeholders() if spec.role is Role.PARAM}
+        return "" if params.issuperset(_params(rows)) else "weights that the step computes"
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Views of experts are of those that a rank has; what comes back is gathered before it is repeated."""
@@ -107,12 +92,15 @@ class ExpertParallel:
                 if (read := _before_repeated(n)) is not None:
                     reads[read] = {self.axis: REPLICATED}
             for n, state in zip(operands(node), apart[1], strict=True) if apart else ():
-                for view in _path(n, graph)[:-1] if state.kind == "S" else ():
+                for view in _path(n)[:-1] if state.kind == "S" else ():
                     strategies[view.name] = {self.axis: (f"cut {_factor(view)}",)}
         return Pins(reads=reads, op_strategies=strategies)
 
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised."""
+    def notes(self, graph: TrainGraph, planned: TrainGraph) -> tuple[str, ...]:
+        """How many layers of experts of `graph` are apart in the planned step."""
+        layers = len(list(sorted_rows(graph.graph)))
+        sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
+        return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}",)
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
@@ -121,25 +109,30 @@ class ExpertParallel:
 
 def _before_repeated(node: Node) -> tuple[str, str] | None:
     """Where a view or copy that repeats numbers is made, for one reader: by reader and what it reads."""
-    smallest, place = meta.one_tensor(node).numel, None
+    smallest, place = int(meta.one_tensor(node).numel), None
     while (node.target in CHEAP or node.target is torch.ops.aten.clone.default) and len(node.users) == 1:
         source = operands(node)[0]
-        if meta.rows(source) is None and (numel := meta.one_tensor(source).numel) < smallest:
+        if meta.rows(source) is None and (numel := int(meta.one_tensor(source).numel)) < smallest:
             smallest, place = numel, (node.name, source.name)
         node = source
     return place
 
 
-def _paths(rows: SortedRows, graph: TrainGraph) -> Iterator[list[Node]]:
-    """From what each product reads as experts to the parameter."""
-    return (_path(node, graph) for node in rows.products.values() if node is not None)
+def _sends_less(rows: SortedRows) -> bool:
+    """Whether tokens, gathered and summed, forward and backward, are fewer bytes than weights and their gradients."""
+    tokens, weights = {*rows.sources}, {*_params(rows)}
+    return 4 * sum(int(meta.size_bytes(n)) for n in tokens) <= 2 * sum(int(meta.size_bytes(n)) for n in weights)
 
 
-def _path(node: Node, graph: TrainGraph) -> list[Node]:
-    """`node` and what it is a view or cast of, expert by expert; at the end a parameter, if it is one."""
-    params = {n for spec, n in graph.placeholders() if spec.role is Role.PARAM}
+def _params(rows: SortedRows) -> list[Node]:
+    """What the experts that products read are views or casts of: parameters, or what the step computes."""
+    return [_path(node)[-1] for node in rows.products.values() if node is not None]
+
+
+def _path(node: Node) -> list[Node]:
+    """`node` and what it is a view or cast of, expert by expert."""
     path = [node]
-    while path[-1] not in params and _factor(path[-1]):
+    while _factor(path[-1]):
         path.append(operands(path[-1])[0])
     return path
 

@@ -97,6 +97,7 @@ def make_plan(
         decisions, exchanged = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged)
     notes = differences(graph) if per_rank else ()
+    notes += strategies.experts.notes(start.graph, planned) if strategies.experts else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
     repeated = repeated_work(planned, decisions, rest, shared)
@@ -145,7 +146,7 @@ def _with_rows(
     """As `_propagate`, where ranks that share tokens share the rows that are sorted by expert, or have the rows of
     their own experts; None where none do.
     """
-    apart = strategies.sorts_apart(start.graph, start.mesh, start.per_rank)
+    apart = strategies.sorts_apart(start.graph, start.mesh)
     graph = with_rows_in_any_order(start.graph, apart, start.mesh)
     shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
     if graph is start.graph or not (apart or shares):

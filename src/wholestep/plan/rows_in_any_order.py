@@ -70,22 +70,21 @@ def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
 
 def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh) -> TrainGraph:
     """`graph` as decisions are about it: some ranks sort their own rows, or those of their own groups first."""
-    apart = _sorts_apart(decisions, graph)
-    return with_rows_in_any_order(graph, apart, mesh) if apart or shares_rows(decisions, graph) else graph
+    apart = {name: axis for name, axis in _shared(decisions, graph).items() if axis}
+    return with_rows_in_any_order(graph, apart, mesh) if shares_rows(decisions, graph) else graph
 
 
 def shares_rows(decisions: Mapping[str, Decision], graph: TrainGraph) -> bool:
-    """Whether decisions are about rows of which ranks have parts, or groups."""
-    sorts = [decisions.get(node.name) for node in graph.graph.nodes if _sorts_rows(node) or meta.rows(node)]
-    rows = any(at is not None and at.operands and any(at.operands[0].dims) for at in sorts)
-    return rows or bool(_sorts_apart(decisions, graph))
+    """Whether decisions are about `with_rows_in_any_order`: some ranks have their own rows, or groups."""
+    return bool(_shared(decisions, graph))
 
 
-def _sorts_apart(decisions: Mapping[str, Decision], graph: TrainGraph) -> dict[str, str]:
-    """Sorts whose results differ between ranks along an axis, where what they sort does not."""
-    sorts = {n.name: decisions[n.name] for n in graph.graph.nodes if n.name in decisions and _is_sort(n)}
-    axes = {name: {*at.outputs[0].varies} - {*at.operands[0].varies} for name, at in sorts.items() if at.operands}
-    return {name: min(differ) for name, differ in axes.items() if differ}
+def _shared(decisions: Mapping[str, Decision], graph: TrainGraph) -> dict[str, str]:
+    """Sorts of which ranks have pieces, or results that differ along an axis where the operand does not; the axis."""
+    sorts = {n.name: decisions.get(n.name) for n in graph.graph.nodes if _sorts_rows(n) or meta.rows(n)}
+    known = {name: at for name, at in sorts.items() if at is not None and at.operands and at.outputs}
+    axes = {name: {*at.outputs[0].varies}.difference(*(o.varies for o in at.operands)) for name, at in known.items()}
+    return {name: min(axes[name], default="") for name, at in known.items() if axes[name] or any(at.operands[0].dims)}
 
 
 def check_rows(graph: TrainGraph, decisions: Mapping[str, Decision]) -> None:
@@ -123,11 +122,6 @@ def _is_zero(node: Node) -> bool:
     return packet_name(node.target) in ("new_zeros", "zeros_like", "zeros")
 
 
-def _is_sort(node: Node) -> bool:
-    rows = meta.rows(node)
-    return _sorts_rows(node) or (rows is not None and rows[0] == node.name)
-
-
 def _sorts_rows(node: Node) -> bool:
     """True for a sort of a vector of integers."""
     if node.op != "call_function" or packet_name(node.target) not in ("sort", "argsort"):
@@ -156,9 +150,10 @@ class SortedRows:
     """The values of a step that have rows in the order of `sort`.
 
     `dims`: the dim of rows of each output. `index`: positions before the sort, divided by a number; `inverse`: those
-    after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number. `sums`: ops
-    that sum over rows, with the operands that are zero for rows that do not count; none where that is not known.
-    `constants`: what is made of shapes. `products`: what multiplies rows, with the matrices of groups that it reads.
+    after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number. `sources`:
+    what rows are read of. `sums`: ops that sum over rows, with the operands that are zero for rows that do not count;
+    none where that is not known. `constants`: what is made of shapes. `products`: what multiplies rows, with the
+    matrices of groups that it reads.
     """
 
     sort: Node
@@ -171,6 +166,7 @@ class SortedRows:
     counts: dict[Node, int] = field(default_factory=dict[Node, int])
     ends: dict[Node, int] = field(default_factory=dict[Node, int])
     constants: list[Node] = field(default_factory=list[Node])
+    sources: list[Node] = field(default_factory=list[Node])
     chosen: dict[Node, Node] = field(default_factory=dict[Node, Node])
     calls: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
 
@@ -302,6 +298,7 @@ class SortedRows:
             return self._is_rows(source)
         self.dims[node] = (0,)
         self.groups += [node] if source is node_at(self.sort, 0) else []
+        self.sources.append(source)
         return not self._known(source) and meta.one_tensor(source).shape[0] * self.index[place] == self.count
 
     def _writes(self, node: Node, place: Node) -> bool:

@@ -177,26 +177,38 @@ class Strategies:
         """
         out = dict(base)
         for part in self.by_storage:
-            out = part.resting(graph, mesh, out)
+            if part is not self.experts or self._have_one_batch(graph, mesh):
+                out = part.resting(graph, mesh, out)
         return out
+
+    @property
+    def experts(self) -> ExpertParallel | None:
+        """The strategy whose ranks have experts."""
+        return next((part for part in self.parts if isinstance(part, ExpertParallel)), None)
 
     @property
     def by_storage(self) -> tuple[Strategy, ...]:
         """The strategies in the order in which they say where parameters are stored."""
         return tuple(sorted(self.parts, key=lambda p: (isinstance(p, ExpertParallel), p is self.data)))
 
-    def sorts_apart(self, graph: TrainGraph, mesh: Mesh, per_rank: frozenset[str]) -> dict[str, str]:
+    def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, str]:
         """Sorts of rows by expert of which each rank has those of its own experts, with the axis. Raises PlanError."""
-        experts = next((part for part in self.parts if isinstance(part, ExpertParallel)), None)
-        if experts is None:
-            return {}
+        return self.experts.sorts(graph, mesh) if self.experts and self._have_one_batch(graph, mesh) else {}
+
+    def _have_one_batch(self, graph: TrainGraph, mesh: Mesh) -> bool:
+        """Whether ranks of experts have parts of one batch. Raises PlanError if they do not, and should."""
+        axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
-        if any(TIME in axes and experts.axis in axes for axes in cuts):
-            problem = f"{experts.describe(mesh)}, with MicroBatches of the batch of each rank"
-            needed = "ranks that have the same micro-batch, or its tokens"
-            raise PlanError(problem, needed, 'give an axis that does not cut the batch, or method="weights"')
-        return experts.sorts(graph, mesh, per_rank)
+        data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()
+        if axis not in data and not any(TIME in axes and axis in axes for axes in cuts):
+            return True
+        if method == "gather_rows":
+            problem = f"ExpertParallel along {axis!r}, of which each rank has a batch or micro-batches of its own"
+            needed = "ranks that share one batch: each computes the rows of all for its experts"
+            next_step = 'give DataParallel(..., semantics="global") without MicroBatches, or an axis of its own'
+            raise PlanError(problem, needed, next_step)
+        return False
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""

@@ -34,7 +34,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-class _OneAxis:
+class OneAxis:
     """Uses one axis, which shards `input_dim` of the batch where that is given."""
 
     axis: str
@@ -43,11 +43,13 @@ class _OneAxis:
     reshard_after_forward: bool
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Its axis. Raises MeshError if the mesh has none of this name."""
         mesh.axis_size(self.axis)
         return (self.axis,)
 
     @property
     def shares_batches(self) -> bool:
+        """Ranks have parts of one batch."""
         return self.input_dim is not None
 
     @property
@@ -56,15 +58,16 @@ class _OneAxis:
         return text + (", activations re-gathered" if self.reshard_after_forward else "")
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
+        """The dim `input_dim`."""
         dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
         return None if dim is None else BatchCut(dim, (self.axis,))
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        pass
+        """Nothing more is promised."""
 
 
 @dataclass(frozen=True)
-class TensorParallel(_OneAxis):
+class TensorParallel(OneAxis):
     """Shards layers over the ranks of one axis, which compute one result together, by default on the same batch.
 
     `plan` maps globs of module paths (one for each name between dots, as "layers.*.attn.wq") to styles: `"colwise"`,
@@ -279,7 +282,7 @@ def _unmatched(missing: list[str], modules: Modules) -> PlanError:
 
 # -- layouts that are solved for -----------------------------------------------------------------------
 @dataclass(frozen=True)
-class SolvedLayouts(_OneAxis):
+class SolvedLayouts(OneAxis):
     """Tensor parallelism along `axis` by the solution of an integer program. Tensors that it does not name follow by
     propagation. It holds for the graph that was solved, and for the same graph with fewer equal layers.
 

@@ -97,36 +97,39 @@ row(inverse_rows, "t -> t")
 def product_of_rows(op: Any, groups: int) -> Callable[..., Any]:
     """A grouped product that is given the group of each row, in order, in place of the ends of `groups` groups."""
 
-    def of_rows(x: Tensor, other: Tensor, of: Tensor, *rest: Any, **kwargs: Any) -> Any:
-        ends = torch.searchsorted(
-            of, torch.arange(groups, device=of.device, dtype=of.dtype), right=True, out_int32=True
-        )
-        if of.shape[0] or op is not aten._grouped_mm.default:
-            return op(x, other, ends, *rest, **kwargs)
-        return x.new_zeros((0, other.shape[2]) if other.ndim == 3 else (groups, x.shape[0], other.shape[1]))
+    def of_rows(*args: Any, **kwargs: Any) -> Any:
+        return _multiplied(op, groups, 0, groups, *args, **kwargs)
 
-    if op in PRODUCTS:
-        PRODUCTS.add(of_rows)
-    return _with_rule(called(of_rows, op, "of_rows"), _multiplies_back if str(op) == BACKWARD else _multiplies)
+    return _product(of_rows, op, "of_rows")
 
 
 @cache
 def product_of_groups(op: Any, groups: int, ranks: int) -> Callable[..., Any]:
     """As `product_of_rows`, of the groups of one of several ranks, whose rows come first. Other rows are undefined."""
 
-    def of_groups(first: int, count: int, x: Tensor, other: Tensor, of: Tensor, *rest: Any, **kwargs: Any) -> Any:
-        places = torch.arange(count, device=of.device, dtype=of.dtype)
-        ends = torch.searchsorted((of - first) % groups, places, right=True, out_int32=True)
-        if count and of.shape[0]:
-            return op(x, other, ends, *rest, **kwargs)
-        if rest:
-            return torch.zeros_like(x), torch.zeros_like(other)
-        return x.new_zeros((x.shape[0], other.shape[2]) if other.ndim == 3 else (count, x.shape[0], other.shape[1]))
+    def of_groups(*args: Any, **kwargs: Any) -> Any:
+        return _multiplied(op, groups, *args, **kwargs)
 
+    SHARES_OF_ROWS[of_groups] = ranks
+    return _product(of_groups, op, "of_groups")
+
+
+def _multiplied(
+    op: Any, groups: int, first: int, count: int, x: Tensor, other: Tensor, of: Tensor, *rest: Any, **kwargs: Any
+) -> Any:
+    if count and (of.shape[0] or op is not aten._grouped_mm.default):
+        places = torch.arange(count, device=of.device, dtype=of.dtype)
+        ends = torch.searchsorted((of - first) % groups if count < groups else of, places, right=True, out_int32=True)
+        return op(x, other, ends, *rest, **kwargs)
+    if str(op) == BACKWARD:
+        return torch.zeros_like(x), torch.zeros_like(other)
+    return x.new_zeros((x.shape[0], other.shape[2]) if other.ndim == 3 else (count, x.shape[0], other.shape[1]))
+
+
+def _product(function: Callable[..., Any], op: Any, what: str) -> Callable[..., Any]:
     if op in PRODUCTS:
-        PRODUCTS.add(of_groups)
-        SHARES_OF_ROWS[of_groups] = ranks
-    return _with_rule(called(of_groups, op, "of_groups"), _multiplies_back if str(op) == BACKWARD else _multiplies)
+        PRODUCTS.add(function)
+    return _with_rule(called(function, op, what), _multiplies_back if str(op) == BACKWARD else _multiplies)
 
 
 def _multiplies_back(call: Call) -> Bind:
