@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.nodes import is_collective, is_mutating, is_wait, node_at, operands
-from ..passes.reinplace import WHERE_INTO, aliased, inplace_form
+from ..passes.reinplace import WHERE_INTO, aliased, fresh_form, inplace_form
 
 aten = torch.ops.aten
 
@@ -94,7 +94,8 @@ class _Uses:
             if not _writes_first(node) and any(_reaches(operand, first, fresh) for operand in operands(node)):
                 return
             if _reaches(operands(node)[0], first, fresh):
-                fresh[node] = _fresh_form(node)
+                functional = fresh_form(node.target)
+                fresh[node] = functional if functional and inplace_form(functional) is node.target else None
         if None in fresh.values():
             return
         for node, target in fresh.items():
@@ -115,15 +116,6 @@ def _writes_first(node: Node) -> bool:
     """True for a mutating op that writes into its first operand alone."""
     packet: Any = getattr(node.target, "_overloadpacket", None)
     return bool(packet) and packet.__name__.endswith("_") and not packet.__name__.startswith("_")
-
-
-def _fresh_form(node: Node) -> Any:
-    """Return the functional overload of an in-place op that takes the same arguments, if there is one."""
-    target: Any = node.target
-    packet: Any = getattr(target, "_overloadpacket", None)
-    other = getattr(aten, packet.__name__.removesuffix("_"), None) if packet and packet.__name__.endswith("_") else None
-    overload = getattr(other, target._overloadname, None) if other else None
-    return overload if overload is not None and inplace_form(overload) is target else None
 
 
 def _in_place(new: Node, old: Node) -> Any:

@@ -347,7 +347,16 @@ def inplace_form(target: Any) -> Any:
     packet = getattr(target, "_overloadpacket", None)
     other = getattr(getattr(torch.ops, target.namespace), f"{packet.__name__}_", None) if packet else None
     overload = getattr(other, target._overloadname, None) if other else None
-    if overload is None or target.namespace != "aten":
-        return None
-    names, inplace_names = ([a.name for a in _torch.schema_of(t).arguments] for t in (target, overload))
-    return overload if names == inplace_names else None
+    return overload if overload and target.namespace == "aten" and _takes(overload) == _takes(target) else None
+
+
+@cache
+def fresh_form(target: Any) -> Any:
+    """The functional overload of an in-place op that takes the same arguments, if there is one."""
+    packet = getattr(getattr(torch.ops, target.namespace), target.overloadpacket.__name__.rstrip("_"), None)
+    overload = getattr(packet, target._overloadname, None)
+    return overload if overload and _takes(overload) == _takes(target) else None
+
+
+def _takes(target: Any) -> list[str]:
+    return [argument.name for argument in _torch.schema_of(target).arguments]

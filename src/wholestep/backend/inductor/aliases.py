@@ -12,6 +12,7 @@ from ... import _torch
 from ...graph.nodes import is_mutating, is_wait, operands
 from ...graph.region import ByPiece
 from ...graph.storage import UNMARKED_VIEWS, always_shares
+from ...passes.reinplace import fresh_form
 
 aten = torch.ops.aten
 _COPIES_AT_NEED = (aten.reshape.default, aten.contiguous.default)
@@ -52,25 +53,11 @@ def without_aliases(graph: Graph, apart: Callable[[Node], bool]) -> None:
         target = node.kwargs.get("out", node.args[0])
         if not isinstance(target, Node) or len(_torch.schema_of(node.target).returns) != 1:
             continue
-        functional = (
-            None if root_of(target).op == "placeholder" or "out" in node.kwargs else _functional_form(node.target)
-        )
+        functional = None if root_of(target).op == "placeholder" or "out" in node.kwargs else fresh_form(node.target)
         if functional is not None:
             node.target = functional
         else:
             node.replace_all_uses_with(target)
-
-
-def _functional_form(target: Any) -> Any:
-    namespace = getattr(torch.ops, target.namespace)
-    packet = getattr(namespace, target.overloadpacket.__name__.rstrip("_"), None)
-    overload = getattr(packet, cast(str, target._overloadname), None)
-    same = overload is not None and _names(overload) == _names(target)
-    return overload if same else None
-
-
-def _names(target: Any) -> list[str]:
-    return [argument.name for argument in _torch.schema_of(target).arguments]
 
 
 def has_numbers_of_pieces(node: Node) -> bool:
