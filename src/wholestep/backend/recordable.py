@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ..graph import meta
 from ..graph.graph import Input, Role
-from ..graph.nodes import communicates, operands
+from ..graph.nodes import communicates, ends_of, operands
 from ..graph.ops import ROWS_OF
 from ..graph.region import region_of
 from ..partition.host_copies import HOST_COPIES
@@ -60,7 +60,7 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
     for node in graph.nodes:
         if node.op == "call_function" and (why := _unfit_call(node, kind, library, constants, numbers)):
             return f"%{node.name} {why}"
-    for node in operands(next(iter(reversed(graph.nodes)))):
+    for node in ends_of(graph):
         if node.op == "call_function" and node in numbers | constants and _elsewhere(node, kind):
             return f"%{node.name} is a result that is computed on the host"
     return ""

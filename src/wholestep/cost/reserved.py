@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import loop_of
-from ..graph.nodes import is_wait, operands
+from ..graph.nodes import ends_of, is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.stage_part import StagePart, part_of
 from ..graph.storage import PIECES, Storage, storages
@@ -162,7 +162,7 @@ def _of_part(part: StagePart, software: Software) -> _Allocations:
             read((part.messages[action.name].value, action.piece))
         elif action.kind == "run":
             block, (inner, left_behind) = blocks[action.name], bodies[action.name]
-            name_of = dict(zip(operands(next(iter(reversed(block.body.nodes)))), block.gives, strict=False))
+            name_of = dict(zip(ends_of(block.body), block.gives, strict=False))
             for buffer in left_behind:
                 names = {name_of[node] for node in buffer.members if node in name_of}
                 if names & totals:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torch.fx import Graph
 
-from ..graph.nodes import operands
+from ..graph.nodes import ends_of
 from ..graph.stage_part import Message, StageBlock
 from ..graph.storage import storages
 from ..hardware.hardware import Hardware
@@ -95,7 +95,7 @@ class LeftMemory:
                 if name in self.root:
                     self.last[self.root[name]] = number
             of = {member: storage for storage in block_storages for member in storage.members}
-            ends = operands(next(iter(reversed(block.body.nodes))))
+            ends = ends_of(block.body)
             for name, node in zip(block.gives, ends, strict=True):
                 storage = of.get(node)
                 if storage is not None and storage.first >= 0:

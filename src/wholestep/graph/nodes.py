@@ -94,6 +94,16 @@ def cone(node: Node, outside: Container[Node]) -> list[Node]:
     return list(ordered)
 
 
+def around(nodes: Sequence[Node], inside: Container[Node], reads: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes before and after those `inside`, which run at once as soon as what they read is there: before them are
+    those that came before all of them, and those that they need.
+    """
+    needed, first = reached(reads), next(i for i, node in enumerate(nodes) if node in inside)
+    early = [node.op == "placeholder" or node in needed or i < first for i, node in enumerate(nodes)]
+    outside = [(node, is_early) for node, is_early in zip(nodes, early, strict=True) if node not in inside]
+    return [node for node, is_early in outside if is_early], [node for node, is_early in outside if not is_early]
+
+
 def node_at(node: Node, position: int) -> Node:
     """Return the argument `position` of `node`, a node."""
     operand: Any = node.args[position]  # `cast` is a call
@@ -113,9 +123,14 @@ def copy_graph(graph: Graph) -> Graph:
 def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """Return a copy, and a dict from each node of `graph` to its copy."""
     new, twins = Graph(), dict[Node, Node]()
-    for node in graph.nodes:
-        twins[node] = copy_node(node, new, twins.__getitem__)
+    copy_nodes(graph.nodes, new, twins)
     return new, twins
+
+
+def copy_nodes(nodes: Iterable[Node], graph: Graph, twins: dict[Node, Node]) -> None:
+    """Append copies of nodes to `graph` that read those in `twins`, and add them there."""
+    for node in nodes:
+        twins[node] = copy_node(node, graph, twins.__getitem__)
 
 
 def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
@@ -124,6 +139,11 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
     new = add_node(graph, node.op, node.target, args, kwargs, node.name)
     meta.copy(node, new)
     return new
+
+
+def ends_of(graph: Graph) -> list[Node]:
+    """Return the nodes that a graph returns."""
+    return operands(next(iter(reversed(graph.nodes))))
 
 
 def drop_dead(graph: Graph) -> None:

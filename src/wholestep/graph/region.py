@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from .nodes import function_of, operands
+from .nodes import ends_of, function_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Region:
             if node.op == "call_function":
                 args, kwargs = map_aggregate(cast(Any, (node.args, node.kwargs)), read)  # pyright: ignore[reportGeneralTypeIssues]  # of fx, untyped
                 values[node] = function_of(node)(*args, **kwargs)
-        return [values[end] for end in operands(next(iter(reversed(self.body.nodes))))]
+        return [values[end] for end in ends_of(self.body)]
 
 
 @dataclass(frozen=True)

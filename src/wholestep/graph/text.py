@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from . import meta
 from .loop import loop_of, with_bodies
-from .nodes import communicates, node_at, operands
+from .nodes import communicates, ends_of, node_at
 from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
 from .stage_part import StageParts, part_of
 
@@ -117,7 +117,7 @@ def _body(graph: Graph) -> list[str]:
         at = "" if (owner := meta.owner(node)) is None else f" at {owner}"
         lines.append(f"  %{node.name} = {show_call(node)} : {_typed(node)}{at}")
         if loop := loop_of(node):
-            ends = ", ".join(f"%{end.name}" for end in operands(next(iter(reversed(loop.body.nodes)))))
+            ends = ", ".join(f"%{end.name}" for end in ends_of(loop.body))
             lines.append(f"    for each of {loop.pieces} pieces:")
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
             lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []

@@ -22,7 +22,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.meta import contiguous
-from ..graph.nodes import add_call, add_empty, copy_node, drop_dead, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, add_empty, copy_node, drop_dead, ends_of, is_collective, is_wait, node_at
 from ..graph.op_kinds import CHEAP, collective_kind, is_pointwise
 from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
@@ -273,7 +273,7 @@ def _check_memory(local: LocalGraph, pieces: int) -> None:
     loop_bytes = pieces * max((sum(s.size_bytes for s in most_at_once(loop.body)) for _, loop in loops), default=0)
     saved: dict[Node, int] = {}
     for node, loop in loops:
-        ends = operands(next(iter(reversed(loop.body.nodes))))
+        ends = ends_of(loop.body)
         for item in node.users:
             end = ends[cast(int, item.args[1])]
             if end.target is keep_piece or (end.target is put_piece and not _is_returned(item)):

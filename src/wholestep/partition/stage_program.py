@@ -14,7 +14,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_call, add_empty, copy_node, is_collective, is_wait, node_at, operands
+from ..graph.nodes import add_call, add_empty, copy_node, ends_of, is_collective, is_wait, node_at, operands, reached
 from ..graph.stage_part import StageParts, transfer
 from ..rules.registry import draws
 from .batch_dependent import batch_dependent
@@ -116,28 +116,22 @@ class _Program:
             todo += [node] if isinstance(node, Node) and self._is_here(node) else []
         for node in self.local.graph.nodes:
             shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
-            is_sent = node.target is transfer and node.args[1] == self.stage
-            if is_sent or shares_all or self._ends_exchange(node) or self._draws(node):
+            if self._is_sent(node) or shares_all or self._ends_exchange(node) or self._draws(node):
                 todo.append(node)
             if (loop := loop_of(node)) and loop.stages and loop.stages.parts[self.stage].blocks:
                 todo.append(node)
-        needed = set[Node]()
-        while todo:
-            node = todo.pop()
-            if node in needed or node.op != "call_function":
-                continue
-            is_sent = node.target is transfer and node.args[1] == self.stage
-            if self._is_here(node) or is_sent:
-                needed.add(node)
-            if node.target is transfer:
-                todo += node.all_input_nodes if is_sent else []
-            elif (loop := loop_of(node)) and loop.stages:
-                reads = loop.stages.parts[self.stage].operands
-                names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
-                todo += [operand for name, operand in zip(names, operands(node), strict=False) if name in reads]
-            elif self._is_here(node):
-                todo += node.all_input_nodes
-        return needed
+        return reached(todo, self._reads, lambda node: self._is_here(node) or self._is_sent(node))
+
+    def _is_sent(self, node: Node) -> bool:
+        return node.target is transfer and cast(int, node.args[1]) == self.stage
+
+    def _reads(self, node: Node) -> list[Node]:
+        """The operands that this stage has to have for a node."""
+        if (loop := loop_of(node)) and loop.stages:
+            reads = loop.stages.parts[self.stage].operands
+            names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
+            return [operand for name, operand in zip(names, operands(node), strict=False) if name in reads]
+        return node.all_input_nodes if node.target is not transfer or self._is_sent(node) else []
 
     def _ends_exchange(self, node: Node) -> bool:
         """True for the wait for a collective of all stages."""
@@ -187,7 +181,7 @@ class _Program:
     def _loop(self, node: Node, loop: Loop) -> None:
         assert loop.stages is not None, "a loop of stages"
         part = loop.stages.parts[self.stage]
-        ends = [end.name for end in operands(next(iter(reversed(loop.body.nodes))))]
+        ends = [end.name for end in ends_of(loop.body)]
         totals = [end for _, end in part.totals]
         self.numbers[node] = {ends.index(end): number for number, end in enumerate(totals)}
         if not part.blocks:

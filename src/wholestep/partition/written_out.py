@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.loop import Loop, loop_of
-from ..graph.nodes import add_node, operands
+from ..graph.nodes import add_node, ends_of, operands
 from ..graph.region import Region
 from ..graph.stage_part import TOTAL, OfPiece, StagePart, part_of
 from .stage_program import complete, start_receive, start_send
@@ -48,7 +48,7 @@ class _Write:
 
     def loop(self, node: Node, loop: Loop) -> None:
         """The runs of a loop."""
-        totals: list[Node | None] = [None] * len(operands(next(iter(reversed(loop.body.nodes)))))
+        totals: list[Node | None] = [None] * len(ends_of(loop.body))
         for piece in range(loop.pieces):
             totals = [*self._run(node, loop, loop.body, [*operands(node), *totals], piece)]
         self._hand_out(node, totals)
@@ -88,7 +88,7 @@ class _Write:
         """The items of a call of the region of `body`."""
         region = self.regions.setdefault(body, Region(body, of.pieces))
         run = self._call(node, block or node.name, region, (list(inputs), piece), piece, block)
-        ends = operands(next(iter(reversed(body.nodes))))
+        ends = ends_of(body)
         items = [
             add_node(self.graph, "call_function", _torch.GETITEM, (run, i), {}, run.name) for i in range(len(ends))
         ]

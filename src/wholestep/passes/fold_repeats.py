@@ -26,7 +26,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.meta import contiguous
-from ..graph.nodes import add_call, communicates, copy_node, drop_dead, node_at, operands, reached
+from ..graph.nodes import add_call, around, communicates, copy_node, copy_nodes, drop_dead, node_at, operands, reached
 from ..graph.storage import shared_operand
 from ..mesh import TIME
 from ..partition.accumulators import add_up, keep_piece, kept_piece, of_piece
@@ -150,7 +150,6 @@ class _Repeats:
 
     def __post_init__(self) -> None:
         self.nodes = list(self.local.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
         self.slices = set[Node]()  # of what the program is given: they need no memory, and differ in many ways
         for node in self.nodes:
             source = node_at(node, 0) if _torch.is_getitem(node.target) else shared_operand(node)
@@ -225,21 +224,15 @@ class _Repeats:
 
     def order(self) -> Iterator[Node]:
         """All nodes: what pieces need, piece after piece, what is left."""
-        yield from self.early()
+        before, after = self.around()
+        yield from before
         for number in range(self.count):
             yield from (node for node in self.nodes if node in self.rows and self.piece(node) == number)
-        yield from self.remaining()
+        yield from after
 
-    def early(self) -> list[Node]:
-        """Nodes that come before the first piece."""
-        needed = reached([*self.shared, *(n for row in self.differing for n in row)])
-        first = min(self.position[row[0]] for row in self.rows.values())
-        return [n for n in self.nodes if n.op == "placeholder" or n in needed or self.position[n] < first]
-
-    def remaining(self) -> list[Node]:
-        """Nodes that come after the pieces."""
-        early = set(self.early())
-        return [n for n in self.nodes if n not in early and n not in self.rows]
+    def around(self) -> tuple[list[Node], list[Node]]:
+        """Nodes that come before the first piece, and after the pieces."""
+        return around(self.nodes, self.rows, [*self.shared, *(n for row in self.differing for n in row)])
 
     def _differ(self, row: Row, how: str) -> _DifferError:
         where = meta.source_line(row[0])
@@ -249,8 +242,8 @@ class _Repeats:
     def folded(self) -> LocalGraph:
         """The program with a loop."""
         new, at, body = Graph(), dict[Node, Node](), LoopBody()
-        for node in self.early():
-            at[node] = copy_node(node, new, at.__getitem__)
+        before, after = self.around()
+        copy_nodes(before, new, at)
         inside = dict[Row, Node]()
         for row in self.differing:
             tensor, values = meta.one_tensor(row[0]), [body.take(at[node]) for node in row]
@@ -268,9 +261,7 @@ class _Repeats:
             else:
                 numbered = enumerate(end)
                 at |= {n: add_call(new, of_piece, (item, i), meta.one_tensor(n), n, n.name) for i, n in numbered}
-        for node in self.remaining():
-            if node not in skipped:
-                at[node] = copy_node(node, new, at.__getitem__)
+        copy_nodes((node for node in after if node not in skipped), new, at)
         drop_dead(new)
         return replace(self.local, graph=new)
 

@@ -12,7 +12,7 @@ from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.loop import bodies_of, loop_of
-from ..graph.nodes import copy_graph, is_collective, node_at, operands
+from ..graph.nodes import copy_graph, ends_of, is_collective, node_at, operands
 from ..graph.op_kinds import FREE
 from ..graph.stage_part import StageBlock, part_of
 from ..hardware.hardware import Hardware
@@ -118,5 +118,5 @@ def of_piece(local: LocalGraph, at: Node, varying: Collection[Node], body: Graph
 def _program(local: LocalGraph, body: Graph, roles: Sequence[Role]) -> LocalGraph:
     placeholders = (node for node in body.nodes if node.op == "placeholder")
     inputs = tuple(Input(n.name, role, meta.one_tensor(n)) for n, role in zip(placeholders, roles, strict=True))
-    outputs = tuple(Output("result", end.name) for end in operands(next(iter(reversed(body.nodes)))))
+    outputs = tuple(Output("result", end.name) for end in ends_of(body))
     return replace(local, graph=body, inputs=inputs, outputs=outputs, layouts=(), stage_axis="", stage=None)

@@ -14,8 +14,8 @@ from ..cost.stage_costs import LeftMemory
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of
-from ..graph.nodes import add_call, copy_node, is_collective, is_wait, operands, reached
-from ..graph.stage_part import TOTAL, Action, Held, OfPiece, StageBlock, StagePart, part_of
+from ..graph.nodes import add_call, copy_node, ends_of, is_collective, is_wait, operands, reached
+from ..graph.stage_part import TOTAL, Action, Held, OfPiece, StagePart, part_of
 from ..partition.batch_dependent import batch_dependent
 from .base import InPlace
 
@@ -105,11 +105,6 @@ def _first_runs(local: LocalGraph, node: Node, part: StagePart) -> list[int]:
     return runs
 
 
-def _ends(block: StageBlock) -> list[Node]:
-    """The nodes that are the values which a block gives."""
-    return operands(next(iter(reversed(block.body.nodes))))
-
-
 @dataclass
 class _Peel:
     """Replaces `node` by parts and, in between, by the runs of blocks that are actions number `peeled`.
@@ -133,7 +128,7 @@ class _Peel:
         self.fixed = dict(zip(part.operands, operands(self.node), strict=True))
         self.befores = {end: before for before, end in part.totals}
         inner = [pair for block in part.blocks for pair in zip(block.takes, block.body.nodes, strict=False)]
-        ends = [pair for block in part.blocks for pair in zip(block.gives, _ends(block), strict=True)]
+        ends = [pair for block in part.blocks for pair in zip(block.gives, ends_of(block.body), strict=True)]
         self.metas = {name: meta.one_tensor(node) for name, node in [*inner, *ends]}
         self.metas |= {before: self.metas[end] for before, end in part.totals}
         sent = [message for message in part.messages.values() if message.source == part.stage]
@@ -229,7 +224,7 @@ class _Peel:
         block, piece = self.blocks[action.name], action.piece
         takes = [self.fixed.get(name) or self.values.get(self.part.key_of(name, piece)) for name in block.takes]
         inside = dict(zip(block.body.nodes, takes, strict=False))
-        gives = dict(zip(_ends(block), block.gives, strict=True))
+        gives = dict(zip(ends_of(block.body), block.gives, strict=True))
         unsent = {self.part.messages[later.name].value for later in following if later.kind == "send"}
         for node in block.body.nodes:
             if node.op == "call_function":

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from ...graph.nodes import copy_graph, operands
+from ...graph.nodes import copy_graph, ends_of
 from ...partition.accumulators import ACCUMULATORS, add_up, keep_piece
 from ..eager import op_by_op
 from ..protocol import RunBody
@@ -74,7 +74,7 @@ class _Body:
         form = tuple(_about(value) for node, value in values.items() if node not in self._totals)
         self._forms.setdefault(form, values)
         self._of_piece[piece] = form, self._about(fakes)
-        return [values[node] for node in operands(next(iter(reversed(self._graph.nodes))))]
+        return [values[node] for node in ends_of(self._graph)]
 
     def compile(self, regions: CompiledRegions) -> None:
         """Compile each form."""

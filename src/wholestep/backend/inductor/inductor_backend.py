@@ -15,7 +15,7 @@ from ... import _torch
 from ...errors import BackendError, first_line, shown
 from ...graph import meta
 from ...graph.graph import Input
-from ...graph.nodes import communicates, function_of, is_wait, node_at, operands
+from ...graph.nodes import communicates, ends_of, function_of, is_wait, node_at, operands
 from ...graph.region import ByPiece, region_of
 from ...graph.sizes_in_graph import record_of, sizes_among
 from ...partition.accumulators import ACCUMULATORS
@@ -187,7 +187,7 @@ class _Fakes:
 
         def run(inputs: list[Any], piece: int) -> list[Any]:
             values = self._run(graph, list(inputs), piece)
-            return [values[node] for node in operands(next(iter(reversed(graph.nodes))))]
+            return [values[node] for node in ends_of(graph)]
 
         return run
 
