@@ -94,16 +94,6 @@ def cone(node: Node, outside: Container[Node]) -> list[Node]:
     return list(ordered)
 
 
-def around(nodes: Sequence[Node], inside: Container[Node], reads: Iterable[Node]) -> tuple[list[Node], list[Node]]:
-    """The nodes before and after those `inside`, which run at once as soon as what they read is there: before them are
-    those that came before all of them, and those that they need.
-    """
-    needed, first = reached(reads), next(i for i, node in enumerate(nodes) if node in inside)
-    early = [node.op == "placeholder" or node in needed or i < first for i, node in enumerate(nodes)]
-    outside = [(node, is_early) for node, is_early in zip(nodes, early, strict=True) if node not in inside]
-    return [node for node, is_early in outside if is_early], [node for node, is_early in outside if not is_early]
-
-
 def node_at(node: Node, position: int) -> Node:
     """Return the argument `position` of `node`, a node."""
     operand: Any = node.args[position]  # `cast` is a call

@@ -26,7 +26,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.meta import contiguous
-from ..graph.nodes import add_call, around, communicates, copy_node, copy_nodes, drop_dead, node_at, operands, reached
+from ..graph.nodes import add_call, communicates, copy_node, copy_nodes, drop_dead, node_at, operands, reached
 from ..graph.storage import shared_operand
 from ..mesh import TIME
 from ..partition.accumulators import add_up, keep_piece, kept_piece, of_piece
@@ -232,7 +232,11 @@ class _Repeats:
 
     def around(self) -> tuple[list[Node], list[Node]]:
         """Nodes that come before the first piece, and after the pieces."""
-        return around(self.nodes, self.rows, [*self.shared, *(n for row in self.differing for n in row)])
+        needed = reached([*self.shared, *(n for row in self.differing for n in row)])
+        first = next(i for i, n in enumerate(self.nodes) if n in self.rows)
+        before = [n for i, n in enumerate(self.nodes) if n.op == "placeholder" or n in needed or i < first]
+        others = {*before, *self.rows}
+        return before, [n for n in self.nodes if n not in others]
 
     def _differ(self, row: Row, how: str) -> _DifferError:
         where = meta.source_line(row[0])

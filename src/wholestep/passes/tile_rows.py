@@ -24,7 +24,7 @@ from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
 from ..graph.loop import loop_of
-from ..graph.nodes import copy_node, drop_dead, node_at, operands, redirect
+from ..graph.nodes import copy_node, copy_nodes, drop_dead, node_at, operands, reached, redirect
 from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
@@ -119,7 +119,7 @@ class TileRows:
     def _seeds(self, local: LocalGraph) -> list[Node]:
         """Products that are larger than the rows that they multiply, the largest first."""
         products = [n for n in local.graph.nodes if n.target in PRODUCTS]
-        seeds = [n for n in products if _grows(n, _operand_states(n, sharded_along(0), self.tiles) or {})]
+        seeds = [n for n in products if _grows(n, _cut(n, {n: sharded_along(0)}, self.tiles)[0])]
         least = parse_bytes(self.over_bytes)
         return sorted((n for n in seeds if meta.size_bytes(n) >= least), key=meta.size_bytes, reverse=True)
 
@@ -150,7 +150,7 @@ class _Region:
         self.ends, self.twice, self.nodes = set[Node](), set[Node](), list(self.local.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
         rows = sharded_along(0, self.blocks)
-        self._join(self.seed, _operand_states(self.seed, rows, self.tiles) or {}, (rows,))
+        self._join(self.seed, _cut(self.seed, {self.seed: rows}, self.tiles)[0], (rows,))
         known = 0
         while len(self.states) > known:  # what leads to the region has readers, and they other operands
             known = len(self.states)
@@ -194,10 +194,9 @@ class _Region:
         if any(len(states) > 1 for states in inner.values()):
             return False
         known = {n: state for n, (state,) in inner.items() if state is not None}
-        cut = _cut(node, known, self.tiles)
-        if cut is None:
+        taken, states = _cut(node, known, self.tiles)
+        if not taken:
             return False
-        taken, states = cut
         self._join(node, taken, states)
         if node.target in PRODUCTS and not _grows(node, taken):
             self.ends.add(node)
@@ -216,7 +215,7 @@ class _Region:
             is_long = tensor is not None and tensor.size_bytes >= long_bytes
             if node.op != "call_function" or tensor is None or (outside and not (is_view or is_long)):
                 continue
-            taken = _operand_states(node, state, self.tiles)
+            taken, _ = _cut(node, {node: state}, self.tiles)
             if taken and outside and not is_long and not self.states.keys().isdisjoint(taken):
                 raise _NoTilesError(f"%{node.name} is read by others too")
             if taken and (is_view or is_long or _grows(node, taken)):
@@ -306,24 +305,18 @@ class _Region:
         for node in self._between(first, sources):
             first.prepend(node)
         with self.local.graph.inserting_before(first):
-            for node in loops.graph.nodes:
-                if node.op == "call_function":
-                    inner[node] = copy_node(node, self.local.graph, inner.__getitem__)
+            copy_nodes((n for n in loops.graph.nodes if n.op == "call_function"), self.local.graph, inner)
         redirect({end: inner[result] for (_, result), end in zip(loops.results(), ends, strict=True)})
         for node in reversed(old):
             self.local.graph.erase_node(node)
 
     def _between(self, first: Node, sources: Sequence[Node]) -> list[Node]:
         """The nodes behind `first` that `sources` depend on, in order."""
-        needed, todo = set[Node](), list(sources)
-        while todo:
-            node = todo.pop()
-            if node not in needed and self.place[node] > self.place[first]:
-                if draws(node):
-                    raise _NoTilesError(f"%{node.name} draws random numbers that it needs")
-                needed.add(node)
-                todo += node.all_input_nodes
-        return sorted(needed, key=self.place.__getitem__)
+        needed = reached(sources, where=lambda node: self.place[node] > self.place[first])
+        between = sorted(needed, key=self.place.__getitem__)
+        if node := next(filter(draws, between), None):
+            raise _NoTilesError(f"%{node.name} draws random numbers that it needs")
+        return between
 
 
 def _counted(local: LocalGraph) -> LocalGraph:
@@ -391,40 +384,29 @@ def _blocks(seed: Node) -> list[int]:
     return list(dict.fromkeys([1, *(lead for lead in leads if lead and rows % lead == 0)]))
 
 
-def _operand_states(node: Node, state: AxisState, tiles: int) -> dict[Node, AxisState] | None:
-    """How the operands of `node` are cut where its output is."""
+def _cut(node: Node, known: Mapping[Node, AxisState], tiles: int) -> tuple[dict[Node, AxisState], States]:
+    """How all operands and outputs of `node` are cut where some operands are, or `node`, its first output; nothing if
+    rows are not independent.
+    """
     if node.target is contiguous:
-        return {node_at(node, 0): state}
-    rule = find_rule(node) if _may_join(node) else None
-    for group in rule.groups if rule else ():
-        factor = group.factor_at(1, 0, state) if 0 in group.outputs else None
-        if factor and group.splits(factor, (tiles,)):
-            pairs = ((n, group.state_by(factor, 0, i)) for i, n in enumerate(operands(node)) if i in group.operands)
-            return {n: cut for n, cut in pairs if cut is not None}
-    return None
-
-
-def _cut(node: Node, known: Mapping[Node, AxisState], tiles: int) -> tuple[dict[Node, AxisState], States] | None:
-    """How all operands and outputs of `node` are cut where some operands are; None if rows are not independent."""
-    if node.target is contiguous:
-        return dict(known), tuple(known.values())
+        return dict.fromkeys(node.all_input_nodes, *known.values()), tuple(known.values())
     rule = find_rule(node) if _may_join(node) else None
     if rule is None or not known:
-        return None
+        return {}, ()
     reads = operands(node)
+    places = [(side, i, known[n]) for side, of in enumerate((reads, [node])) for i, n in enumerate(of) if n in known]
     for group in rule.groups:
-        factors = {
-            group.factor_at(0, i, known[n]) if i in group.operands else None for i, n in enumerate(reads) if n in known
-        }
+        terms = group.operands, group.outputs
+        factors = {group.factor_at(side, i, state) if i in terms[side] else None for side, i, state in places}
         factor = factors.pop()
-        if factors or factor is None or not group.splits(factor, (tiles,)):
+        if factors or not factor or not group.splits(factor, (tiles,)):
             continue
         taken = {
             n: state for i, n in enumerate(reads) if i in group.operands and (state := group.state_by(factor, 0, i))
         }
         states = [group.state_by(factor, 1, i) if i in group.outputs else None for i in range(len(meta.tensors(node)))]
         return taken, tuple(states)
-    if not can_expand(node):  # planning does so
-        return None
+    if node in known or not can_expand(node):  # planning does so
+        return {}, ()
     shapes = {meta.one_tensor(n).shape: state for n, state in known.items()}
     return dict(known), tuple(shapes.get(tensor.shape) if tensor else None for tensor in meta.tensors(node))
