@@ -33,24 +33,19 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _DTYPES.get(match[1], match[1]) + match[2] if match else name
 
 
-def human(size_bytes: float) -> str:
-    """Format bytes in decimal units: `1.5 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < (1000 if unit == "B" else 999.95):
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.1f} TB"
+def human(size_bytes: float, up: bool = False) -> str:
+    """Format bytes in decimal units, rounded to the nearest tenth or `up`: `1.5 MB`."""
+    if size_bytes < 1000:
+        return f"{ceil(size_bytes) if up else size_bytes:.0f} B"
+    sizes = [size_bytes / 1000**power for power in (1, 2, 3, 4)]
+    tenths = [ceil(size * 10) / 10 if up else size for size in sizes]
+    unit = next((i for i, size in enumerate(tenths[:3]) if size < 999.95), 3)
+    return f"{tenths[unit]:,.1f} {('kB', 'MB', 'GB', 'TB')[unit]}"
 
 
 def human_at_least(size_bytes: float) -> str:
     """As `human`, rounded up, so that as much memory suffices: `1.6 MB` for 1.51 MB."""
-    for power, unit in enumerate(("B", "kB", "MB", "GB")):
-        tenths = ceil(size_bytes / 1000**power * 10)
-        if power == 0 and size_bytes < 1000:
-            return f"{ceil(size_bytes)} B"
-        if power and tenths < 10_000:
-            return f"{tenths / 10:.1f} {unit}"
-    return f"{ceil(size_bytes / 1e11) / 10:,.1f} TB"
+    return human(size_bytes, up=True)
 
 
 def seconds(value: float) -> str:
