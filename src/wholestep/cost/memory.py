@@ -138,29 +138,19 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     Example:
         >>> print(wholestep.peak_memory(step.local_graph))
     """
-    if local.stage_axis and local.stage is None:
-        return _of_stages(local)
+    return _of_stages(local) if local.stage_axis and local.stage is None else memory_at(local)
+
+
+def memory_at(local: LocalGraph, node: Node | None = None) -> PeakMemory:
+    """The live bytes of a rank while one call node runs, by default the one at the peak."""
     buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
-    sizes = curve(buffers, len(calls))
-    at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
-    size_bytes = sizes[at] if sizes else sum(s.size_bytes for s in buffers if s.first < 0)
-    return _live_at(local, buffers, calls, at, size_bytes)
-
-
-def memory_at(local: LocalGraph, node: Node) -> PeakMemory:
-    """The live bytes of a rank while one call node runs."""
-    buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
-    at = calls.index(node)
-    return _live_at(local, buffers, calls, at, curve(buffers, len(calls))[at])
-
-
-def _live_at(local: LocalGraph, buffers: list[Storage], calls: Sequence[Node], at: int, size_bytes: int) -> PeakMemory:
-    rest = sum(s.size_bytes for s in buffers if s.first < 0)
+    sizes, rest = curve(buffers, len(calls)), sum(s.size_bytes for s in buffers if s.first < 0)
+    at = calls.index(node) if node is not None else max(range(len(sizes)), key=sizes.__getitem__, default=-1)
     roles = {node: (graph_input.name, _ROLES[graph_input.role]) for graph_input, node in local.placeholders()}
     alive = [s for s in buffers if s.first <= at and (s.first < 0 or s.last is None or s.last >= at)]
     rows = sorted((_row(s, roles) for s in alive), key=lambda row: -row.size_bytes)
     name, path = (calls[at].name, meta.module_path(calls[at])) if at >= 0 else ("", "")
-    return PeakMemory(size_bytes, rest, name, path, tuple(rows))
+    return PeakMemory(sizes[at] if sizes else rest, rest, name, path, tuple(rows))
 
 
 def _of_stages(local: LocalGraph) -> PeakMemory:
