@@ -28,10 +28,9 @@ from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
 from ..layout import REPLICATED, Extent
 from ..mesh import TIME
-from ..rules.registry import draws
 from .accumulators import add_up, keep_piece, kept_piece, put_piece
 from .loop_body import LoopBody
-from .rank_ops import RANK_DEPENDENT, drawn, take_chunk
+from .rank_ops import RANK_DEPENDENT, draws_numbers, take_chunk
 from .rank_ops import contiguous as contiguous_copy
 
 aten = torch.ops.aten
@@ -158,7 +157,7 @@ class _Fold:
             for user in node.users:
                 if user.op != "output" and node in self._operands(user):
                     last = min(last, self.stage[user] - (1 if self._is_result(user) else 0))
-            if draws(node) or node.target is drawn:
+            if draws_numbers(node):
                 last = drawn_by = min(last, drawn_by)
             if last < self.first[node]:
                 problem = (

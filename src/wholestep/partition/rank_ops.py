@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.owned import asks_owner
 from ..graph.storage import shares
 from ..layout import chunk_range
+from ..rules.registry import draws
 from .accumulators import kept_piece, put_piece
 from .host_copies import HOST_COPIES
 from .owned_rows import part_of_row
@@ -104,6 +106,11 @@ def in_order(x: Tensor, order: list[int], expanded: tuple[int, ...] = ()) -> Ten
 def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
     """Return the first `size` entries along `dim`; a view."""
     return x.narrow(dim, 0, size)
+
+
+def draws_numbers(node: Node) -> bool:
+    """True for a node of a local graph that draws random numbers, on a shard or on all of a tensor."""
+    return node.op == "call_function" and (draws(node) or node.target is drawn)
 
 
 def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,8 @@ from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
 from ..graph.nodes import add_call, add_empty, copy_node, ends_of, is_collective, is_wait, node_at, operands, reached
 from ..graph.stage_part import StageParts, transfer
-from ..rules.registry import draws
 from .batch_dependent import batch_dependent
-from .rank_ops import drawn
+from .rank_ops import draws_numbers
 
 Message = tuple[Any, Tensor]
 """A message under way, which has a `wait`, and its tensor."""
@@ -116,7 +115,7 @@ class _Program:
             todo += [node] if isinstance(node, Node) and self._is_here(node) else []
         for node in self.local.graph.nodes:
             shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
-            if self._is_sent(node) or shares_all or self._ends_exchange(node) or self._draws(node):
+            if self._is_sent(node) or shares_all or self._ends_exchange(node) or draws_numbers(node):
                 todo.append(node)
             if (loop := loop_of(node)) and loop.stages and loop.stages.parts[self.stage].blocks:
                 todo.append(node)
@@ -138,9 +137,6 @@ class _Program:
         collective = node_at(node, 0) if is_wait(node) else node
         return collective is not node and is_collective(collective) and collective.args[-1] == self.local.stage_axis
 
-    def _draws(self, node: Node) -> bool:
-        return node.op == "call_function" and (draws(node) or node.target is drawn)
-
     def _write(self, node: Node) -> None:
         loop = loop_of(node)
         if node.target is transfer:
@@ -156,7 +152,7 @@ class _Program:
         else:
             self.at[node] = copy_node(node, self.graph, self._read)
             shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
-            meta.set_kept(self.at[node], shares_all or self._ends_exchange(node) or self._draws(node))
+            meta.set_kept(self.at[node], shares_all or self._ends_exchange(node) or draws_numbers(node))
 
     def _read(self, node: Node) -> Node:
         """A value of this stage; memory of its shape for one of another stage: only the shape is read."""

@@ -32,8 +32,7 @@ from ..mesh import TIME
 from ..partition.accumulators import add_up, keep_piece, kept_piece, of_piece
 from ..partition.fold_pieces import is_fresh
 from ..partition.loop_body import LoopBody
-from ..partition.rank_ops import drawn
-from ..rules.registry import draws
+from ..partition.rank_ops import draws_numbers
 
 _ADD = torch.ops.aten.add.Tensor
 Row = tuple[Node, ...]
@@ -218,8 +217,8 @@ class _Repeats:
         for row in dict.fromkeys(self.rows.values()):
             if communicates(row[0]):
                 raise self._differ(row, "communicates for each piece")
-        before = [n for n in self.nodes if _draws(n)]
-        if before != [n for n in self.order() if _draws(n)]:
+        before = [*filter(draws_numbers, self.nodes)]
+        if before != [*filter(draws_numbers, self.order())]:
             raise self._differ(tuple(before), "draws random numbers between pieces")
 
     def order(self) -> Iterator[Node]:
@@ -315,7 +314,3 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape_of, cast(Sequence[Any], value)))
     return type(value), value
-
-
-def _draws(node: Node) -> bool:
-    return node.op == "call_function" and (draws(node) or node.target is drawn)

@@ -15,7 +15,7 @@ from ..cost.simulation import Clock, arrivals_after, start
 from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.nodes import cone, is_collective, is_wait, node_at, operands
+from ..graph.nodes import cone, is_collective, is_wait, node_at, operands, reached
 from ..graph.op_kinds import FREE, PRODUCTS
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import ACCUMULATORS
@@ -343,18 +343,15 @@ def _beside(
         if node in spare and node.target in PRODUCTS:
             for operand in operands(node):
                 seen.setdefault(_source(operand), []).append(node)
-        todo, visited = [node_at(node_at(node, 0), 0)] if node in exchanges else [], set[Node]()
-        while todo:
-            operand = todo.pop()
-            if operand in visited:
-                continue
-            visited.add(operand)
-            if operand.target in PRODUCTS:
-                alike[operand] = [product for factor in operands(operand) for product in seen.get(_source(factor), ())]
-                exchange_of |= dict.fromkeys(alike[operand], node)
-            elif meta.is_backward(operand) and not is_wait(operand):
-                todo += operands(operand)
+        for sender in reached([node_at(node_at(node, 0), 0)] if node in exchanges else [], _leads_there):
+            if sender.target in PRODUCTS:
+                alike[sender] = [product for factor in operands(sender) for product in seen.get(_source(factor), ())]
+                exchange_of |= dict.fromkeys(alike[sender], node)
     return exchange_of, alike
+
+
+def _leads_there(node: Node) -> list[Node]:
+    return operands(node) if node.target not in PRODUCTS and meta.is_backward(node) and not is_wait(node) else []
 
 
 def _source(node: Node) -> Node:

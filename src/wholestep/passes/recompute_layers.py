@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph
-from ..graph.nodes import operands
+from ..graph.nodes import operands, reached
 from ..graph.op_kinds import arithmetic
 from ..graph.stage_part import part_of
 from ..graph.storage import Storage
@@ -92,16 +92,8 @@ def _stays_inside(storage: Storage, saved: SavedTensors, layers: dict[Node, str]
 
 def _repeats_products(target: Node, segment: int, saved: SavedTensors, dropped: Collection[int]) -> bool:
     """True if a product runs again when `target` is recomputed in `segment` from what is alive there."""
-    todo, seen = [target], {target}
-    while todo:
-        node = todo.pop()
-        if arithmetic(node.target):
-            return True
-        for operand in operands(node):
-            if operand.op == "call_function" and operand not in seen and not saved.is_alive(operand, segment, dropped):
-                seen.add(operand)
-                todo.append(operand)
-    return False
+    runs_again = reached([target], where=lambda n: n is target or not saved.is_alive(n, segment, dropped))
+    return any(arithmetic(node.target) for node in runs_again)
 
 
 def _layers(local: LocalGraph) -> dict[Node, str]:

@@ -30,7 +30,7 @@ from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
 from ..mesh import Mesh
 from ..partition.lower import written
-from ..partition.rank_ops import RANK_DEPENDENT, contiguous, pad_to, take_chunk
+from ..partition.rank_ops import RANK_DEPENDENT, contiguous, draws_numbers, pad_to, take_chunk
 from ..plan.for_pieces import NLL, count_targets
 from ..plan.make_plan import make_plan
 from ..plan.micro_batches import MicroBatches
@@ -314,7 +314,7 @@ class _Region:
         """The nodes behind `first` that `sources` depend on, in order."""
         needed = reached(sources, where=lambda node: self.place[node] > self.place[first])
         between = sorted(needed, key=self.place.__getitem__)
-        if node := next(filter(draws, between), None):
+        if node := next(filter(draws_numbers, between), None):
             raise _NoTilesError(f"%{node.name} draws random numbers that it needs")
         return between
 
