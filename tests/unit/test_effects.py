@@ -1542,6 +1542,24 @@ class FirstCallComputesAnother(_SetUp):
         return self.update(x, factor)
 
 
+@functools.cache
+def met_later():
+    return Progress()
+
+
+@refused("the step creates an object")
+class SecondCallMeetsAColdCache(_SetUp):
+    def __init__(self):
+        super().__init__()
+        met_later.cache_clear()
+
+    def step(self, x):
+        if self.inner is None:
+            self.inner = Slotted()  # here
+            return self.update(x, 2.0)
+        return self.update(x, 3.0 + met_later().steps)
+
+
 @refused("the step creates an object")
 class FirstCallHasAnotherConstant(_SetUp):
     def step(self, x):

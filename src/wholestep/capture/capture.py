@@ -229,7 +229,7 @@ def _captured(
             traced = _trace_until_carried(Request(*request, counts=True))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
         calls = *repeated, *new
-        return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats)
+        return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats, first)
     if first is None and earlier is None and traced.watch.kept:
         inputs = options, numbers, shapes, promoted, dynamic, repeated, None, repeats, traced
         return _with_kept(traced, lambda: _captured(fn, args, kwargs, *inputs))
