@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def _run_nodes(
     graph: Graph, mesh: Mesh, envs: list[dict[Node, Value]], streams: list[Tensor], bind: Bind, piece: dict[str, int]
 ) -> None:
     """Run the calls of a graph on all ranks; `piece` is the number of the piece in the body of a loop."""
+    places = [{**mesh.coordinate(rank), **piece} for rank in range(len(envs))]
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -62,11 +64,12 @@ def _run_nodes(
         if loop := loop_of(node):
             _run_loop(loop, node, mesh, envs, streams, bind)
             continue
+        function, draws = function_of(node), is_random(node)
         for rank, env in enumerate(envs):
-            args, kwargs = map_arg(bind(node, {**mesh.coordinate(rank), **piece}), env.__getitem__)
-            if draws := is_random(node):
+            args, kwargs = map_arg(bind(node, places[rank]), env.__getitem__)
+            if draws:
                 torch.set_rng_state(streams[rank])
-            env[node] = args[0] if is_wait(node) else as_traced(node, function_of(node)(*args, **kwargs))
+            env[node] = args[0] if is_wait(node) else as_traced(node, function(*args, **kwargs))
             if draws:
                 streams[rank] = torch.get_rng_state()
 
@@ -89,8 +92,12 @@ def _run_loop(
 
 def is_random(node: Node) -> bool:
     """Return whether a node calls a random op, or a function with a random op as an argument."""
-    called = (target for target in (node.target, *node.args) if _torch.is_op(target))
-    return any(torch.Tag.nondeterministic_seeded in op.tags for op in called)
+    return any(_torch.is_op(target) and _draws(target) for target in (node.target, *node.args))
+
+
+@cache
+def _draws(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def as_traced(node: Node, made: Value) -> Value:

@@ -76,10 +76,9 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
 
 def _forget(replacement: Any) -> None:
     """Let a replacement be the original from now on: what was imported meanwhile may hold it for ever."""
-    for constant in replacement.co_consts if isinstance(replacement, CodeType) else ():
-        _forget(constant)
-    if isinstance(replacement, FunctionType) and _FORGETS in vars(replacement):
-        vars(replacement)[_FORGETS]()
+    for function in replacement.co_consts if isinstance(replacement, CodeType) else (replacement,):
+        if isinstance(function, FunctionType) and _FORGETS in vars(function):
+            vars(function)[_FORGETS]()
 
 
 def _restore(owner: Any, name: str, before: Any) -> None:

@@ -96,6 +96,8 @@ def patched_for_tracing(
         (torch.nn.Module, "_apply", _apply_unless_idle),
         (torch.autograd.graph, "_engine_run_backward", backward),
         (torch.utils.checkpoint, "_is_compiling", _never),
+        (torch.autograd.profiler.record_function, "__enter__", _unmarked),
+        (torch.autograd.profiler.record_function, "__exit__", _never),
     ]
     unchecked = flags_set([(torch.distributions.Distribution, "_validate_args", False)])
     changes: list[tuple[Any, str, Any]] = []
@@ -140,6 +142,11 @@ _OF_TENSORS = ("huber_loss", "smooth_l1_loss", "margin_ranking_loss", "triplet_m
 
 def _never(*_: object) -> bool:
     return False
+
+
+def _unmarked(original: Any, mark: Any) -> Any:
+    """Enter a mark for a profiler, as of each step of an optimizer, without its ops: a captured step has none."""
+    return mark
 
 
 def _apply_unless_idle(
