@@ -101,7 +101,7 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
             raise
         except Exception as wrong:
             checked(values, keywords)
-            if not isinstance(wrong, (ArithmeticError, LookupError, ValueError)):
+            if not isinstance(wrong, (ArithmeticError, AttributeError, LookupError, ValueError)):  # a protocol's, say
                 raise
             written = ", ".join([*map(shown, args[1:]), *(f"{name}={shown(value)}" for name, value in named.items())])
             problem = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"
