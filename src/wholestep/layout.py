@@ -271,12 +271,13 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def dealt(size: int, parts: int, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Starts and lengths of two of 2 `parts` even pieces of a dim: number `index`, and the one as far from the end. Of
-    queries in causal attention, these attend to as many keys whatever the `index`.
+    """Starts and lengths of the two pieces of a dim that rank `index` of `parts` gets for causal attention: one from
+    the front, and one as far from the end. Ranks get as many places, to one, and their queries attend to as many keys.
     """
-    count, size = 2 * parts, whole(size)
-    ends = [(at * size + parts) // count for at in (index, index + 1, count - 1 - index, count - index)]
-    return (ends[0], ends[1] - ends[0]), (ends[2], ends[3] - ends[2])
+    size = whole(size)
+    early = [at * size // (2 * parts) for at in (index, index + 1)]
+    late = [size + at * size // (2 * parts) - at * size // parts for at in (index + 1, index)]
+    return (early[0], early[1] - early[0]), (late[0], late[1] - late[0])
 
 
 def shared(size: int, parts: int, piece: int, to: int) -> tuple[int, int]:

@@ -240,8 +240,8 @@ def test_causal_attention_takes_what_the_last_rank_does(
 BALANCED = ws.ContextParallel(method="gather", balance=True)
 
 
-@pytest.mark.usual("2-128", "3-193", "4-256")
-@pytest.mark.parametrize("length", [128, 193, 256, 307])
+@pytest.mark.usual("2-128", "3-194", "4-258")
+@pytest.mark.parametrize("length", [128, 129, 194, 258, 307])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_exchanged_queries_are_as_much_work_for_all(ranks: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 64 tokens a rank on: each attends to as many keys as the others, and this is what is priced."""
@@ -482,6 +482,7 @@ def test_models_of_transformers(name: str) -> None:
     one = OneDevice(make, step, [(entry.batch(generator),) for _ in range(2)])
     for ranks in (2, 5):
         _same(one, f"cp={ranks}", ws.ContextParallel())
+    _same(one, "cp=3", BALANCED)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
