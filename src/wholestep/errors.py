@@ -52,10 +52,11 @@ def first_line(error: BaseException) -> str:
 class CaptureError(WholestepError):
     """The step cannot be captured as one graph. `reads_value`: it reads a value that is known only when it runs.
     `place`: the place of a Python value that it reads, where the value was to be an input. `branches`: what values were
-    taken for until then, where the step asks for their truth.
+    taken for until then, where the step asks for their truth. `counts`: it was traced with rows that it counts.
     """
 
     reads_value = False
+    counts = False
     place = ""
     branches: tuple[bool, ...] = ()
 

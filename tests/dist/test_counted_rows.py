@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
-from tests.unit.test_counted_rows import detection, litgpt, made, train
+from tests.unit.test_counted_rows import detection, labelled, litgpt, made, train, train_on_labels
 
 ROWS = 10
 
@@ -32,6 +32,22 @@ def beside_ddp(rank: int, world: int, style: str) -> None:
 @pytest.mark.parametrize("style", ["replicate", "fully_shard", pytest.param("zero2", marks=pytest.mark.full)])
 def test_ranks_pick_other_numbers_of_rows(style: str) -> None:
     run_ranks(beside_ddp, 2, style)
+
+
+def labels_of_the_batch(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    (ours, optimizer), (plain, other) = made(lambda m, h: m.out(h))(), made(lambda m, h: m.out(h))()
+    step = ws.compile(train_on_labels, parallel=ws.DataParallel("fully_shard"))
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    for call in range(4):
+        x, labels = labelled(world * call + rank)
+        expected = train_on_labels(ddp, other, x, labels)
+        torch.testing.assert_close(step(ours, optimizer, x, labels), expected, rtol=1e-12, atol=1e-12)
+    assert len(step.programs) == 1
+
+
+def test_ranks_have_other_numbers_of_objects() -> None:
+    run_ranks(labels_of_the_batch, 2)
 
 
 def over_the_whole_batch(rank: int, world: int) -> None:

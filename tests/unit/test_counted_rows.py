@@ -160,6 +160,28 @@ def test_beside_other_options_and_sizes(options: dict[str, Any]) -> None:
     assert any("the step counts rows" in str(why) for why in step.misses)
 
 
+def train_on_labels(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> Tensor:
+    """A loss of detection: classes and boxes where the batch has an object."""
+    optimizer.zero_grad()
+    boxes, positive = model(x), labels > 0
+    loss = F.cross_entropy(boxes[positive], labels[positive]) + F.smooth_l1_loss(boxes[positive], x[positive])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def labelled(call: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(call)
+    return torch.randn(10, D, generator=generator), torch.randint(-3, D, (10,), generator=generator)
+
+
+def test_rows_that_the_batch_determines_are_counted_from_their_second_number_on() -> None:
+    calls = [labelled(call) for call in range(20)]
+    assert len({int((labels > 0).sum()) for _, labels in calls}) > 4
+    step = same_as_eager(train_on_labels, made(lambda m, h: m.out(h)), calls)
+    assert len(step.programs) == 2
+
+
 def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
     with pytest.raises(ws.WholestepError) as caught:
         ws.compile(train, **options)(*made(body)(), batches()[0][0])
@@ -213,3 +235,19 @@ def test_what_it_does_not_compose_with(options: dict[str, Any], line: str) -> No
     text = refused(detection, **options)
     assert text[0] == line
     assert "boxes[positive]" in text[1]
+
+
+def gives(model: nn.Module, x: Tensor, number: bool) -> Any:
+    rows = model(x)
+    rows = rows[rows[:, 0] > 0]
+    rows.sum().backward()
+    return rows.shape[0] if number else rows.detach()
+
+
+def test_rows_are_a_result_and_their_number_is_refused() -> None:
+    (model, _), (other, _) = made(lambda m, h: m.out(h))(), made(lambda m, h: m.out(h))()
+    step, number = ws.compile(gives, keep_grads=True), ws.compile(gives, keep_grads=True)
+    for (x,) in batches():
+        torch.testing.assert_close(step(model, x, False), gives(other, x, False))
+    with pytest.raises(ws.CaptureError, match="returns a SymInt"):
+        number(model, batches()[0][0], True)

@@ -22,10 +22,11 @@ from ..rules.registry import is_random
 
 @dataclass(frozen=True)
 class Read:
-    """One value that a step read, and the source line."""
+    """One value that a step read, and the source line. `counts`: it is the number of rows that a mask picks."""
 
     expected: torch.Tensor
     where: str
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class ReadValues:
     names: tuple[str, ...]
     reads: tuple[Read, ...]
 
-    def changed(self, batch: Mapping[str, Any]) -> str:
-        """Return the source line of the first value that differs for this batch, or ""."""
+    def changed(self, batch: Mapping[str, Any]) -> Read | None:
+        """Return the first value that differs for this batch, if there is one."""
         values = _run(self.module, [batch[name] for name in self.names])
-        return next((r.where for r, now in zip(self.reads, values, strict=True) if not _same(r.expected, now)), "")
+        return next((r for r, now in zip(self.reads, values, strict=True) if not _same(r.expected, now)), None)
 
 
 @dataclass
@@ -54,13 +55,13 @@ class Reader:
     _nodes: list[Node] = field(default_factory=list[Node])
     _root: Any = None
 
-    def known(self, tensor: torch.Tensor, where: str) -> torch.Tensor | None:
+    def known(self, tensor: torch.Tensor, where: str, counts: bool = False) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
         traced = _torch.traced_node(tensor.clone())  # a copy: later in-place ops do not change it
         value = None if traced is None else self.now(*traced, floats=False)
         if traced is not None and value is not None:
             self._nodes.append(traced[0])
-            self.reads.append(Read(value, where))
+            self.reads.append(Read(value, where, counts))
         return value
 
     def now(self, node: Node, root: Any, floats: bool = True) -> torch.Tensor | None:

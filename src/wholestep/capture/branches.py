@@ -89,7 +89,7 @@ class Branches:
         if assumed is None or traced is None or value.numel() != 1 or len(self.decided) == MOST:
             return None
         node, number = traced[0], len(self.decided)
-        if not self._depends_on_tensors(node):
+        if not self.depends_on_tensors(node):
             return None
         now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
         likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
@@ -99,7 +99,7 @@ class Branches:
         self.decided.append(TakenBranch(expected, where))
         return expected
 
-    def _depends_on_tensors(self, node: Node) -> bool:
+    def depends_on_tensors(self, node: Node) -> bool:
         """False for what is computed of options of an optimizer alone, which can be constants."""
         inputs = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
         waiting, seen = [node], set[Node]()

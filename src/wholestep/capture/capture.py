@@ -25,7 +25,7 @@ from .batch_reads import ReadValues
 from .branches import TakenBranch, along_branches, check_branches
 from .call_structure import StepCall, Structure, equal_objects, leaf_names, take_apart
 from .capture_options import CaptureOptions
-from .effects import CALLBACK, CountsRowsError, Effects, Extra, Promoted, RefusedError
+from .effects import BATCH_COUNTS, CALLBACK, CountsRowsError, Effects, Extra, Promoted, RefusedError
 from .fake_inputs import Request
 from .function_caches import CachedCall
 from .host_numbers import At
@@ -158,6 +158,8 @@ def capture_step(
     tries += [(numbers, carried) for numbers in (live, find_hypers(state, ["lr"]), [])]
     first: CaptureError | None = None
     for attempt, (numbers, promoted) in enumerate(tries):
+        if first is not None and attempt == 1 and changing == BATCH_COUNTS and not first.counts:
+            continue  # the same as the first
         try:
             with overridden(state, options.module_overrides):
                 captured = along_branches(
@@ -171,7 +173,8 @@ def capture_step(
             if failed.place in arrays | arguments:
                 first, arrays, arguments = failed, arrays & {failed.place}, arguments & {failed.place}
                 break
-            if not (changing and attempt == 0) and not failed.reads_value and not _in_optimizer(failed):
+            other_next = changing and attempt == 0 and (failed.counts or changing != BATCH_COUNTS)
+            if not other_next and not failed.reads_value and not _in_optimizer(failed):
                 break
             continue
         if first is None or captured.effects.carried <= promoted:
@@ -226,7 +229,7 @@ def _captured(
         try:
             traced = _trace_until_carried(Request(*request, dynamic=dynamic))
         except CountsRowsError:
-            traced = _trace_until_carried(Request(*request, counts=True))
+            traced = _traced_with_counts(Request(*request, counts=True))
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
         calls = *repeated, *new
         return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats, first)
@@ -245,8 +248,8 @@ def _captured(
     graph = replace(graph, mixed_precision=options.mixed_precision, offload=offload)
     _refuse_shared_memory(graph, dict(zip(names, call.leaves, strict=True)))
     effects = traced.watch.effects({i.name for i in graph.inputs}, traced.result_leaves)
-    if dynamic:
-        effects.refuse_symbolic(traced.result_leaves)
+    if traced.stand_ins.symbols is not None:
+        effects.refuse_symbolic(traced.result_leaves, counts=not dynamic)
     checked = earlier.checked if earlier and same else ()
     if branches := traced.branches.decided:
         before = sum(out.kind == "result" for out in graph.outputs) - len(branches)
@@ -368,6 +371,14 @@ def _in_optimizer(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+def _traced_with_counts(request: Request) -> Traced:
+    try:
+        return _trace_until_carried(request)
+    except CaptureError as error:
+        error.counts = True
+        raise
 
 
 def _trace_until_carried(request: Request) -> Traced:

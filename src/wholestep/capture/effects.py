@@ -26,7 +26,7 @@ CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of
 @dataclass(frozen=True)
 class Promoted:
     """Paths of Python values that are state of the step: `numbers` are updated on the host, `tensors` in the graph.
-    `arrays` are arguments whose contents it reads, which are constants.
+    `arrays` are arguments whose contents it reads, which are constants. Lines among `numbers` count rows of the batch.
     """
 
     numbers: frozenset[str] = frozenset()
@@ -44,6 +44,11 @@ class Promoted:
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.tensors or self.arrays)
+
+
+ANY_COUNT = "rows of the batch"
+"""In place of a path among `Promoted.numbers`: the step counts rows that the batch alone determines, too."""
+BATCH_COUNTS = Promoted(frozenset([ANY_COUNT]))
 
 
 @dataclass(frozen=True)
@@ -120,12 +125,15 @@ class Effects:
         options = [(place.holder, place.key) for place in places]
         return {(id(holder.optimizer), holder.group, key) for holder, key in options if isinstance(holder, GroupEntry)}
 
-    def refuse_symbolic(self, results: Iterable[Any]) -> None:
+    def refuse_symbolic(self, results: Iterable[Any], counts: bool) -> None:
         """Raise SizesFixedError if Python would get a symbolic number: among the results, or by an effect."""
         values = [w.recipe for w in self.writes if w.recipe is not None] + [call.recipe for call in self.calls]
         host = [argument for line in self.program.instructions for argument in line.args]
         leaves = (*results, *host, *(leaf for value in values for leaf in value.leaves))
         if any(isinstance(leaf, _torch.SYMBOLIC) for leaf in leaves):
+            if counts:
+                problem = "the step gives a number of rows that it counts to Python: as a result, or as what it assigns"
+                raise CaptureError(problem, "tensors, and numbers that are known before", "give `mask.sum()` instead")
             raise SizesFixedError("the step gives a size of the batch to Python: as a result, or as what it assigns")
 
     @property

@@ -6,7 +6,6 @@ in private modules of torch are in `_torch/replaced.py`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import warnings
@@ -219,11 +218,10 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
 }  # fmt: skip
 
 
-def fixed_sizes(value_of: Known, counted: Callable[[Tensor], Any]) -> dict[Any, Callable[..., Any]]:
-    """Return a table for the tracer: forms of ops whose result size depends on values. `counted` returns the places of
-    a mask, whose number is a symbol; NotImplemented where it may be none.
+def fixed_sizes(value_of: Known, nonzero: Callable[[Tensor], Any]) -> dict[Any, Callable[..., Any]]:
+    """Return a table for the tracer: forms of ops whose result size depends on values. `nonzero` returns the places
+    of a mask; NotImplemented where their number may be neither read nor a symbol.
     """
-    nonzero = functools.partial(_nonzero, value_of=value_of, counted=counted)
 
     def read(x: Tensor) -> Any:
         value = value_of(x) if _torch.is_fake(x) else None
@@ -288,15 +286,6 @@ def fixed_sizes(value_of: Known, counted: Callable[[Tensor], Any]) -> dict[Any, 
 
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _nonzero(mask: Tensor, value_of: Known, counted: Callable[[Tensor], Any]) -> Any:
-    total = value_of((mask != 0).sum())
-    if total is None:
-        return counted(mask)
-    with _torch.outside_of_trace():
-        count = int(total)
-    return torch.nonzero_static(mask, size=count)
 
 
 def _ctc_loss(

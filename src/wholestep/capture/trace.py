@@ -17,7 +17,7 @@ from .. import _torch
 from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
 from ..graph.meta import last_user_frame, meta_of, show_line, source_line
-from ..graph.ops import GRAD_READY, LOSS, ROWS_OF
+from ..graph.ops import GRAD_READY, LOSS
 from ..graph.origin import is_installed, is_own_code, is_user_file, own_modules
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
@@ -25,7 +25,8 @@ from . import state as held_state
 from .batch_reads import Reader, ReadValues
 from .branches import Branches
 from .call_structure import LENGTHS, Structure, in_place, leaf_names, take_apart
-from .effects import CountsRowsError, RefusedError, SizesFixedError
+from .counted_places import CountedPlaces, asked_number
+from .effects import RefusedError, SizesFixedError
 from .fake_inputs import FakeInputs, Request, stand_ins
 from .float8 import Float8Linears
 from .host_numbers import AS_TENSOR, Numbers
@@ -108,7 +109,6 @@ class Traced:
     values: ReadValues | None = field(init=False)
     draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
-    counts_of: dict[Any, torch.SymInt] = field(default_factory=dict[Any, torch.SymInt])
 
     def __post_init__(self) -> None:
         request, fakes = self.request, self.stand_ins
@@ -164,7 +164,8 @@ class Traced:
                 _torch.replaced(forms, own_modules()),
                 self.own.entrances(),
             ):
-                ops = {**fixed_sizes(self.known, self.places), **SIZED_OPS}
+                places = CountedPlaces(self.request, self.stand_ins.symbols, self.branches, self.known, _calling_text)
+                ops = {**fixed_sizes(self.known, places.of), **SIZED_OPS}
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
@@ -251,26 +252,12 @@ class Traced:
         self.own.put(name, tensor, self.given[name], of_batch=True)
         return tensor
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def known(self, tensor: torch.Tensor, counts: bool = False) -> torch.Tensor | None:
         """Return the real value of a traced tensor that depends on integers of the batch only, else None."""
-        value = self.reader.known(tensor, _calling_text())
+        value = self.reader.known(tensor, _calling_text(), counts)
         if value is not None and self.request.dynamic:
             raise SizesFixedError("the step reads a value of the batch", _calling_text())
         return value
-
-    def places(self, mask: torch.Tensor) -> Any:
-        """Return the places that a traced mask has; their number is a symbol, the same one for the same mask."""
-        traced, symbols = _torch.traced_node(mask), self.stand_ins.symbols
-        if traced is None or not mask.dim() or _torch.inside_transform():
-            return NotImplemented
-        if self.request.dynamic:
-            raise SizesFixedError("the step counts rows", _calling_text())
-        if symbols is None:
-            raise CountsRowsError("the step counts rows", where=_calling_text())
-        key = traced[0], _torch.version(mask)
-        if key not in self.counts_of:
-            self.counts_of[key] = symbols.count(mask.numel())
-        return ROWS_OF(mask, self.counts_of[key])
 
     def _fill_state(self, fakes: dict[str, torch.Tensor], plain: list[tuple[Any, str, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
@@ -592,14 +579,8 @@ def _reads_value(text: str, next_step: str, where: str = "") -> CaptureError:
 def _explain(error: Exception) -> CaptureError:
     """Return a CaptureError for an error of torch's tracer or of the user's code."""
     where = _user_frame(error)
-    if asked := _torch.asked_of(error):
-        return CaptureError(
-            f"Python asks for a number of rows that the step counts while it runs: {asked}",
-            "numbers of rows that operations alone read: one graph is captured and run for every batch",
-            "leave the question out, as operations on no rows are right; divide by `mask.sum().clamp(min=1)`; "
-            "write `x.shape[0]` instead of `len(x)`",
-            where,
-        )
+    if asked := asked_number(error, where):
+        return asked
     if isinstance(error, _torch.DATA_DEPENDENT):
         return _reads_value(
             f"the step has an operation whose result depends on values: {first_line(error)}",

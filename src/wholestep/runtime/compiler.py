@@ -15,11 +15,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..backend.build import CAPABILITIES
+from ..backend.eager import Eager
 from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
 from ..cache.step_cache import CachedChoices, StepCache
 from ..capture.capture import Capture, at_other_sizes, capture_step, with_arrays
-from ..capture.effects import Promoted, SizesFixedError
+from ..capture.effects import BATCH_COUNTS, Promoted, SizesFixedError
 from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
@@ -134,6 +135,14 @@ class Compiler:
     def note_changing(self, place: str) -> None:
         """A number of Python at this place changes between calls: later programs take it as an input."""
         self._changing |= Promoted(frozenset([place]))
+
+    @property
+    def may_count(self) -> bool:
+        """Whether programs can count rows of the batch, for which each number of them is a program otherwise."""
+        data, built_in = self.strategies.data, isinstance(self.options.backend, Eager)
+        alone = self.world.mesh.size == 1 and self.strategies.pieces == 1
+        own_rows = data is not None and data.semantics == "per_rank" and len(self.strategies.parts) == 1
+        return built_in and self.options.auto is None and not self.options.user.paddings and (alone or own_rows)
 
     def compile(self, inputs: StepInputs, numbers: Numbers | None, earlier: Sequence[Capture]) -> RankProgram:
         """The program for a call. `numbers` are those of the program that ran last; None before the first one.
@@ -283,6 +292,8 @@ class Compiler:
         alone, device = self.world.mesh.size == 1, self.world.device
         options = replace(self.options.capture, device=device, branches=self.branches, branches_of_batch=alone)
         carried, changing = self._carried, self._changing
+        if not alone and self.may_count:  # other ranks pick other numbers of rows
+            changing |= BATCH_COUNTS
         return capture_step(
             self.fn, args, kwargs, options, shapes=shapes, carried=carried, changing=changing, dynamic=dims,
             repeats=bool(self.options.user.verifies),

@@ -33,7 +33,8 @@ class Miss:
 
     Where a value differs that would cost captures without end, `use` is what the step does with it, and `where` its
     source line or path. `number`: later programs can carry the value. `replaced`: there is another object in its place.
-    `arguments`: those that have another value, which later programs leave open if they can.
+    `arguments`: those that have another value, which later programs leave open if they can. `counts`: it is a number of
+    rows, which later programs count.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Miss:
     number: bool = False
     replaced: bool = False
     arguments: tuple[str, ...] = ()
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,10 +322,11 @@ class Guards:
         return Miss(why, "makes a choice", why)
 
     def _check_read(self, leaves: Sequence[Any]) -> Miss | None:
-        where = self._values.changed(dict(zip(self._names, leaves, strict=True))) if self._values else ""
-        if not where:
+        read = self._values.changed(dict(zip(self._names, leaves, strict=True))) if self._values else None
+        if read is None:
             return None
-        return Miss(f"the value that the step reads at {where} is another one", "reads a value of the batch", where)
+        why = f"the value that the step reads at {read.where} is another one"
+        return Miss(why, "reads a value of the batch", read.where, counts=read.counts)
 
     def _check_held(self) -> str:
         return "" if self._held_holds() else self._held.failed()

@@ -604,7 +604,7 @@ class CompiledStep:
                 self._compiler.note_changing(name)
         if not miss.use:
             return
-        if miss.number and self._compiler is not None:
+        if self._compiler is not None and (miss.number or (miss.counts and self._compiler.may_count)):
             self._compiler.note_changing(miss.where)
         if miss.replaced and count >= MOST_VALUES:
             self.programs.pop()  # what it was captured for is gone

@@ -1,0 +1,64 @@
+"""Places that a mask has, in a trace: their number is a constant that each call compares, or a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import _torch
+from ..errors import CaptureError
+from ..graph.ops import ROWS_OF
+from .branches import Branches
+from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
+from .fake_inputs import Request
+
+
+@dataclass
+class CountedPlaces:
+    """The masks of one trace. `known(tensor, counts)` reads what the batch determines; `line` is the one that runs."""
+
+    request: Request
+    symbols: _torch.Symbols | None
+    branches: Branches
+    known: Callable[[torch.Tensor, bool], torch.Tensor | None]
+    line: Callable[[], str]
+    numbers: dict[Any, torch.SymInt] = field(default_factory=dict[Any, torch.SymInt])
+
+    def of(self, mask: torch.Tensor) -> Any:
+        """Return the places that a traced mask has. Their number is a symbol, the same one for the same mask; but for
+        the first number that the batch determines at a line.
+        """
+        traced = _torch.traced_node(mask)
+        lines = self.request.promoted.numbers & {ANY_COUNT, self.line()}
+        if traced is None or not lines or not self.branches.depends_on_tensors(traced[0]):
+            total = self.known((mask != 0).sum(), True)
+            if total is not None:
+                with _torch.outside_of_trace():
+                    count = int(total)
+                return torch.nonzero_static(mask, size=count)
+        if traced is None or not mask.dim() or _torch.inside_transform():
+            return NotImplemented
+        if self.request.dynamic:
+            raise SizesFixedError("the step counts rows", self.line())
+        if self.symbols is None:
+            raise CountsRowsError("the step counts rows", where=self.line())
+        key = traced[0], _torch.version(mask)
+        if key not in self.numbers:
+            self.numbers[key] = self.symbols.count(mask.numel())
+        return ROWS_OF(mask, self.numbers[key])
+
+
+def asked_number(error: Exception, where: str) -> CaptureError | None:
+    """Return the error of Python that asks for a number of rows; None for another error."""
+    if not (asked := _torch.asked_of(error)):
+        return None
+    return CaptureError(
+        f"Python asks for a number of rows that the step counts while it runs: {asked}",
+        "numbers of rows that operations alone read: one graph is captured and run for every batch",
+        "leave the question out, as operations on no rows are right; divide by `mask.sum().clamp(min=1)`; "
+        "write `x.shape[0]` instead of `len(x)`",
+        where,
+    )
