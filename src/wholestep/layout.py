@@ -275,8 +275,8 @@ def dealt(size: int, parts: int, index: int) -> tuple[tuple[int, int], tuple[int
     the front, and one as far from the end. Ranks get as many places, to one, and their queries attend to as many keys.
     """
     size = whole(size)
-    early = [at * size // (2 * parts) for at in (index, index + 1)]
-    late = [size + at * size // (2 * parts) - at * size // parts for at in (index + 1, index)]
+    early = [-(-at * size // (2 * parts)) for at in (index, index + 1)]
+    late = [size - (-at * size // (2 * parts)) + -at * size // parts for at in (index + 1, index)]
     return (early[0], early[1] - early[0]), (late[0], late[1] - late[0])
 
 
