@@ -19,7 +19,7 @@ import torch
 
 from ..graph.meta import TensorMeta, meta_of
 from .call_structure import equal_objects
-from .locations import MISSING, SIMPLE, Location, is_number, shown
+from .locations import MISSING, SIMPLE, Location, is_number, key_text, shown
 from .reachable import leads_to, opaque
 from .state import is_users
 
@@ -108,7 +108,7 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
     if isinstance(value, (dict, list, tuple)):
         for key, item in _items(value):
             if isinstance(item, (dict, list, tuple, *_WITHOUT_ITEMS)) and key not in changed:
-                yield from contents(item, f"{path}[{key!r}]", carried)
+                yield from contents(item, f"{path}[{key_text(key, value)}]", carried)
 
 
 _WITHOUT_ITEMS = (set, deque, array, bytearray, memoryview, np.ndarray, io.StringIO, io.BytesIO, ContextVar)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
@@ -196,6 +196,21 @@ def holds_items(value: object) -> bool:
     """Return whether a value is a dataclass or a non-empty container: a step may have read its items."""
     record = dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
     return record or (isinstance(value, (list, dict, tuple, set)) and len(cast("list[Any]", value)) > 0)
+
+
+def key_text(key: object, keys: Iterable[object]) -> str:
+    """Return the text of a key of a dict in a path: what has tensors is named by its place among `keys`, since their
+    numbers change, and a rank may have but a part of them.
+    """
+    if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(key)):
+        return repr(key)
+    return f"key {next((place for place, other in enumerate(keys) if other is key), -1)}"
+
+
+def _leaves(key: object) -> Iterator[object]:
+    for leaf in cast("tuple[object, ...]", key) if isinstance(key, tuple) else ():
+        yield from _leaves(leaf)
+    yield key
 
 
 def shown(value: object) -> str:

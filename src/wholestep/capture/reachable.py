@@ -49,6 +49,7 @@ from .locations import (
     Slots,
     StateEntry,
     TensorAttributes,
+    key_text,
     tensors_of,
 )
 from .optimizer_entries import Entry, Lookup
@@ -112,7 +113,7 @@ class Container:
         if self.style == "variable" or self.opaque is not None:
             return self.path or str(key)
         if self.style == "item":
-            return f"{self.path}[{key!r}]"
+            return f"{self.path}[{key_text(key, cast(Mapping[Any, Any], self.holder))}]"
         return f"{self.path}.{key}" if self.path else str(key)
 
     def place_of(self, key: Any) -> Location:
