@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import wholestep as ws
+from wholestep import _torch
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
@@ -332,6 +333,23 @@ def interrupted(before: int, at: int) -> tuple[list[dict[str, Any]], int]:
         one.compiled(X)
         states.append(one.everything())
     return states, seen.events
+
+
+class Mode(_torch.FunctionMode):
+    """Calls what it intercepts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_is_gone_is_left() -> None:
+    """A mode is away while it handles a call, and Ctrl-C may come before torch can put it back."""
+    with Mode():
+        before = _torch.modes_now()
+        with contextlib.suppress(KeyboardInterrupt), Mode():
+            _torch.drop_modes(before)
+            raise KeyboardInterrupt
+        assert _torch.modes_now() == before
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

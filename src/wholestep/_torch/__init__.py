@@ -17,6 +17,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
   sizes are arguments of nodes and not nodes (`dispatch`); an option of make_fx. sym_node.SymNode.eq: equal at once.
 - fx.experimental.proxy_tensor.ProxyTorchDispatchMode, _ProxyTensor, extract_val, track_tensor_tree (2.0), and both
   modes' __torch_dispatch__: records ops in half the time (`dispatch`); a tracer with less overhead.
+- overrides._get_current_function_mode (2.0): whether a mode is still on torch's stack when it is left (`undo`).
 - utils._python_dispatch._get_current_dispatch_mode_stack (2.0), _C._len_torch_function_stack (1.13): whether a mode of
   the user's sees the ops of an optimizer, whose loops are optim's functions `_single_tensor_*` (1.12) (`op_tapes`);
   public forms.

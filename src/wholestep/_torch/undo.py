@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch.fx import _symbolic_trace
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 
 class _Notes(threading.local):
@@ -77,6 +78,16 @@ def _clean(before: set[str]) -> None:
         for name, function in [*getattr(module, "__dict__", {}).items()]:
             if isinstance(function, FunctionType) and (original := vars(function).get(REPLACES)) is not None:
                 setattr(module, name, original)
+
+
+class FunctionMode(TorchFunctionMode):
+    """A mode that may be gone when it is left: torch takes it from its stack while it handles a call, and Ctrl-C may
+    come before torch is ready to put it back.
+    """
+
+    def __exit__(self, *error: Any) -> None:
+        if _get_current_function_mode() is self:
+            super().__exit__(*error)
 
 
 def modes_now() -> tuple[bool, int, int, tuple[Any, ...]]:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 from ..errors import CaptureError, WholestepError, first_line
@@ -384,7 +383,7 @@ class Traced:
 _ASKS_FOR_ZERO = ("eq", "ne", "bool")
 
 
-class _TorchCalls(TorchFunctionMode):
+class _TorchCalls(_torch.FunctionMode):
     """Intercepts the torch calls of the step: answers or refuses reads of values, computes with fakes of the user's
     tensors.
 
