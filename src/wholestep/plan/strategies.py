@@ -157,7 +157,7 @@ class Strategies:
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
         users: dict[str, str] = {}
-        for part in self.by_storage:
+        for part in sorted(self.parts, key=lambda p: isinstance(p, ExpertParallel)):
             for axis in part.axes(mesh):
                 if axis in users and not isinstance(part, ExpertParallel):
                     problem = f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}"
