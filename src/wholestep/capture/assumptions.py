@@ -108,7 +108,7 @@ def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator
     if isinstance(value, (dict, list, tuple)):
         for key, item in _items(value):
             if isinstance(item, (dict, list, tuple, *_WITHOUT_ITEMS)) and key not in changed:
-                yield from contents(item, f"{path}[{key_text(key, value)}]", carried)
+                yield from contents(item, f"{path}[{key_text(key, cast('Any', value))}]", carried)
 
 
 _WITHOUT_ITEMS = (set, deque, array, bytearray, memoryview, np.ndarray, io.StringIO, io.BytesIO, ContextVar)
