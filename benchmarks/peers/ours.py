@@ -1,13 +1,7 @@
 """Our peers: the step as written, compiled; and what is simulated."""
 
-import copy
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,9 +27,7 @@ def compiled(model: nn.Module, job: Job) -> tuple[ws.CompiledStep, str]:
     if job.spec.shares_tokens:
         method: Any = job.spec.options[0][0]
         return ws.compile(models.train_step, parallel=ws.ContextParallel(method=method), mesh=f"cp={job.world}"), ""
-    options = _options(job)
-    note = _prepare(model, job, options) if job.spec.has("tuned") or job.spec.has("disturbed") else ""
-    return ws.compile(models.train_step, **options), note
+    return ws.compile(models.train_step, **_options(job)), ""
 
 
 def _options(job: Job) -> dict[str, Any]:
@@ -47,7 +39,6 @@ def _options(job: Job) -> dict[str, Any]:
         "mesh": f"dp={job.world}",
         "backend": "inductor" if spec.has("inductor") else "eager",
         "schedule": _schedule(spec),
-        "tune": "auto" if spec.has("tuned") else "off",
     }
 
 
@@ -58,23 +49,6 @@ def _schedule(spec: Spec) -> Any:
     if spec.has("unscheduled"):
         return None
     return "across_steps" if spec.has("across") else "auto"
-
-
-def _prepare(model: nn.Module, job: Job, options: dict[str, Any]) -> str:
-    """Make the first calls with a copy of the model, and let the step that counts read what they found (`cache`)."""
-    name = "".join(c if c.isalnum() else "-" for c in str(job.spec))
-    options["cache"] = Path(job.corpus).with_name(f"choices-{name}-{job.rank}")
-    shutil.rmtree(options["cache"], ignore_errors=True)  # of a run before
-    trial, step = copy.deepcopy(model), ws.compile(models.train_step, **options)
-    optimizer, (x, y) = models.adamw(trial, job.config), models.zeros(job)
-    burns = job.spec.has("disturbed") and job.rank == 0
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) if burns else nullcontext() as burning:
-        step(trial, optimizer, x, y)
-        if burning is not None:
-            burning.kill()
-    while job.spec.has("tuned") and step.tuning.chosen is None and not step.tuning.why_not:
-        step(trial, optimizer, x, y)
-    return str(step.tuning) if job.spec.has("tuned") else ""
 
 
 def measured_hardware(step: ws.CompiledStep) -> str:

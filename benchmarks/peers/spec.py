@@ -58,9 +58,8 @@ BASES = {
     "context": Base("wholestep.ContextParallel by a method (auto, gather, heads)", ("auto", "gather", "heads")),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
-        "unscheduled: no passes; across: the end of a step is left to the next; tuned: schedules take turns first; "
-        "disturbed: another process burns a core during the first call",
-        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "across", "inductor", "tuned", "disturbed"),
+        "unscheduled: no passes; across: the end of a step is left to the next",
+        (*STYLES, "keep", "reshard", "bucket", "unscheduled", "across", "inductor"),
         ("bucket",),
     ),
 }

@@ -115,17 +115,6 @@ class Tuning:
     )
     message_rounds: int = tuned(6, "rounds", "of a message there and one back; the first does not count: a guess")
     message_gap_s: float = tuned(0.005, "s", "of computing between messages, as a block is: a link rests meanwhile", 25)
-    # -- trying schedules
-    tried_factors: tuple[float, ...] = tuned(
-        (1 / 16, 1 / 4, 4, 16), "x bucket sizes", "a factor of 2 is in the noise", 63
-    )
-    tried_schedules: int = tuned(3, "schedules", "that take turns: with more, each has too few turns", 63)
-    tried_memory_share: float = tuned(0.25, "x peak", "that a tried schedule may hold more: a guess")
-    calls_before_trial: int = tuned(2, "calls", "run before: memory and libraries are set up", 63)
-    turn_calls: int = tuned(3, "calls", "in a turn, of which the first does not count: caches, buffers", 63)
-    trial_calls: int = tuned(30, "calls", "at most, those before the trial included")
-    fewest_pairs: int = tuned(8, "pairs", "of times: fewer show nothing, however clear", 63)
-    lost_share: float = tuned(0.125, "share", "of pairs, below which one is slower beyond the noise (p < 0.03)", 63)
     # -- limits of a running step
     most_captures: int = tuned(16, "captures", "for one changing value, then it is refused", 7)
     kept_log: int = tuned(1024, "entries", "of a log of misses, or of the compile cache: a guess")

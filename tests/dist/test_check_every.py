@@ -251,7 +251,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CHOICES: dict[str, dict[str, Any]] = {
     "across steps": {"schedule": "across_steps"},
     "no schedule": {"schedule": None},
-    "tuned": {"tune": "auto"},
     "a budget": {"memory_bytes": "1GiB"},
     "offload": {"offload": "cpu"},
     "gradients": {"keep_grads": True},
@@ -276,7 +275,7 @@ def without_copies(
             ours, theirs = square_net(), square_net()
             optimizer, other = make(ours.parameters()), make(theirs.parameters())
             step = ws.compile(train_step, check_every=1, **options)
-            for call in range(35 if "tune" in options else CALLS):
+            for call in range(CALLS):
                 batches = [drawn(call, r) for r in ranks]
                 try:
                     step(ours, optimizer, batches[0 if together else rank])

@@ -23,7 +23,6 @@ from wholestep.graph.deadlock import check_orders
 from wholestep.graph.stage_part import Action, Message
 from wholestep.hardware.curves import CollectiveCost, sent_bytes
 from wholestep.partition.stage_actions import actions_of
-from wholestep.tuning import TUNING
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 4), (4, 8), (8, 32)])
@@ -80,27 +79,6 @@ def test_auto_may_hold_more_where_the_fullest_stage_does_not() -> None:
     assert found[first].us <= found["zero_bubble"].us < found["1f1b"].us
     assert found[first].peak_bytes[0] <= found["1f1b"].peak_bytes[0]
     assert found.fitting([0, 0, 20])[0] == "1f1b"
-
-
-@pytest.mark.parametrize(("ranks", "pieces"), [(2, 4), (4, 8)])
-def test_orders_that_take_turns_add_up_pieces_alike(ranks: int, pieces: int) -> None:
-    """Other orders in little more memory than 1f1b, each once, the fastest first; none where a block runs a late piece
-    first.
-    """
-    found = simulated_orders(equal_stages(ranks), equal_stages(ranks, apart=True), pieces, ranks)
-    first = found.fitting()[0]
-    others = found.others(first)
-    made = [found[name] for name in (first, *others)]
-    assert len({one.orders for one in made}) == len(made) > 1
-    assert [one.us for one in made] == sorted(one.us for one in made)
-    for one in made:
-        assert max(one.peak_bytes) <= max(found["1f1b"].peak_bytes) * (1 + TUNING.tried_memory_share)
-        for name in {name for tasks in one.orders for name, _ in tasks}:
-            assert [p for tasks in one.orders for n, p in tasks if n == name] == list(range(pieces))
-    late = replace(found[first], orders=tuple(tasks[::-1] for tasks in found[first].orders))
-    late_too = replace(found, orders={**found.orders, "late": late})
-    assert late_too.others(first) == others
-    assert late_too.others("late") == ()
 
 
 def test_memory_of_1f1b_is_that_of_as_many_pieces_as_stages_follow() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import PlanError
-from ..graph.graph import BucketSizes
 from ..hardware.hardware import Hardware
 from ..passes.context import Fitting
 from ..plan.decision import Objective
@@ -37,8 +36,7 @@ class Choices:
     partitions, so an entry that is wrong makes a step slow, and not wrong.
 
     `solved` has the layouts that were solved for in place of `TensorParallel("auto")`. `fitting` fits the step into its
-    budget; `fitted` is a fingerprint of the program that it is for. `tuned` has the bucket sizes that were the fastest
-    of those that took turns, and the order of blocks of stages by name, with the program `tuned_for`.
+    budget; `fitted` is a fingerprint of the program that it is for.
     """
 
     hardware: Hardware | None = None
@@ -46,9 +44,6 @@ class Choices:
     solved: Strategies | None = None
     fitting: Fitting | None = None
     fitted: str = ""
-    tuned: BucketSizes | None = None
-    tuned_blocks: str = ""
-    tuned_for: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values. Strategies that are not wholestep's own are left out."""

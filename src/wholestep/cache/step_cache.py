@@ -18,7 +18,7 @@ from typing import Any, cast
 from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading
 from ..errors import CacheError, shown
-from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.graph import LocalGraph
 from ..passes.context import Fitting
 from ..tuning import TUNING
 from ..typed_json import MalformedError, parse
@@ -206,8 +206,6 @@ class CachedChoices:
         event, text = self.rendezvous.broadcast(label, message, what, tuple[str, str])
         with reading(label):
             self.earlier = Choices.from_json(parse(text))
-        tuned = self.earlier.tuned, self.earlier.tuned_blocks
-        self.note(tuned=tuned[0], tuned_blocks=tuned[1], tuned_for=self.earlier.tuned_for)  # until this start tunes
         self.cache.tell("from rank 0" if event == _HIT and self.rendezvous.rank != 0 else event)
         self.cache.warn(warning)
 
@@ -234,16 +232,6 @@ class CachedChoices:
         """Remember how `local` is fitted into its budget."""
         if self.cache is not None:
             self.note(fitting=fitting, fitted=digest([str(local)]))
-
-    def tuned_for(self, local: LocalGraph) -> tuple[BucketSizes | None, str] | None:
-        """The bucket sizes and the order of blocks that an earlier start found the fastest for this program."""
-        tuned = self.earlier.tuned, self.earlier.tuned_blocks
-        return tuned if self.earlier.tuned_for == digest([str(local)]) else None
-
-    def note_tuned(self, local: LocalGraph, sizes: BucketSizes | None, blocks: str) -> None:
-        """Remember the bucket sizes, and the order of blocks, that are the fastest for `local`."""
-        if self.cache is not None:
-            self.note(tuned=sizes, tuned_blocks=blocks, tuned_for=digest([str(local)]))
 
     def store(self) -> None:
         """Write what was chosen, where an earlier start chose something else, or there was none."""

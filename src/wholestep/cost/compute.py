@@ -52,14 +52,6 @@ def alone_us(graph: Graph, hardware: Hardware) -> dict[Node, float]:
     return {node: 0.0 if is_collective(node) or is_wait(node) else node_us(node, hardware) for node in calls}
 
 
-def stage_us(node: Node, hardware: Hardware) -> float:
-    """Microseconds of one call node of a stage's program, where blocks have other sizes than when they were priced."""
-    if (part := part_of(node)) is None:
-        return node_us(node, hardware)
-    us = {block.name: sum(node_us(call, hardware) for call in block.body.nodes) for block in part.running}
-    return sum(us[action.name] for action in part.actions if action.kind == "run")
-
-
 def work(node: Node) -> Work | None:
     """The work of one call node; None for a node that computes nothing and moves nothing."""
     if node.op != "call_function" or is_free(node):

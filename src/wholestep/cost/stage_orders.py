@@ -141,25 +141,15 @@ class TriedOrders:
         """The microseconds of each order."""
         return {name: order.us for name, order in self.orders.items()}
 
-    def fitting(self, beside: Sequence[float] = (), more_share: float = TUNING.order_memory_share) -> list[str]:
-        """The names of orders with which the stage that holds most has at most this share more of pieces in flight than
+    def fitting(self, beside: Sequence[float] = ()) -> list[str]:
+        """The names of orders with which the stage that holds most has little more of pieces in flight than
         `enough_bytes`; the fastest first. `beside`: bytes that each stage holds besides.
         """
         beside = beside or [0] * len(self.enough_bytes)
         most = {name: _most_bytes(order.peak_bytes, beside) for name, order in self.orders.items()}
-        limit = _most_bytes(self.enough_bytes, beside) + more_share * max(self.enough_bytes)
+        limit = _most_bytes(self.enough_bytes, beside) + TUNING.order_memory_share * max(self.enough_bytes)
         fits = [name for name in self.orders if most[name] <= limit]
         return sorted(fits, key=lambda name: (self.orders[name].us, most[name]))
-
-    def others(self, chosen: str, beside: Sequence[float] = ()) -> tuple[str, ...]:
-        """Orders beside the `chosen` one that compute the same bits: every block adds up the pieces one after the
-        other. Each once, the fastest first; what holds much more than `enough_bytes` is left out.
-        """
-        seen = {self[chosen].orders: chosen}
-        for name in self.fitting(beside, TUNING.tried_memory_share) if _in_turn(self[chosen].orders) else ():
-            if _in_turn(self[name].orders):
-                seen.setdefault(self[name].orders, name)
-        return tuple(name for name in seen.values() if name != chosen)
 
 
 def _most_bytes(peak_bytes: Sequence[int], beside: Sequence[float]) -> float:
@@ -210,13 +200,3 @@ def blocks_of(orders: Orders, full: Mapping[str, BlockCost], cut: Mapping[str, B
     """The blocks that orders run: those of `cut`, with fillers apart, if they run a filler."""
     fillers = cut.keys() - full.keys()
     return cut if any(name in fillers for tasks in orders for name, _ in tasks) else full
-
-
-def _in_turn(orders: Orders) -> bool:
-    """True if every block runs for the pieces one after the other."""
-    last: dict[str, int] = {}
-    for name, piece in (task for tasks in orders for task in tasks):
-        if piece < last.get(name, 0):
-            return False
-        last[name] = piece
-    return True

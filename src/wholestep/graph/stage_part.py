@@ -205,14 +205,11 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class StageParts:
-    """How stages share the body of a loop: the part of each, and the microseconds of the loop by simulation, by order.
-    `variants`: names of orders that compute the same bits in about as much memory, the fastest first.
-    """
+    """How stages share the body of a loop: the part of each, and the microseconds by simulation of each order."""
 
     parts: tuple[StagePart, ...]
     order: str
     simulated_us: Mapping[str, float] = field(default_factory=dict[str, float])
-    variants: tuple[str, ...] = ()
 
     @property
     def tasks(self) -> tuple[tuple[tuple[str, int], ...], ...]:

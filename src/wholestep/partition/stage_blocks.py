@@ -57,20 +57,19 @@ def stages_of(
     beside: Sequence[float] = (),
 ) -> StageParts:  # fmt: skip
     """Schedule the blocks of each stage by a named order or the fastest (`auto`), which is chosen by what blocks take
-    as they run and by the bytes that each stage holds `beside` micro-batches. `auto` also lists equivalent orders of
-    similar memory.
+    as they run and by the bytes that each stage holds `beside` micro-batches.
     """
     pieces, count, prices = joined.loop.pieces, joined.count, BlockPrices(hardware, mesh)
     costs = joined.costs(axis, prices, as_run=True)
-    cut_costs, equivalent = costs if apart is joined else apart.costs(axis, prices, as_run=True), tuple[str, ...]()
+    cut_costs = costs if apart is joined else apart.costs(axis, prices, as_run=True)
     if order in NAMED:
         schedule = NAMED[order](cut_costs, pieces, count)
         name, us = order, {order: on_shared_cores(cut_costs, pieces, schedule, hardware.ranks_per_core).us}
     else:
         tried = simulated_orders(costs, cut_costs, pieces, count, hardware.ranks_per_core)
         name = tried.fitting(beside)[0] if order == "auto" else order
-        schedule, us, equivalent = tried[name], tried.us, tried.others(name, beside)
-    return StageParts(parts_in(schedule.orders, joined, apart, mesh, axis, hardware, device), name, us, equivalent)
+        schedule, us = tried[name], tried.us
+    return StageParts(parts_in(schedule.orders, joined, apart, mesh, axis, hardware, device), name, us)
 
 
 def parts_in(

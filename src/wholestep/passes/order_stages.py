@@ -108,15 +108,6 @@ def _schedule(
     return held_bytes
 
 
-def in_order(local: LocalGraph, order: str, hardware: Hardware, chosen: list[StageParts]) -> LocalGraph:
-    """A copy of the program of all stages, in the order of this name. Its loops have an order of `chosen`, of the same
-    blocks; where there is none they are added to it.
-    """
-    program = with_orders(local.copy(), order, hardware, chosen)
-    note_orders(program, chosen)
-    return program
-
-
 def note_orders(local: LocalGraph, chosen: list[StageParts]) -> None:
     """Add how stages share the loops of a program to `chosen`, where nothing there has the same actions."""
     actions = [[part.actions for part in stages.parts] for stages in chosen]

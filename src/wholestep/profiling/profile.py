@@ -60,14 +60,13 @@ class SpanClock:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as it was measured, and as the cost model predicts it; `tried`: the same of schedules that took turns.
+    """A step as it was measured, and as the cost model predicts it.
     `kernels` are the measured times of its ops, from which `simulate` and `timeline` (`profile=`) predict other steps.
     Of a pipeline, both timelines have all stages, and `kernels` is empty.
     """
 
     measured: Timeline
     predicted: Timeline
-    tried: str = ""
     kernels: KernelTimes = field(default_factory=lambda: KernelTimes(()))
 
     def save(self, path: str) -> None:
@@ -87,7 +86,7 @@ class Profile:
         rows += [_row(op, *both) for op, both in classes[:_SHOWN]]
         rest = [both for _, both in classes[_SHOWN:]]
         rows += [_row(f"{len(rest)} more", sum(p for p, _ in rest), sum(m for _, m in rest))] if rest else []
-        return "\n".join([*rows, *([self.tried] if self.tried else [])])
+        return "\n".join(rows)
 
 
 def measured_timeline(

@@ -13,13 +13,11 @@ from torch import nn
 
 from ..backend.build import backend_of
 from ..backend.default_passes import Edit
-from ..backend.eager import Eager
 from ..backend.inductor.inductor_backend import Inductor
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.call_structure import Modules, Optimizers
 from ..capture.capture_options import CaptureOptions
-from ..distributed.launch import World
 from ..errors import BackendError, MeshError, PlanError, shown
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh, refuse_time
@@ -67,9 +65,6 @@ class CompileOptions:
             fraction of a second. `"across_steps"` also lets the last reductions of a step complete in the next call, or
             in `step.flush()`. `Schedule(...)` sets the hardware or the sizes. None keeps each collective where
             partitioning puts it.
-        tune: `"auto"` lets the best schedules by simulation, or orders of the blocks of stages, take turns in the first
-            calls, and keeps the fastest; the numbers are the same bits. `step.tuning` says what was found, or why
-            nothing is tuned. `"off"` keeps the schedule of the measured hardware.
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound. To meet it, the backward
             recomputes activations and re-gathers parameters, the cheapest first; with `MicroBatches("auto")`, the first
             call also chooses their number. It replaces `keep_gathered_bytes`; an explicit `reshard_after_forward`
@@ -128,7 +123,6 @@ class CompileOptions:
     module_overrides: Mapping[str, nn.Module] | None = None
     passes: Edit | None = None
     schedule: Schedule | Literal["auto", "across_steps"] | None = "auto"
-    tune: Literal["auto", "off"] = "off"
     memory_bytes: int | str | None = None
     mixed_precision: MixedPrecision | None = None
     float8: Float8 | None = None
@@ -307,23 +301,6 @@ def not_recorded(backend: Backend, options: CompileOptions) -> str:
     if options.measure:
         return "measure=True times the ops of each call"
     return "a schedule across steps leaves collectives to the next call" if options.across_steps else ""
-
-
-def not_tuned(options: StepOptions, world: World) -> str:
-    """Why no schedules take turns, or ''."""
-    user = options.user
-    if user.tune == "off":
-        return 'tune="off"'
-    if world.mesh.size == 1:
-        return "one rank sends nothing"
-    if user.schedule != "auto":
-        across = "a schedule across steps leaves collectives to the next call"
-        return across if user.across_steps else "schedule= was given"
-    if options.memory_bytes is not None:
-        return "a budget of memory is fitted to one schedule"
-    if not world.device.startswith("cpu"):
-        return "on GPUs bits of sums depend on buckets, and calls are recorded"
-    return "" if type(options.backend) is Eager else f"backend {options.backend.name!r} may round otherwise in each"
 
 
 def _refuse_beside_budget(options: CompileOptions) -> None:

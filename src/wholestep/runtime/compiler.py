@@ -181,7 +181,6 @@ class Compiler:
             return self.compile(inputs, numbers, earlier)  # ranks have compared the program: this one goes on alone
         if program.capture.counts is not None:
             refuse_assumed(program.capture.counts, program.capture.graph.graph)
-        program = replace(program, planned=tuple(planned))
         if note := said(before.local, program.local):
             program = replace(program, plan=program.plan.with_notes(note))
         dump.write("4-final-graph", program.local)
@@ -257,11 +256,6 @@ class Compiler:
             self.sizes.failed(dims, error)
             return False
         return True
-
-    def capture_one_by_one(self, captured: Capture, error: SizesFixedError) -> None:
-        """The sizes of a capture with symbols have a program each from now on."""
-        assert captured.symbols is not None, "captured with symbols"
-        self.sizes.failed(captured.symbols.record.by_name(), error)
 
     def _refuse_other_graph(
         self, captured: Capture, inputs: StepInputs, numbers: Numbers, earlier: Sequence[Capture], dump: Dump

@@ -40,7 +40,6 @@ from .compile_options import StepOptions
 from .progress import Stages
 from .said_call import SaidCall, as_said, said_of
 from .step_inputs import StepInputs
-from .symbolic_sizes import PlannedFor
 
 VERSIONS, STEP, OPTIMIZERS, NUMBERS = "versions", "options of the step", "options of optimizers", "scheduled numbers"
 MEMBERS = "parameters of optimizers"
@@ -55,7 +54,7 @@ _SHOWN = 4
 @dataclass(frozen=True)
 class RankProgram:
     """The captured step, its plan and the program of the rank; `before` is the program before passes. Ranks compare
-    `lines`, and know it as `compared`. `planned`: what a program for all sizes has to be for some of them.
+    `lines`, and know it as `compared`.
     """
 
     capture: Capture
@@ -64,7 +63,6 @@ class RankProgram:
     before: LocalGraph
     lines: tuple[str, ...]
     compared: str = ""
-    planned: tuple[PlannedFor, ...] = ()
 
 
 @dataclass
@@ -220,7 +218,6 @@ def step_lines(options: StepOptions) -> list[str]:
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
         f"on_nonfinite{SEPARATOR}{'a function' if callable(user.on_nonfinite) else user.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
-        f"tune{SEPARATOR}{user.tune}",
         f"check_every{SEPARATOR}{user.check_every}",
         f"verify{SEPARATOR}{user.verifies}",
         f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",

@@ -14,7 +14,7 @@ from ..distributed.channels import open_channels
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
-from ..graph.graph import BucketSizes, LocalGraph
+from ..graph.graph import LocalGraph
 from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
@@ -24,17 +24,13 @@ from ..passes.bucket_sizes import smaller_buckets
 from ..passes.context import Context, Fitting
 from ..passes.fit_memory import FitMemory
 from ..passes.order_collectives import CallOrder, collectives_of
-from ..passes.order_stages import Said, as_said, in_order, note_orders, said_of
-from ..passes.other_schedules import TriedSchedule
+from ..passes.order_stages import Said, as_said, note_orders, said_of, with_orders
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
-from .compile_options import StepOptions, not_tuned
+from .compile_options import StepOptions
 from .consistency import RankProgram
 from .progress import Stages
-
-Tuned = tuple[BucketSizes | None, str]
-"""Bucket sizes, and the order of blocks of stages by name."""
 
 
 @dataclass
@@ -43,8 +39,7 @@ class Finalizer:
 
     Its compiles share the measured hardware, the schedule for it, and what the first rank chose for programs that ranks
     have compared (fitting into memory, order of collectives). `choices` and `label`, under which ranks exchange
-    something, are those of the compile that runs. `tuned` has the bucket sizes, and the order of blocks of stages by
-    name, that were the fastest of those that took turns, in this job or an earlier start of it.
+    something, are those of the compile that runs.
     """
 
     options: StepOptions
@@ -57,11 +52,7 @@ class Finalizer:
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     fused: dict[str, Set[str]] = field(default_factory=dict[str, Set[str]])
-    tuned: dict[str, Tuned] = field(default_factory=dict[str, "Tuned"])
-    _recalled: dict[str, None] = field(default_factory=dict[str, None])
-    _orders_of_blocks: dict[str, dict[str, list[StageParts]]] = field(
-        default_factory=dict[str, "dict[str, list[StageParts]]"]
-    )
+    _orders_of_blocks: dict[str, list[StageParts]] = field(default_factory=dict[str, "list[StageParts]"])
     _calls: CallOrder = field(default_factory=CallOrder)
     choices: CachedChoices = field(init=False)
 
@@ -70,9 +61,7 @@ class Finalizer:
         self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
         self.orders = {key: order for key, order in self.orders.items() if knows(key)}
         self.fused = {key: names for key, names in self.fused.items() if knows(key)}
-        self.tuned = {key: choice for key, choice in self.tuned.items() if knows(key)}
         self._orders_of_blocks = {key: orders for key, orders in self._orders_of_blocks.items() if knows(key)}
-        self._recalled = {key: None for key in self._recalled if knows(key)}
 
     def finish(
         self, program: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
@@ -92,34 +81,30 @@ class Finalizer:
 
     def _of_stage(self, program: RankProgram, key: str, watch: Watch | None) -> RankProgram:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
-        self._recall(program.local, key)
-        full = self.ordered(program.local, key, self.tuned.get(key, (None, ""))[1], program.plan.hardware)
+        full = self._ordered(program.local, key, program.plan.hardware)
         open_channels(self.world, full.stage_axis, channels_of(full))
-        plain = self.passes(full)
+        plain = self._passes(full)
         if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):
                 return replace(program, local=self._stage_within(full, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            local = run_passes(self.own_stage(full), plain, watch, context=self._context(key))
+            local = run_passes(
+                stage_program(full, self.world.coordinate[full.stage_axis]), plain, watch, context=self._context(key)
+            )
             return replace(program, local=local, before=full)
 
-    def ordered(self, local: LocalGraph, key: str, blocks: str, hardware: Hardware) -> LocalGraph:
-        """The program of all stages in the order of blocks of this name; without one, in that of the first rank, whose
-        batch may have another size. Programs known as `key` have the order of the first of them, as ranks compile some
-        alone.
+    def _ordered(self, local: LocalGraph, key: str, hardware: Hardware) -> LocalGraph:
+        """The program of all stages in the order of blocks of the first rank, whose batch may have another size.
+        Programs known as `key` have the order of the first of them, as ranks compile some alone.
         """
-        orders = self._orders_of_blocks.setdefault(key, {}).setdefault(blocks, [])
+        orders = self._orders_of_blocks.setdefault(key, [])
         if orders:
-            return in_order(local, blocks, hardware, orders)
-        local = in_order(local, blocks, hardware, []) if blocks else local
-        label, what = f"{self.label}/blocks/{key}/{blocks}", "in which order stages run blocks"
-        local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what, tuple[Said, ...]), hardware)
+            local = with_orders(local.copy(), "", hardware, orders)
+        else:
+            label, what = f"{self.label}/blocks/{key}", "in which order stages run blocks"
+            local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what, tuple[Said, ...]), hardware)
         note_orders(local, orders)
         return local
-
-    def own_stage(self, local: LocalGraph) -> LocalGraph:
-        """The program of this rank's stage; other programs stay as they are."""
-        return stage_program(local, self.world.coordinate.get(local.stage_axis, 0))
 
     def _stage_within(
         self, local: LocalGraph, plain: tuple[Pass, ...], key: str, budget_bytes: int, watch: Watch | None
@@ -194,36 +179,17 @@ class Finalizer:
         pipeline = self.options.strategies.pipeline
         return pipeline.axis if pipeline is not None else ""
 
-    def passes(self, local: LocalGraph) -> tuple[Pass, ...]:
+    def _passes(self, local: LocalGraph) -> tuple[Pass, ...]:
         """What schedules `local`, or a stage of it, without a budget."""
         mesh, axis = self.world.mesh, local.stage_axis
         exchanges_nothing = axis and mesh.size == mesh.axis_size(axis)  # with ranks of its stage
         schedule = None if exchanges_nothing else self._schedule()
         return edited(default_passes(schedule=schedule, backend=self.options.backend), self.options.user.passes)
 
-    def keep(self, key: str, before: LocalGraph, stays: TriedSchedule, choices: CachedChoices) -> None:
-        """Programs known as `key` have this schedule from now on, in later starts too."""
-        self.tuned[key] = stays.sizes, stays.blocks
-        self.orders[key] = list(stays.orders[self.world.coordinate.get(before.stage_axis, 0)])
-        choices.note_tuned(before, *self.tuned[key])
-        choices.store()
-
     def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
-        passes = self.passes(local)
-        self._recall(local, key)
-        if key in self.tuned:
-            local = replace(local, sizes=self.tuned[key][0])
+        passes = self._passes(local)
         with self.stages.stage("schedule"):
             return run_passes(local, passes, watch, context=self._context(key))
-
-    def _recall(self, local: LocalGraph, key: str) -> None:
-        """Know what an earlier start found the fastest. All ranks compile what is not known as `key` yet."""
-        if key in self._recalled or not_tuned(self.options, self.world):
-            return
-        self._recalled[key] = None
-        self.choices.look_up()
-        if (tuned := self.choices.tuned_for(local)) is not None:
-            self.tuned[key] = tuned
 
     def _fitted(
         self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -226,23 +226,15 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
             raise StateError(text, needed, "give it a reset_parameters() method, or build the model on a real device")
 
 
-def pack_buckets(local: LocalGraph, tensors: Sequence[Tensor], ours: Set[int] = frozenset()) -> frozenset[int]:
+def pack_buckets(local: LocalGraph, tensors: Sequence[Tensor]) -> None:
     """Move the shards of each bucket into one buffer, as the same tensors; `tensors` are the first inputs of `local`.
     Where a shard is a view of a larger buffer, as another program leaves it, the bucket stays: `side_by_side` copies.
-    Addresses of buffers that were made for `tensors` before are `ours`: their shards move. Returns these addresses.
     """
-    addresses = set(ours)
     for numbers in buckets(local):
         pieces = [tensors[number] for number in numbers]
-        if all(
-            piece.is_contiguous()
-            and (piece.untyped_storage().nbytes() == piece.nbytes or piece.untyped_storage().data_ptr() in ours)
-            for piece in pieces
-        ):
+        if all(piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces):
             with torch.no_grad():
                 storage, start = torch.cat([piece.reshape(-1) for piece in pieces]).untyped_storage(), 0
                 for piece in pieces:
                     piece.set_(storage, start, piece.shape, piece.stride())  # pyright: ignore[reportUnknownMemberType]
                     start += piece.numel()
-                addresses.add(storage.data_ptr())
-    return frozenset(addresses & {piece.untyped_storage().data_ptr() for piece in tensors})

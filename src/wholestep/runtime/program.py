@@ -156,12 +156,7 @@ class Program:
                     condition.add("{}[{}] is {} and len({}) == {}", holder, key, container, container, len(container))
         self._holds = condition.compiled()
         self._check_pieces()
-        self._packed = pack_buckets(self.local, self._held)
-
-    def take(self, local: LocalGraph, before: LocalGraph) -> None:
-        """Become another schedule of the same program: the shards of its buckets lie side by side from now on."""
-        self.local, self.before = local, before
-        self._packed = pack_buckets(local, self._held, self._packed)
+        pack_buckets(self.local, self._held)
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""

@@ -18,7 +18,6 @@ from ..cache.step_cache import StepCache
 from ..capture.branches import OtherBranchError, too_many_branches
 from ..capture.call_structure import StepCall, Structure, leaf_names, take_apart
 from ..capture.capture import Capture, device_of, find_state
-from ..capture.effects import SizesFixedError
 from ..capture.scheduled_numbers import scheduled
 from ..capture.state import StepState
 from ..cost.timeline import Timeline, timeline
@@ -37,7 +36,7 @@ from ..profiling.profile import Profile, SpanClock, measured_kernels, measured_t
 from ..tuning import TUNING
 from . import random_state
 from .between_steps import CrossStepRunner, flush_pending
-from .compile_options import StepOptions, not_tuned
+from .compile_options import StepOptions
 from .compiler import Compiler
 from .failed_call import FailedCall, uninterrupted
 from .guards import Miss, ambient
@@ -51,7 +50,6 @@ from .repeated_capture import Verification
 from .size_check import other_dims
 from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
-from .tuner import ScheduleTuning, Tuner
 
 MOST_VALUES = TUNING.most_captures
 MOST_TRIES = MOST_VALUES // 2  # programs of one call, each for other branches
@@ -85,7 +83,6 @@ class CompiledStep:
         self._stages = Stages(options.user.progress, self.__name__)
         self._cache = StepCache(options.cache, self._stages.report) if options.cache else None
         self._compiler: Compiler | None = None
-        self._tuner: Tuner | None = None
         self._installer = Installer(options, self._stages, self._clock)
         self._shares_batches, self._pads = options.strategies.shares_batches, bool(options.user.paddings)
         self._cuts_batches = options.auto is not None or options.strategies.micro_batches is not None
@@ -270,9 +267,8 @@ class CompiledStep:
         if stages is not None:
             return Profile(stages.measured(), stages.predicted(hardware))
         middle = sorted(timelines[1:], key=lambda measured: measured.simulated.step_us)[(repeat - 1) // 2]
-        tried = str(self.tuning) if self.tuning.tried else ""
         kernels = measured_kernels(program.local, middle)
-        return Profile(replace(middle, title="measured"), timeline(program.local, hardware), tried, kernels)
+        return Profile(replace(middle, title="measured"), timeline(program.local, hardware), kernels)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -281,17 +277,6 @@ class CompiledStep:
         if not isinstance(schedule, str):
             return schedule
         return self._compiler.finalizer.schedule if self._compiler else None
-
-    @property
-    def tuning(self) -> ScheduleTuning:
-        """What the schedules that took turns were found to take, and which one stays; or why none do (`tune="auto"`).
-
-        Example:
-            >>> print(step.tuning)
-        """
-        if self._tuner is None:
-            return ScheduleTuning("there was no call")
-        return self._tuner.found(self.programs[-1] if self.programs else None)
 
     @property
     def strategies(self) -> Strategies:
@@ -451,8 +436,6 @@ class CompiledStep:
         ranks = Rendezvous.of_job(*wait)
         who, log = (self.fn, self.__name__, self.number), self.misses.append
         self._compiler = Compiler(*who, options, world, ranks, self._stages, self._cache, log)
-        shared = self._compiler.finalizer, self._installer, ranks, self._stages
-        self._tuner = Tuner(not_tuned(options, world), world, *shared)
         return self._compiler
 
     def _program(
@@ -551,12 +534,6 @@ class CompiledStep:
         if isinstance(program.run, CrossStepRunner):
             weak = self._weak
             program.run.settle = lambda: (step := weak()) and step._settle()  # no cycle keeps a step that is dropped
-        if self._tuner is not None:
-            try:
-                self._tuner.add(rank_program, program, ranks.knows)
-            except SizesFixedError as error:
-                compiler.capture_one_by_one(rank_program.capture, error)
-                return self._compile(inputs, earlier)
         self.programs.append(program)
         self._evict()
         return self.programs[-1]
