@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -259,8 +259,7 @@ class ProblemBuilder:
         axis = self.spec.prices.axis
         results, ways = dict[str, States](), dict[str, Mapping[str, tuple[str, ...]]]()
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
-        for node in self.calls:
-            chosen = [options[c] for c in self.of_class.get(self.number[node], ())]
+        for node, chosen in self._picked(options):
             names = [o.strategy for o in chosen]
             if any(names):
                 ways[node.name] = {axis: tuple(names)}
@@ -269,6 +268,21 @@ class ProblemBuilder:
         params = {name: options[choice].gives[0] for name, choice in self.of_param.items()}
         stored = ((name, options[choice].storage) for name, choice in self.of_param.items())
         return Pins(results, {}, ways), params, {name: option for name, option in stored if option}
+
+    def partial_parts(self, picked: Sequence[int]) -> set[str]:
+        """Decomposed ops of which a part returns partial values, under an assignment."""
+        options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
+        summed = (n for n, chosen in self._picked(options) if any(map(_leaves_a_sum, chosen)))
+        return {name for n in summed if (name := meta.part_of(n))}
+
+    def _picked(self, options: Sequence[Option]) -> Iterator[tuple[Node, list[Option]]]:
+        """The options of each call, of those of the choices."""
+        for node in self.calls:
+            yield node, [options[c] for c in self.of_class.get(self.number[node], ())]
+
+
+def _leaves_a_sum(option: Option) -> bool:
+    return bool(option.reduced) or any(state.kind == "P" for state in option.gives.values())
 
 
 def _load(move: Move, later: bool, hidden: bool) -> StepLoad:

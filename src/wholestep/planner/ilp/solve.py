@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...graph import meta
 from ...graph.decompose import can_expand, expand
 from ...graph.graph import TrainGraph
 from ...graph.text import seconds
@@ -67,7 +66,8 @@ def solve_layouts(
     first = every.solve(budgets[0], gap) or every.solve(None, gap)
     if first is None:
         return []
-    needed = _needed(every.builder.graph, first, names)
+    partial = every.builder.partial_parts(every.presolved.original(first.solution.picked))
+    needed = [name for name in names if name in partial]
     program = every if len(needed) == len(names) else _LayoutProgram.of(graph, spec, needed)
     solved = [program.solve(budget, gap) for budget in budgets]
     return [layouts for layouts in solved if layouts is not None]
@@ -77,12 +77,6 @@ def decomposable(graph: TrainGraph) -> list[str]:
     """Names of the ops that can be decomposed so that they can be sharded."""
     nodes = (n for n in graph.graph.nodes if n.op == "call_function" and n.target in _DECOMPOSED)
     return [n.name for n in nodes if can_expand(n)]
-
-
-def _needed(graph: TrainGraph, solved: IlpResult, names: Sequence[str]) -> list[str]:
-    """The ops of `names` whose decomposition has partial values inside."""
-    decomposed = {meta.part_of(node) for node in graph.graph.nodes if node.name in solved.pins.results}
-    return [name for name in names if name in decomposed]
 
 
 @dataclass(frozen=True)
