@@ -302,7 +302,6 @@ ALLOWED = {
     ("backend/eager.py", "exec"): "the text of a graph that was captured in this process",
     ("sizes.py", "exec"): "expressions of sizes that were captured in this process",
     ("sizes.py", "eval"): "the same",
-    ("planner/ahead.py", "pickle.loads"): "from a copy of this process, by a pipe that nobody else has",
     ("cli/target.py", "importlib.import_module"): "the user names this module",
     ("cli/hf.py", "importlib.import_module"): "transformers",
     ("_torch/symmetric_memory.py", "importlib.import_module"): "a module of torch, by a constant name",

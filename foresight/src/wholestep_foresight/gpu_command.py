@@ -21,7 +21,6 @@ from wholestep.errors import BudgetError, PlanError, WholestepError, shown
 from wholestep.graph.graph import TrainGraph
 from wholestep.graph.text import human, seconds, table
 from wholestep.mesh import STAGES
-from wholestep.planner.ahead import Ahead, usable_cores
 from wholestep.planner.search_result import Watch
 from wholestep.planner.staged_plan import ShortPipelines
 from wholestep.report.figures import Figures
@@ -82,16 +81,13 @@ def sweep_of(text: str) -> Sweep:
 
 @dataclass
 class GpuPlanner:
-    """Searches for a model of `--hf` on the `machine` of `--hardware`; captures are shared by all numbers of GPUs. With
-    several `cores` a copy of this process does a part.
-    """
+    """Searches for a model of `--hf` on the `machine` of `--hardware`; captures are shared by all numbers of GPUs."""
 
     screen: Screen
     spec: ModelSpec
     options: SharedOptions
     machine: str
     pipelines: bool = False
-    cores: int = 1
 
     def __post_init__(self) -> None:
         self.hardware = hardware_of(self.machine)
@@ -154,20 +150,17 @@ class GpuPlanner:
         search = self._search(seq)
         with self.screen.each(0) as watch:
             search.watch, staged, lost = watch, list[Setup](), list[Setup]()
-            flat, copy = partial(_found_by, search, gpus, sequences), None
             if self.pipelines:
-                copy = Ahead(flat) if self.cores > 1 else None
                 staged, lost = self._staged(seq, watch).run(gpus, sequences)
                 watch("setups without stages")
-            search.cores = 1 if self.pipelines else self.cores
-            outcome = (copy.result() if copy else None) or flat()
-            if isinstance(outcome, BudgetError) and staged:
+            try:
+                outcome = search.run(gpus, sequences)
+            except BudgetError:
+                if not staged:
+                    raise
                 outcome = GpuResult((), (), self.memory_bytes)
-            if isinstance(outcome, PlanError):
-                raise outcome
             best = tuple(sorted([*outcome.best, *staged], key=step_s))
             outcome = first_fits(GpuResult(best, (*outcome.lost, *lost), self.memory_bytes), search)
-            search.drop()
         if not outcome.best:
             raise search.nothing(gpus, outcome.lost)
         return outcome
@@ -197,14 +190,6 @@ class GpuPlanner:
         )  # fmt: skip
 
 
-def _found_by(search: GpuSearch, gpus: int, sequences: int) -> GpuResult | PlanError:
-    """What a search finds, or why it finds nothing."""
-    try:
-        return search.run(gpus, sequences)
-    except PlanError as error:
-        return error
-
-
 def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sweep: Sweep | None) -> None:
     """Refuse what the search decides itself, and what it cannot decide."""
     if options.hf is None:
@@ -222,7 +207,6 @@ def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sw
 
 def search(screen: Screen, planner: GpuPlanner, gpus: int, global_batch: int, out: Path | None) -> str:
     """The best setups for a number of GPUs as text; written to `out` as JSON."""
-    planner.cores = usable_cores()
     ranked = planner.run(gpus, planner.seq, global_batch)
     best = [planner.figures(setup, planner.seq, global_batch) for setup in ranked.best[:_SHOWN]]
     body = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from wholestep.cost.reserved import reserved_bytes
 from wholestep.cost.staged import StagedStep
@@ -21,7 +19,6 @@ from wholestep.mesh import Mesh
 from wholestep.plan.data_parallel import DataParallel
 from wholestep.plan.strategies import Strategies, compose
 from wholestep.plan.tensor_parallel import TensorParallel
-from wholestep.planner.ahead import Ahead
 from wholestep.planner.bounds import Costs
 from wholestep.planner.candidates import Template, meshes, templates
 from wholestep.planner.recompute_kinds import RecomputeKind
@@ -123,7 +120,6 @@ class GpuSearch:
         param_bytes: of the model.
         kinds: of recomputation, of which the first that fits is the fastest.
         styles: that may be used; all if None.
-        cores: with several, a copy of this process simulates setups too, and finds out what the fastest one reserves.
     """
 
     steps: ShortSteps
@@ -134,9 +130,6 @@ class GpuSearch:
     kinds: tuple[RecomputeKind, ...] = ALL_KINDS
     styles: Sequence[str] | None = None
     watch: Watch = unwatched
-    cores: int = 1
-    copies: dict[str, Ahead[int | None]] = field(default_factory=dict[str, "Ahead[int | None]"])
-    simulating: dict[str, Ahead[Costs | float]] = field(default_factory=dict[str, "Ahead[Costs | float]"])
 
     def __post_init__(self) -> None:
         self.estimate = SetupEstimate(self.steps, self.hardware, self.tensor.axis if self.tensor else "")
@@ -158,7 +151,6 @@ class GpuSearch:
             )  # fmt: skip
         best = self._raced(fit, lost)
         if not best:
-            self.drop()
             raise self.nothing(ranks, lost)
         return GpuResult(tuple(sorted(best, key=step_s)), tuple(lost), self.memory_bytes)
 
@@ -170,15 +162,11 @@ class GpuSearch:
             heavier = self._recomputing_more(setups[-1]) if setups[-1].why else None
         return setups
 
+    @collector_paused()
     def reserved(self, setup: Setup) -> int | None:
         """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
         if not self.hardware.has_gpus or setup.order:
             return None
-        copy = self.copies.pop(str(setup), None)
-        return (copy.result() if copy else None) or self._reserved(setup)
-
-    @collector_paused()
-    def _reserved(self, setup: Setup) -> int | None:
         self.watch(f"all layers of {setup}")
         mesh, strategies, batch = setup.mesh, setup.strategies, setup.batch
         local, added = self.steps.whole(mesh, strategies, batch, setup.recompute), list[int]()
@@ -189,28 +177,6 @@ class GpuSearch:
             live_bytes = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
             added.append(max(live_bytes - sum(added), 0))  # not cut along tensor parallelism before it is complete
         return reserved_bytes(local, self.hardware, self.steps.software, added, summed)
-
-    def _begin(self, best: Sequence[Setup], then: Setup | None) -> None:
-        """Begin on another core, if that is idle: what the fastest of several in `best` reserves, or the setup that is
-        simulated `then`.
-        """
-        if self.cores < 2:
-            return
-        chosen = self.hardware.has_gpus and len(best) > (then is not None)
-        first = min(best, key=step_s) if chosen else None
-        if first is not None and str(first) not in self.copies:
-            _drop(self.copies)
-        if not all(copy.ended for copy in (*self.copies.values(), *self.simulating.values())):
-            return
-        if first is not None and str(first) not in self.copies:
-            self.copies[str(first)] = Ahead(partial(self._reserved, first))
-        elif then is not None and str(then) not in self.simulating:
-            self.simulating[str(then)] = Ahead(partial(self._costs, then, float("inf")))
-
-    def drop(self) -> None:
-        """End what runs on another core."""
-        _drop(self.copies)
-        _drop(self.simulating)
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
@@ -228,16 +194,12 @@ class GpuSearch:
             if not again and alike[group] >= SETUPS_ALIKE:
                 put_off.append(setup)  # of a kind that is shown already
                 continue
-            shown = alike + Counter([group])
-            then = next((queued for queued in waiting if shown[self._group(queued)] < SETUPS_ALIKE), None)
-            self._begin(best or [setup], then if len(best) + 1 < SETUPS_SHOWN else None)  # then no bound ends it
             simulated = self._simulated(setup, fastest if full else float("inf"))
             if simulated.why and (heavier := self._recomputing_more(simulated)) is not None:
                 insort(put_off if again else waiting, heavier, key=lambda candidate: candidate.estimate_s)
                 continue
             alike[group] += simulated.costs is not None
             (lost if simulated.why else best).append(simulated)
-        _drop(self.simulating)
         return best
 
     def _group(self, setup: Setup) -> tuple[int, int]:
@@ -355,11 +317,8 @@ class GpuSearch:
         simulated further.
         """
         self.watch(str(setup))
-        copy = self.simulating.pop(str(setup), None)
-        copied = copy.result() if copy else None
-        self.cores = 1 if copy and copy.silent else self.cores
         try:
-            costs = copied or self._costs(setup, fastest_s)
+            costs = self._costs(setup, fastest_s)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
         if not isinstance(costs, Costs):
@@ -403,8 +362,3 @@ class GpuSearch:
             f"at most {human(self.memory_bytes)} on a rank",
             f"give more GPUs, more --memory than {human_at_least(self.memory_bytes)}, or a shorter --seq",
         )
-
-
-def _drop(copies: dict[str, Ahead[Any]]) -> None:
-    while copies:
-        copies.popitem()[1].drop()

@@ -17,7 +17,6 @@ from wholestep.mesh import CONTEXT, STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import batch_sizes, search_result
-from wholestep.planner.ahead import usable_cores
 from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
 from wholestep.planner.folded_step import FoldedStep, from_few_layers
@@ -247,7 +246,7 @@ def chosen(
     def attempt(tensor_bytes: int | None) -> SearchResult:
         with shown.each(count) as watch:
             within, software = replace(auto, memory_bytes=tensor_bytes), request.options.software
-            return within.search(graph, mesh, watch=watch, passes=passes, software=software, cores=usable_cores())
+            return within.search(graph, mesh, watch=watch, passes=passes, software=software)
 
     search = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
     return _search_done(shown, search, graph, request, f"{request.target.name} on mesh {request.mesh}"), spec

@@ -151,7 +151,6 @@ class Auto:
         passes: Sequence[Pass] | None = None,
         watch: Watch | None = None,
         software: Software = OWN,
-        cores: int = 1,
     ) -> SearchResult:
         """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
@@ -164,7 +163,6 @@ class Auto:
             passes: replace `default_passes(hardware)`, as `software` runs it.
             watch: called with the name of each candidate that is planned.
             software: runs the step, where that is not wholestep.
-            cores: with several, this process may be copied (`os.fork`) to use them: it must have no GPU and no job.
 
         Raises:
             PlanError: none fits, or none can be made.
@@ -175,7 +173,7 @@ class Auto:
         watch = watch or unwatched
         if self.pipeline is not None:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
-            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software, cores))
+            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software))
         on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
         constraints = constraints_of(graph, on, self.pinned, self.replicated)
         auto = replace(self, tensor=self.tensor and constraints.tensor(self.tensor))
@@ -207,7 +205,7 @@ class Auto:
         def more(rows: Sequence[Candidate]) -> Candidates:
             return auto._cut(solver([row for row in rows if not self._shares_sequences(row.mesh)]))
 
-        search = Search(evaluator, cores=cores).run(chosen, more if is_open(mesh) and self.solve else None)
+        search = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
         constraints.check(search.plan, complete=True)
         return replace(search, solved=program or solver.program(search.best.mesh))
 

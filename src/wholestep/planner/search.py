@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from ..cost.compute import peak_us
@@ -14,7 +12,6 @@ from ..graph.text import human, human_at_least
 from ..mesh import Mesh
 from ..plan.plan import Plan
 from ..tuning import TUNING
-from .ahead import Ahead
 from .bounds import rough_estimate_us
 from .candidates import Template, TemplateKey
 from .evaluate import Evaluator
@@ -34,8 +31,6 @@ class Search:
 
     With `evaluator.folded` this is done on steps with few equal layers, and costs are extrapolated. Then candidates
     that may win are simulated with all layers, until the best of these leads by more than the tolerance.
-
-    With several `cores` the next candidate is begun in a copy of this process.
     """
 
     evaluator: Evaluator
@@ -43,8 +38,6 @@ class Search:
     plan: Plan | None = None
     programs: dict[int, str] = field(default_factory=dict[int, str])
     bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
-    cores: int = 1
-    copies: dict[object, Ahead[list[tuple[Candidate, Any]]]] = field(default_factory=dict[object, Any])
 
     def run(self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None) -> SearchResult:
         """The best of `candidates` and of those that `further` derives from their outcomes. Raises PlanError if none
@@ -84,29 +77,21 @@ class Search:
                 return INFINITE
             return rough_estimate_us(graph, row.mesh, row.strategies, hardware, computing_us) / row.batches
 
-        order = [i for i in sorted(range(len(rows)), key=estimate_us) if rows[i].status is Status.SLOWER]
-        for i, after in zip_longest(order, order[1:]):
-            row = rows[i]
-            self._start(None if after is None else rows[after])
-            rows[i] = self._try(row)
-            self._unneeded(row)
+        for i in sorted(range(len(rows)), key=estimate_us):
+            if rows[i].status is Status.SLOWER:
+                rows[i] = self._try(rows[i])
         return rows
 
     def _confirm(self, rows: list[Candidate]) -> list[Candidate]:
         """Simulates with all layers the candidates that may be the best by extrapolation."""
         self.best = self.plan = None
         self.programs.clear()
-        slower = [rows[i] for i in _by_time(rows) if rows[i].status is Status.SLOWER and rows[i].blocks]
-        near = [row for row in slower[1:2] if row.batch_s < slower[0].batch_s * (1 + SURE)]
         for i in _by_time(rows):
             row, best_s = rows[i], self._best_s
             if row.status is Status.SLOWER and row.batch_s < best_s * (1 + SURE):
-                self._start(replace(near.pop(), blocks=None) if near and near[0] is not row else None)
                 rows[i] = self._simulate(replace(row, blocks=None), "all layers: ")
             elif row.status is Status.BOUNDED and row.bound_s < best_s < INFINITE:
                 rows[i] = self._try(replace(row, status=Status.SLOWER, blocks=None))
-        for row in slower[1:2]:
-            self._unneeded(replace(row, blocks=None))
         return rows
 
     def _confirm_near_budget(self, before: Sequence[Candidate], rows: list[Candidate]) -> list[Candidate]:
@@ -125,23 +110,6 @@ class Search:
                     rows[i] = again
         return rows
 
-    def _start(self, row: Candidate | None) -> None:
-        """Begin with a candidate on another core, if there is one."""
-        if row is not None and self.cores > 1 and not self.copies:
-            self.copies[_key(row)] = Ahead(partial(self._in_copy, row))
-
-    def _in_copy(self, row: Candidate) -> list[tuple[Candidate, Any]]:
-        steps = self.evaluator.steps(row)
-        bounded, mark = next(steps)
-        if self.best is not None and bounded.bound_s >= self.best.batch_s:
-            return [(bounded, mark)]
-        return [(bounded, mark), (next(steps)[0], None)]  # a plan is large to send: the best one is made again here
-
-    def _unneeded(self, row: Candidate) -> None:
-        """Nobody asks for a candidate any more."""
-        if copy := self.copies.pop(_key(row), None):
-            copy.drop()
-
     def _try(self, row: Candidate) -> Candidate:
         """Simulates a candidate, unless a template that sends less has a bound above the best."""
         less = self.bounds.get((row.mesh, row.key.sending_less if row.key else row.name), 0.0)
@@ -153,10 +121,7 @@ class Search:
         """Simulates a candidate, unless its bound is above the best, or its program is that of another candidate."""
         evaluator = self.evaluator
         evaluator.watch(f"{doing}{row.name}")
-        copy = self.copies.pop(_key(row), None)
-        copied = copy.result() if copy else None
-        self.cores = 1 if copy and copy.silent else self.cores
-        steps = iter(copied) if copied else evaluator.steps(row)
+        steps = evaluator.steps(row)
         try:
             tried, mark = next(steps)
         except WholestepError as error:
@@ -304,10 +269,6 @@ class Search:
             if not nearest.blocks or nearest.status is not Status.OVER_AT_PEAK:
                 return nearest
             tried = [replace(self.evaluator.least(row), blocks=None) if row is nearest else row for row in tried]
-
-
-def _key(row: Candidate) -> object:
-    return row.name, row.mesh, row.blocks
 
 
 def _by_time(rows: Sequence[Candidate]) -> list[int]:
