@@ -160,7 +160,7 @@ def test_every_stage_is_dumped(tmp_path, monkeypatch):
     step(model, optimizer, torch.randn(7, 4))
     passes = [
         f"3-pass-0{n}-{name}"
-        for n, name in enumerate(("FoldRepeats", "Offload", "WriteIntoBuckets", "Reinplace", "ContiguousShards"), 1)
+        for n, name in enumerate(("Offload", "WriteIntoBuckets", "Reinplace", "ContiguousShards"), 1)
     ]
     stages = ["1-train-graph", "2-plan", "3-local-graph", *passes, "4-final-graph"]
     names = sorted(p.name for p in (tmp_path / "rank0").iterdir())

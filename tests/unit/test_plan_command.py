@@ -296,7 +296,7 @@ def test_a_plan_that_regathers_activations(tiny: str):
         (["FILE:four", "--stop-after", "Bucket"], "--stop-after without --program"),
         (
             ["FILE:four", "--program", "--stop-after", "Join"],
-            "--stop-after Join: needed one of FoldRepeats, SizeBuckets, InBodies",
+            "--stop-after Join: needed one of SizeBuckets, InBodies, PeelPieces",
         ),
         (["FILE:four", "--compare", "--tp", "0=colwise"], "mesh dp=2 has no axis 'tp'"),
         (["FILE:four", "--mesh", "dp=2,tp=2", "--tp", "model"], "Sequential has no tensor-parallel plan"),

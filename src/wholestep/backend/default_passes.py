@@ -11,7 +11,6 @@ from ..hardware.hardware import Hardware
 from ..passes.base import Pass
 from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
-from ..passes.fold_repeats import FoldRepeats
 from ..passes.offload import Offload
 from ..passes.order_collectives import SameOrder
 from ..passes.reinplace import Reinplace
@@ -72,5 +71,5 @@ def default_passes(
     write, shard = ((WriteIntoBuckets(),), (ContiguousShards(),)) if in_place else ((), ())
     passes: tuple[Pass, ...] = (*passes, Offload(), *write, Reinplace(), *shard)
     if memory_bytes is None:
-        return passes if backend_of(backend).name == "inductor" else (FoldRepeats(), *passes)  # which runs no loops
+        return passes
     return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

@@ -328,9 +328,6 @@ set_strided, is_strided = _flag("wholestep_strided")
 set_recomputed, is_recomputed = _flag("wholestep_again")
 """Whether a node recomputes the value of another node."""
 
-set_sums_gradients, sums_gradients = _flag("wholestep_sums_gradients")
-"""Whether a node of a local graph adds the gradients of one parameter from several backwards."""
-
 set_received_of_batch, is_received_of_batch = _flag("wholestep_received_of_batch")
 """Whether a node receives what depends on the batch from another stage."""
 

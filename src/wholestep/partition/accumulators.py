@@ -46,15 +46,8 @@ ACCUMULATORS = (add_up, put_piece, keep_piece)
 
 @priced_like(FREE)
 @shares("view")
-def of_piece(values: list[Tensor], number: int) -> Tensor:
-    """Return the value of piece `number` that `keep_piece` has kept."""
-    return values[number]
-
-
-@priced_like(FREE)
-@shares("view")
 def kept_piece(values: list[Tensor], piece: int) -> Tensor:
-    """Return the value of one piece, of those that `keep_piece` has kept, or that a loop is given."""
+    """Return the value of one piece, of those that `keep_piece` has kept."""
     return values[piece]
 
 

@@ -206,8 +206,6 @@ class _Lowering:
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         new = self._localized(node, decision, args, kwargs)
         meta.set_batch_invariant(new, node not in self.moving)
-        if node.target is aten.add.Tensor and any(n.target is GRAD_READY for n in sources):
-            meta.set_sums_gradients(new)
         if self.plan.mesh.pieces > 1 and all(layout.state(TIME) == REPLICATED for layout in decision.outputs):
             rule = find_rule(node)
             has_sizes = rule is not None and bool(rule.sizes)  # an argument says the shape, as in `new_zeros`

@@ -31,7 +31,6 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import planned_at
 from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
-from ..passes.fold_repeats import said
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
 from ..plan.padding_proof import PaddingError
@@ -181,8 +180,6 @@ class Compiler:
             return self.compile(inputs, numbers, earlier)  # ranks have compared the program: this one goes on alone
         if program.capture.counts is not None:
             refuse_assumed(program.capture.counts, program.capture.graph.graph)
-        if note := said(before.local, program.local):
-            program = replace(program, plan=program.plan.with_notes(note))
         dump.write("4-final-graph", program.local)
         for name, graph in zip(("first", "flush"), program.local.across or (), strict=False):
             dump.write(f"4-final-graph-{name}", graph)
