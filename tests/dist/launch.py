@@ -44,6 +44,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.tensor.debug",
+    "torch.export._trace",  # looked up where a trace reads a number of a tensor, as SGD its rate
     "torch.fx.experimental.proxy_tensor",
     "torch.fx.experimental.validator",
     "torch.testing._internal.composite_compliance",
