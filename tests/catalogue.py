@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -315,3 +316,18 @@ CASES: dict[str, Case] = {
         Case("recurrent", _rnn, _regression((3, 4, 4), (3, 2)), _simple(_mse)),
     )
 }
+
+
+# The others have sizes, losses or changes of gradients of their own in the model of one of these.
+_DIFFERENT = {
+    "reshaped",
+    "transposed",
+    "twice",
+    "by-hand",
+    "tied",
+    "convolutions",
+    "partly-used",
+    "micro-clip",
+    "recurrent",
+}
+DIFFERENT_CASES = [name if name in _DIFFERENT else pytest.param(name, marks=pytest.mark.full) for name in CASES]

@@ -1,4 +1,6 @@
-"""Objects of 21 classes as batches, with other data on each rank: as DDP computes, or one device on the whole batch."""
+"""Objects of 21 classes as batches, with other data on each rank: as DDP computes, or one device on the whole batch.
+Each class on one device: `tests/unit/test_capture_arguments.py`.
+"""
 
 import itertools
 from typing import Any
@@ -15,7 +17,7 @@ from tests.batch_classes import CLASSES
 from .launch import run_ranks
 
 STYLES, SEMANTICS = ("replicate", "zero2", "fully_shard"), ("per_rank", "global")
-CALLS = 20
+CALLS = 6
 COMBINED = [*itertools.product(STYLES, SEMANTICS, (True, False))]
 
 
@@ -53,9 +55,9 @@ def expected(rank: int, semantics: str, equal: bool) -> tuple[list[Tensor], list
 
 
 def rows(rank: int, world: int, only: str) -> None:
-    """Each class in all combinations of a style; without one, in one combination of any style."""
+    """Each class in all combinations of a style; without one, every fourth class in one combination of any style."""
     wanted = {(semantics, equal): expected(rank, semantics, equal) for _, semantics, equal in COMBINED}
-    few = [(name, COMBINED[5 * i % len(COMBINED)]) for i, name in enumerate(CLASSES)]
+    few = [(name, COMBINED[5 * i % len(COMBINED)]) for i, name in enumerate([*CLASSES][::4])]
     of_style = [combination for combination in COMBINED if combination[0] == only]
     for name, (style, semantics, equal) in itertools.product(CLASSES, of_style) if only else few:
         net, optimizer = model()
@@ -74,7 +76,7 @@ def rows(rank: int, world: int, only: str) -> None:
 
 
 def test_batches_are_objects() -> None:
-    """Each class with a style, a semantics and sizes, and each of these with some class."""
+    """Each style, semantics and kind of sizes with some class."""
     run_ranks(rows, 2, "")
 
 

@@ -113,6 +113,7 @@ def test_a_damaged_entry_is_written_again(tmp_path: Path) -> None:
     assert logs(run_ranks(train, 2, folders, "Auto", (3, 3), True)) == ["hit", "from rank 0"]
 
 
+@pytest.mark.full  # on one device: tests/unit/test_cache.py
 def test_another_mesh_has_another_entry(tmp_path: Path) -> None:
     run_ranks(train, 2, [str(tmp_path)] * 2, "solved", (3, 3), False)
     other = run_ranks(train, 2, [str(tmp_path)] * 2, "solved and sharded", (3, 3), False)

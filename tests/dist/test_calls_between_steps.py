@@ -145,7 +145,7 @@ def a_copy(model: Any, x: Tensor) -> Tensor:
 USES: list[Callable[[Any, Tensor], Tensor]] = [call, call_a_method, call_a_part, generate, a_functional_call, a_copy]
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("replicate-1", "fully_shard-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_model_is_used_between_steps(style: str, world: int) -> None:
@@ -263,7 +263,7 @@ def _compiled_evaluation(rank: int, world: int, style: str, first: bool) -> None
     both.compare()
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("zero1-True", "fully_shard-False")
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_a_compiled_evaluation_shares_the_placed_model(style: str, first: bool) -> None:

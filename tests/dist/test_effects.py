@@ -85,7 +85,7 @@ def test_effects_are_those_of_ddp(kind: str, style: str, world: int) -> None:
     run_ranks(train, world, kind, style)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.full), "fully_shard"])
 def test_effects_while_the_end_of_a_step_is_left_to_the_next(style: str) -> None:
     run_ranks(train, 2, "exponential", style, "across_steps")
 
@@ -182,6 +182,7 @@ def other_shapes(rank: int, world: int, style: str, semantics: Any) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("semantics", ["per_rank", "global"])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_buffers_and_state_of_another_shape_or_dtype(style: str, semantics: str) -> None:

@@ -42,6 +42,7 @@ def learned(text: str, ranks: int) -> None:
     assert f"fully_shard on dp, mean over ranks; mesh dp={ranks}" in text
 
 
+@pytest.mark.full  # without a launcher: test_gpt_alone, too
 def test_mlp_learns_alone() -> None:
     learned(run("mlp.py", "--steps", "10", ranks=0), 1)
 

@@ -121,6 +121,7 @@ def test_every_stage_skips_what_one_finds() -> None:
         assert rank == [EXPECTED] * len(rank)
 
 
+@pytest.mark.full
 def test_stages_skip_what_one_piece_of_one_rank_spoils() -> None:
     assert run_ranks(in_pieces_of_stages, 4) == [[0, 1, 1, 2]] * 4
 

@@ -206,7 +206,7 @@ def _unchanged(rank: int, world: int, style: str, optimizer: str, folder: str) -
     return wrong
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("zero1-sgd dampening", "fully_shard-adam fused amsgrad")
 @pytest.mark.parametrize(("style", "optimizer"), CASES)
 def test_unchanged(style: str, optimizer: str, tmp_path: Path) -> None:
     """Taking state out and putting it back leaves the rest of the run as it was, bit by bit."""
@@ -248,7 +248,7 @@ def by_hand(model: nn.Module, number: int) -> None:
         )
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("zero1-sgd dampening", "fully_shard-adam fused amsgrad")
 @pytest.mark.parametrize(("style", "optimizer"), CASES)
 def test_eager_step_between(style: str, optimizer: str) -> None:
     """`optimizer.step()` with gradients set by hand, between compiled steps, does what it does for DDP."""

@@ -84,7 +84,7 @@ def _simple(rank: int, world: int, reshard: bool, cut_rows: bool, offload: Any) 
     return dict(worst)
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("False-True-cpu")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("cut_rows", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -174,7 +174,11 @@ def _counted(rank: int, world: int, mesh: str, bucket: bool) -> tuple[dict[str, 
 
 @pytest.mark.parametrize(
     ("mesh", "bucket", "count"),
-    [pytest.param("tp=4", False, 5, marks=pytest.mark.full), (MESH, False, 11), (MESH, True, 7)],
+    [
+        pytest.param("tp=4", False, 5, marks=pytest.mark.full),
+        pytest.param(MESH, False, 11, marks=pytest.mark.full),
+        (MESH, True, 7),
+    ],
 )
 def test_collectives_of_a_sequence_sharded_norm(mesh: str, bucket: bool, count: int) -> None:
     """Along tp two gathers, two reduce-scatters and the gradient of the norm; along dp one gather and one
@@ -224,7 +228,7 @@ def _own_parts(rank: int, world: int, semantics: Any, dim: int, sizes: tuple[int
     return max(worst, largest(model, twin))
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("per_rank-0-sizes1-False", "global-1-sizes5-True")
 @pytest.mark.parametrize(
     ("semantics", "dim", "sizes", "reshard"),
     [
@@ -273,7 +277,8 @@ def _own_parts_of_torch(rank: int, world: int, reshard: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full  # test_parts_of_their_own compares with one device
+@pytest.mark.parametrize("reshard", [True, False])
 def test_parts_of_their_own_against_torch(reshard: bool) -> None:
     assert max(run_ranks(_own_parts_of_torch, WORLD, reshard)) < TOLERANCE
 

@@ -63,7 +63,7 @@ def _writes(rank: int, world: int, parallel: Any, mesh: str | None, ranks: int, 
     assert both.step.captures == captures, both.step.misses
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("replicate-1", "fully_shard-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_written_is_kept(style: str, world: int) -> None:

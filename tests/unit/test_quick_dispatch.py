@@ -193,6 +193,7 @@ def test_of_whole_steps(case: str, recipe: str, own_way: Callable[[], None]) -> 
     assert quick == captured()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("recipe", catalogue.RECIPES)
 def test_updates_of_parameters_alike_are_those_of_each(

@@ -46,7 +46,7 @@ class Captured:
     later: Capture
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def captured(case_name: str, recipe_name: str) -> Captured:
     case, recipe = CASES[case_name], OPTIMIZERS[recipe_name]
     model = case.build()
