@@ -51,7 +51,6 @@ class Tuning:
     folded_buckets: int = tuned(3, "buckets", "that a short step fills: where a bucket closes matters little", 23)
     folded_share: float = tuned(0.5, "share", "of the layers that both short steps may have: a guess")
     nearly_fits: float = tuned(0.99, "x budget", "that extrapolated peaks aim at: a guess")
-    doubling_gain: float = tuned(0.03, "share", "batches double while a sequence gets faster by as much: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
     pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 66)
     # -- orders of stages

@@ -16,7 +16,6 @@ from wholestep.layout import REPLICATED, AxisState
 from wholestep.passes.base import run_passes
 from wholestep.plan.strategies import compose
 from wholestep.plan.tensor_parallel import SolvedLayouts
-from wholestep.planner.batch_sizes import ENOUGH, search_batches, show
 from wholestep.planner.folded_step import fold_step
 from wholestep.planner.ilp_candidates import IlpCandidates, Symmetrizer, best_meshes
 from wholestep.planner.search_result import Candidate, Status
@@ -163,87 +162,8 @@ def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
     assert made.best.batch_s < plain.best.batch_s
 
 
-# -- batches -----------------------------------------------------------------------------------------------
 def wide(rows: int) -> ws.TrainGraph:
     with torch.device("meta"):
         layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
         model, x = nn.Sequential(*layers), torch.empty(64 * rows, 256)
     return ws.capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), x)
-
-
-def peak(rows: int, auto: ws.Auto) -> int:
-    return auto.search(wide(rows), "dp=4").best.needs_bytes
-
-
-@pytest.mark.full
-def test_the_fastest_for_each_sequence_wins() -> None:
-    auto = ws.Auto()
-    found = search_batches(auto, wide, "dp=4", [8, 1, 4, 8])
-    assert [row.batch for row in found.rows] == [1, 4, 8]
-    alone = {size: auto.search(wide(size), "dp=4").best.batch_s / size for size in (1, 4, 8)}
-    assert {row.batch: row.sequence_s for row in found.rows} == alone
-    assert found.batch == min(alone, key=lambda size: alone[size])
-    assert len({*alone.values()}) == 3
-    assert found.search.best.batch_s / found.batch == min(alone.values())
-    assert [i.meta.shape[0] for i in found.graph.inputs if i.meta.shape == (64 * found.batch, 256)]
-    assert found.search.plan == ws.plan(
-        wide(found.batch), "dp=4", found.search.best.strategies, hardware=ws.Hardware.default()
-    )
-
-
-@pytest.mark.full
-def test_sizes_that_do_not_fit() -> None:
-    """Of the first, why; larger ones are not captured."""
-    auto, captured = ws.Auto(recompute=False), list[int]()
-
-    def capture(rows: int) -> ws.TrainGraph:
-        captured.append(rows)
-        return wide(rows)
-
-    budget = peak(2, auto)
-    found = search_batches(replace(auto, memory_bytes=budget), capture, "dp=4", [1, 2, 64, 128])
-    assert captured == [1, 2, 64]
-    assert [row.best is None for row in found.rows] == [False, False, True, True]
-    assert found.rows[2].why.startswith("no plan fits: the nearest, ")
-    assert found.rows[3].why == "not looked at: no plan fits for 64 already"
-    text = show(found)
-    assert "batch 64: no plan fits" in text
-    assert f"batch 128: {found.rows[3].why}" in text
-    assert text.count("fastest") == 1
-    with pytest.raises(ws.BudgetError, match="no plan fits"):
-        search_batches(ws.Auto(1000), wide, "dp=4", [1, 2])
-
-
-@pytest.mark.full
-def test_values_made_again_let_more_fit() -> None:
-    budget = int(peak(8, ws.Auto()) * 0.9)
-    found = search_batches(ws.Auto(budget), wide, "dp=4", [1, 8])
-    assert found.rows[1].best is not None
-    assert found.rows[1].best.rematerialized
-    assert f"{len(found.rows[1].best.rematerialized)} tensors" in show(found)
-
-
-@pytest.mark.full
-def test_sizes_are_doubled_while_that_helps() -> None:
-    found = search_batches(ws.Auto(), wide, "dp=4")
-    assert [row.batch for row in found.rows] == [1 << power for power in range(len(found.rows))]
-    gains = [1 - b.sequence_s / a.sequence_s for a, b in zip(found.rows, found.rows[1:], strict=False)]
-    assert all(gain >= ENOUGH for gain in gains[:-1])
-    assert gains[-1] < ENOUGH
-    less = search_batches(ws.Auto(peak(2, ws.Auto(recompute=False)), recompute=False), wide, "dp=4")
-    assert less.rows[-1].best is None
-    assert less.batch < less.rows[-1].batch
-
-
-def test_watch_is_told_the_size() -> None:
-    seen: list[str] = []
-    search_batches(ws.Auto(styles=("replicate",), solve=False), wide, "dp=4", [1, 2], watch=seen.append)
-    assert seen == ["batch 1: replicate on dp", "batch 2: replicate on dp"]
-
-
-def test_what_is_wrong_is_said_and_not_taken_for_a_size_that_does_not_fit() -> None:
-    for sizes in ([], [0], [1, -2]):
-        with pytest.raises(ws.PlanError, match="sizes of batches"):
-            search_batches(ws.Auto(), wide, "dp=4", sizes)
-    with pytest.raises(ws.PlanError, match="names no module"):
-        search_batches(ws.Auto(replicated={"no.such": "dp"}), wide, "dp=4", [1, 2])

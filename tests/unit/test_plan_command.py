@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import wholestep as ws
 from wholestep.cli import app, hf
 from wholestep.cli.hf import ModelSpec, build, presets
-from wholestep.planner import batch_sizes
 from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
 from wholestep.tuning import table
 
@@ -367,33 +366,6 @@ def test_auto_chooses_the_mesh(tiny: str):
     assert "tp=4" in text
 
 
-@NEEDS_HF
-@pytest.mark.full
-def test_auto_chooses_the_batch(tiny: str, tmp_path: Path):
-    out = tmp_path / "plan.json"
-    code, text = run(
-        "--hf", tiny, "--layers", "1", "--mesh", "dp=4", "--auto", "--batch", "1,4", "--json", str(out),
-        "--what-if", "seq=8",
-    )  # fmt: skip
-    assert code == 0, text
-    assert re.search(r"batch +mesh +plan +peak +step +per sequence", text)
-    rows = re.findall(r"^(\d+) +dp=4 .*? ([\d.]+) (\S+) *(fastest)?$", text, re.MULTILINE)
-    assert [row[0] for row in rows] == ["1", "4"]
-    best = next(int(row[0]) for row in rows if row[3])
-    assert f"with batches of {best}" in text
-    made = ws.Plan.from_json(out.read_text())
-    assert next(i.meta.shape[0] for i in made.inputs if i.role.value == "batch") == best
-
-
-@NEEDS_HF
-def test_batches_that_are_left_to_be_found(tiny: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_sizes, "ENOUGH", 0.9)  # so that the second size gains too little
-    code, text = run("--hf", tiny, "--layers", "1", "--mesh", "dp=2", "--auto", "--batch", "auto")
-    assert code == 0, text
-    assert re.search(r"^1 +dp=2 ", text, re.MULTILINE)
-    assert re.search(r"^2 +dp=2 ", text, re.MULTILINE)
-
-
 def test_compare_for_hardware(step: str, tmp_path: Path):
     out, saved = tmp_path / "table.json", tmp_path / "hardware.json"
     ws.Hardware.preset("dgx-a100").save(saved)
@@ -424,11 +396,6 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
         (["--auto", "--replicated", "0=tp"], "axis 'tp' of the constraint on '0' is on no mesh: mesh dp=4"),
         (["--auto", "--replicated", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
         (["--batch", "2"], "--batch without --hf"),
-        (["--auto", "--batch", "1,2"], "--batch without --hf"),
-        (["--auto", "--batch", "auto"], "--batch without --hf"),
-        (["--batch", "1,2"], "--batch 1,2 without --auto"),
-        (["--auto", "--batch", "1,x"], "--batch 1,x: needed a number of at least 1"),
-        (["--batch", "0"], "--batch 0: needed a number of at least 1"),
         (["--auto", "--hardware", "dgx-h101"], "there is no hardware 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),
         (["--auto", "--memory", "lots"], "--memory='lots'"),

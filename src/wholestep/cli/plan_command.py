@@ -8,7 +8,7 @@ import typer
 from wholestep.tuning import table
 
 from .hf import ModelSpec, load
-from .plan_options import WHAT_IF_FORMS, batch_sizes, check_what_if, constraints
+from .plan_options import WHAT_IF_FORMS, check_what_if, constraints
 from .screen import Screen
 from .shared_options import SharedOptions, with_shared_options
 from .target import (
@@ -83,7 +83,6 @@ def plan(
 
     from . import planning
 
-    sizes = batch_sizes(step.batch, auto)
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
     _check_effects(compare, single, auto, step, {"cp": cp, "pin": pin, "replicated": replicated})
@@ -97,7 +96,7 @@ def plan(
             refuse(f"--cp on mesh {mesh}: needed auto=N; ranks along an axis cp share sequences without it")
         step.check(chooses=auto, pipeline=bool(stages))
         check_what_if(what_if or [], step.hf is not None)
-        described, spec = hardware_of(hardware), step.spec(None if sizes is None else min(sizes, default=1))
+        described, spec = hardware_of(hardware), step.spec(step.batch)
         if stages:
             _check_stages(compare, {"what-if": what_if}, {"html": html, "trace": trace})
         request = planning.plan_request(
@@ -105,7 +104,7 @@ def plan(
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
         chosen_by = constraints(pin or [], replicated or [], cp) if auto else None
-        report, spec = _report(shown, request, spec, compare, chosen_by, sizes)
+        report = _report(shown, request, spec, compare, chosen_by)
     typer.echo(report.text)
     if verbose:
         typer.echo(f"\n{table()}")
@@ -129,20 +128,19 @@ def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpe
 
 
 def _report(
-    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None,
-    sizes: tuple[int, ...] | None,
-) -> "tuple[Report, ModelSpec | None]":  # fmt: skip
+    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None
+) -> "Report":
     """The work of the command: a comparison, a search within the constraints `chosen_by`, or one plan."""
     from . import planning, staged_setups
 
     if request.pipeline is not None and chosen_by is None:
         setups = staged_setups.StagedSetups(shown, request, spec)
-        return (setups.compared() if compare else setups.planned()), spec
+        return setups.compared() if compare else setups.planned()
     if compare:
-        return planning.compared(shown, request), spec
+        return planning.compared(shown, request)
     if chosen_by is not None:
-        return planning.chosen(shown, request, planning.chooser(shown, request, chosen_by), sizes, spec)
-    return planning.planned(shown, request), spec
+        return planning.chosen(shown, request, planning.chooser(shown, request, chosen_by))
+    return planning.planned(shown, request)
 
 
 def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Values of options of `wholestep plan`: `--batch`, `--pin`, `--replicated`, `--cp` and `--what-if`."""
+"""Values of options of `wholestep plan`: `--pin`, `--replicated`, `--cp` and `--what-if`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ if TYPE_CHECKING:
 
 REPLICATE = "replicate"
 WHAT_IF_FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
-
-
-def batch_sizes(batch: str | None, auto: bool) -> tuple[int, ...] | None:
-    """Sequences for each rank, of which to choose from several; empty for `auto`, None without `--batch`."""
-    if batch is None:
-        return None
-    numbers = [] if batch == "auto" else [part.strip() for part in batch.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        refuse(f"--batch {batch}: needed a number of at least 1, or with --auto several, as 1,2,4, or auto")
-    sizes = tuple(dict.fromkeys(map(int, numbers)))
-    if len(sizes) != 1 and not auto:
-        refuse(f"--batch {batch} without --auto: a plan is for one size of batches")
-    return sizes
 
 
 def constraints(pin: Sequence[str], replicated: Sequence[str], cp: bool) -> dict[str, Any]:

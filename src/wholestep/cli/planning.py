@@ -16,7 +16,7 @@ from wholestep.cost.timeline import timeline as predict_timeline
 from wholestep.mesh import CONTEXT, STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
-from wholestep.planner import batch_sizes, search_result
+from wholestep.planner import search_result
 from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
 from wholestep.planner.folded_step import FoldedStep, from_few_layers
@@ -234,13 +234,9 @@ def planned(shown: Screen, request: PlanRequest) -> Report:
     return Report(text, request.target, graph, plan, tensor_bytes=fitted)
 
 
-def chosen(
-    shown: Screen, request: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...] | None, spec: ModelSpec | None
-) -> tuple[Report, ModelSpec | None]:
-    """The candidates of `auto` as a table, and the best plan; with several `sizes`, the model with the best batch."""
+def chosen(shown: Screen, request: PlanRequest, auto: ws.Auto) -> Report:
+    """The candidates of `auto` as a table, and the best plan."""
     graph, passes, mesh = captured(shown, request), searched_passes(request), request.mesh
-    if sizes is not None and len(sizes) != 1 and spec is not None:
-        return _chosen_by_batch(shown, request, auto, sizes, spec, graph)
     count = len(auto.candidates(ws.Mesh(request.mesh))) if auto.pipeline is None else 0
 
     def attempt(tensor_bytes: int | None) -> SearchResult:
@@ -248,38 +244,10 @@ def chosen(
             within, software = replace(auto, memory_bytes=tensor_bytes), request.options.software
             return within.search(graph, mesh, watch=watch, passes=passes, software=software)
 
-    search = within_device(shown, auto.budget_bytes, attempt, _reserved_by_best)
-    return _search_done(shown, search, graph, request, f"{request.target.name} on mesh {request.mesh}"), spec
-
-
-def _chosen_by_batch(
-    shown: Screen, request: PlanRequest, auto: ws.Auto, sizes: tuple[int, ...], spec: ModelSpec, first: ws.TrainGraph
-) -> tuple[Report, ModelSpec]:
-    """The best plan of the fastest size, below a table of all sizes. `first` is the graph of the first size."""
-    targets, graphs = {spec.batch: request.target}, {spec.batch: first}
-
-    def of_size(size: int) -> ws.TrainGraph:
-        if size in graphs:
-            return graphs[size]
-        targets[size] = build(replace(spec, batch=size))
-        return captured(shown, replace(request, target=targets[size]), f"capture batch {size}")
-
-    def attempt(tensor_bytes: int | None) -> batch_sizes.BatchSearch:
-        with shown.each(0) as watch:
-            return batch_sizes.search_batches(
-                replace(auto, memory_bytes=tensor_bytes), of_size, request.mesh, sizes or None, watch=watch,
-                passes=searched_passes(request), software=request.options.software,
-            )  # fmt: skip
-
-    best = within_device(shown, auto.budget_bytes, attempt, lambda best: _reserved_by_best(best.search))
-    head = f"{request.target.name} on mesh {request.mesh}, by batch\n{batch_sizes.show(best)}"
-    head += f"\n\nwith batches of {best.batch}"
-    report = _search_done(shown, best.search, best.graph, replace(request, target=targets[best.batch]), head)
-    return report, replace(spec, batch=best.batch)
-
-
-def _reserved_by_best(search: SearchResult) -> int | None:
-    return None if search.best.costs is None else search.best.costs.reserved_bytes
+    search = within_device(
+        shown, auto.budget_bytes, attempt, lambda tried: tried.best.costs and tried.best.costs.reserved_bytes
+    )
+    return _search_done(shown, search, graph, request)
 
 
 def compared(shown: Screen, request: PlanRequest) -> Report:
@@ -337,10 +305,10 @@ def tensor_parallel(
     return ws.TensorParallel(pairs, axis=axis, **options)
 
 
-def _search_done(shown: Screen, search: SearchResult, graph: ws.TrainGraph, request: PlanRequest, head: str) -> Report:
-    """The report of a search, below `head`."""
+def _search_done(shown: Screen, search: SearchResult, graph: ws.TrainGraph, request: PlanRequest) -> Report:
+    """The report of a search."""
     plan, best = search_result.explained(search), search.best
-    parts = [head, search_result.show(search)]
+    parts = [f"{request.target.name} on mesh {request.mesh}", search_result.show(search)]
     if best.costs is not None:
         figures = request.figures(best.costs, best.mesh, best.batches)
         parts.append(f"\n{best.name} on {best.mesh}, {request.on}\n{figures}")

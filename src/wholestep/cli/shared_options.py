@@ -45,9 +45,7 @@ class SharedOptions:
 
     hf: Hf = None
     layers: Layers = None
-    batch: Annotated[
-        str | None, _option("With --hf: sequences of a rank at a time (1); with --auto several, 1,2,4, or auto.")
-    ] = None
+    batch: Annotated[int | None, _option("With --hf: sequences of a rank at a time (1).", least=1)] = None
     micro_batches: Annotated[
         int | None,
         _option(

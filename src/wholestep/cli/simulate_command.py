@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .hf import load
-from .plan_options import batch_sizes
 from .shared_options import SharedOptions, with_shared_options
 from .target import HardwareName, check_given, check_mesh, check_outputs, hardware_of, working, write_output
 
@@ -39,11 +38,10 @@ def simulate(
 
     check_given(target, step.hf)
     check_outputs(trace=trace, json=out)
-    sizes = batch_sizes(step.batch, auto=False)
     with working() as shown:
         has_stages = STAGES in check_mesh(mesh).names
         step.check(chooses=False, pipeline=has_stages)
-        described, spec = hardware_of(hardware), step.spec(None if sizes is None else sizes[0])
+        described, spec = hardware_of(hardware), step.spec(step.batch)
         loaded = load(shown, target, spec)
         request, staged = planning.plan_request(loaded, mesh, described, described, step), None
         if has_stages:
