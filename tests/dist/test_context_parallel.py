@@ -57,9 +57,9 @@ def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, lis
     return worst, captures
 
 
-@pytest.mark.usual("gather-local", "heads-global", "exchanged-global")
+@pytest.mark.usual("gather-local", "heads-global", "exchanged-global", "ring-local")
 @pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize("method", ["gather", "heads", "exchanged"])
+@pytest.mark.parametrize("method", ["gather", "heads", "exchanged", "ring"])
 def test_lengths_that_change(method: str, inputs: str) -> None:
     """Pieces of any lengths, none included. One program serves all lengths of two rows, from the second one on."""
     for worst, captures in run_ranks(_trains, 2, method, inputs):

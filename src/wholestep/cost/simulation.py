@@ -11,7 +11,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import Loop, loop_of, with_bodies
-from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.nodes import is_collective, is_wait, node_at, ranks_in_ring
 from ..graph.op_kinds import Collective, collective_kind
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -265,8 +265,9 @@ def host_us(node: Node, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
 
 
 def whole_bytes(node: Node) -> int:
-    """Bytes of the largest buffer that a rank holds for a collective."""
-    return max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
+    """Bytes of the largest buffer that a rank holds for a collective; with a part for itself, where it sends all."""
+    size_bytes = max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
+    return -(-size_bytes * ranks // (ranks - 1)) if (ranks := ranks_in_ring(node)) else size_bytes
 
 
 def kind_of(node: Node) -> Collective:

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
+from ..layout import OfOwner
 from . import meta
 from .op_kinds import collective_kind
 
@@ -40,6 +41,16 @@ def communicates(node: Node) -> bool:
 def is_collective(node: Node) -> bool:
     """Return whether a node starts a collective, for which a wait waits."""
     return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not _WAIT
+
+
+def ranks_in_ring(node: Node) -> int:
+    """Return the number of ranks of an exchange in which each sends all that it has to one other; else 0."""
+    if collective_kind(node.target) != "all_to_all" or len(node.args) < 4:
+        return 0
+    parts = cast("Sequence[Any]", node.args[2])
+    ranked = all(isinstance(part, OfOwner) for part in parts)
+    to_one = ranked and sum(type(n) is not int or n > 0 for n in (part.numbers[0] for part in parts)) == 1
+    return len(parts) * to_one
 
 
 def is_wait(node: Node) -> bool:

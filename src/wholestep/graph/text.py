@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from . import meta
 from .loop import loop_of, with_bodies
-from .nodes import communicates, ends_of, node_at
+from .nodes import communicates, ends_of, node_at, ranks_in_ring
 from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
 from .stage_part import StageParts, part_of
 
@@ -205,4 +205,6 @@ def collective_bytes(node: Node, local: LocalGraph) -> tuple[str, int]:
     full = meta.tensor(node if fused else node_at(node, 0))
     assert full is not None, f"{node.name} has no input shape"
     size_bytes = full.size_bytes * (n if fused or kind == "all_gather" else 1)
+    if ranks_in_ring(node):
+        return kind, size_bytes
     return kind, size_bytes * (n - 1) * (2 if kind == "all_reduce" else 1) // n

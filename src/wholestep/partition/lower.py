@@ -43,6 +43,7 @@ from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
+from .ring_calls import RingCalls
 from .slice_early import slice_early
 
 aten = torch.ops.aten
@@ -125,7 +126,7 @@ class _Lowering:
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph, self.plan.mesh, self.plan.stage_axis, self.plan.owner_axis)
         self.extended, self.first = ExtendedCalls(self.emit), self.plan.mesh.coordinate(0)
-        self.balanced = BalancedCalls(self.emit, self.plan)
+        self.balanced, self.rings = BalancedCalls(self.emit, self.plan), RingCalls(self.emit, self.plan)
         self.moving, self.incomplete = moving(self.train), incomplete_gradients(self.train)
 
     def run(self) -> LocalGraph:
@@ -201,6 +202,8 @@ class _Lowering:
         if not _takes_any_strides(node.target):
             shards = zip(sources, inputs, decision.operands, strict=True)
             inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
+        if (ring := self.rings.ring(node)) is not None:
+            return self.rings.call(node, ring, inputs, self._local_outputs(node))
         added = {} if self.balanced.queries(node) else self.extended.operands(node, decision, inputs)
         ready = iter(inputs)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
@@ -245,6 +248,8 @@ class _Lowering:
 
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
+        if (ready := self.rings.results.get((source, meta.picked(node).start))) is not None:
+            return ready
         local = self._local_node(source, region)
         new = add_node(self.graph, "call_function", node.target, (local, node.args[1]), {}, node.name)
         meta.copy(node, new)
@@ -255,8 +260,12 @@ class _Lowering:
         """Record the local outputs of `node` on `new`."""
         layouts = self.plan.decisions[node.name].outputs
         note_owner(new, layouts[0] if layouts else None, self.plan.stage_axis, self.plan.owner_axis)
-        meta.set_tensors(new, starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
+        meta.set_tensors(new, self._local_outputs(node))
         return new
+
+    def _local_outputs(self, node: Node) -> list[TensorMeta | None]:
+        layouts = self.plan.decisions[node.name].outputs
+        return list(starmap(self._local_output, zip(meta.tensors(node), layouts, strict=True)))
 
     def _result(self, kind: str, target: str, node: Node) -> Node:
         """Reshard an output: updates to their storage layout; results to replicated or varying."""

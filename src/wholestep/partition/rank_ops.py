@@ -72,6 +72,18 @@ def rows_in_parts(x: Tensor, dim: int, lengths: list[int], order: list[int]) -> 
     return torch.cat([parts[i] for i in order]).contiguous()
 
 
+@priced_like(FREE)
+@shares("if alike")
+def after(x: Tensor, done: Tensor) -> Tensor:
+    """Return `x`, once `done` is there: what reads `x` does not start earlier."""
+    return x
+
+
+def tokens_first(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values of attention as one contiguous tensor, (tokens, batch, heads, width of both)."""
+    return torch.cat([key.movedim(2, 0), value.movedim(2, 0)], -1).contiguous()
+
+
 def only_first(x: Tensor, coordinate: int) -> Tensor:
     """Return a contiguous `x` on the first rank of the axis, zeros on others: a replicated value as a partial sum."""
     return x.contiguous() if coordinate == 0 else x.new_zeros(x.shape)
@@ -135,5 +147,5 @@ def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 RANK_DEPENDENT = (take_chunk, take_units, only_first, share, put_piece, kept_piece)
 MAY_ALIAS = (
     take_chunk, take_units, pad_to, at_least_one, only_first, share, contiguous, in_order, with_stride, cut_to,
-    part_of_row, *HOST_COPIES,
+    part_of_row, after, *HOST_COPIES,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from .bucket import GATHER
 
 _PURE: frozenset[Any] = frozenset({
     *rank_ops.MAY_ALIAS, *rank_ops.RANK_DEPENDENT, rank_ops.join_exchanged, rank_ops.rows_in_parts,
+    rank_ops.tokens_first,
 })  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ..mesh import Mesh
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
 from .decision import Decision
+from .ring_attention import ring_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def queries_of(node: Node, decision: Decision, mesh: Mesh) -> Queries | None:
     rule = find_rule(node) if operation and operation.kind == "attention" else None
     group = next((group for group in rule.groups if "q" in group.factors and "q" in rule.local), None) if rule else None
     if operation is None or group is None or not Call.of(node).argument("is_causal"):
+        return None
+    if ring_of(node, decision, mesh) is not None:
         return None
     takes, gives = ({i: t.index("q") for i, t in s.items() if "q" in t} for s in (group.operands, group.outputs))
     cuts = {decision.operands[i].dims[d] for i, d in takes.items()} | {

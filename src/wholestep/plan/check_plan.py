@@ -24,7 +24,7 @@ from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group
 from ..typed_values import check_fields
 from .decision import Decision
-from .op_strategies import cut, through, whole
+from .op_strategies import cut, ring, through, whole
 from .plan import Plan
 from .plan_form import check_form
 from .rows_in_any_order import check_rows
@@ -247,8 +247,9 @@ def _options(
 ) -> Iterator[tuple[Mapping[int, AxisState], ...]]:
     inner = [group.factor_at(0, i, takes[i]) for i in group.operands]
     factors = dict.fromkeys(f for f in (*group.factors, *rule.made_factors(group), *inner) if f)
-    for strategy in (whole(group), *(cut(group, factor) for factor in factors)):
-        yield strategy.takes, strategy.gives
+    for strategy in (whole(group), *(cut(group, factor) for factor in factors), ring(rule, group)):
+        if strategy is not None:
+            yield strategy.takes, strategy.gives
     for number, passing in enumerate(group.partial):
         for op in {state.op for state in takes if state.kind == "P"} & passing.ops:
             strategy = through(group, number, op)

@@ -14,12 +14,14 @@ from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import arithmetic
+from ..graph.text import op_name
 from ..layout import AxisState
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
 from ..rules.rule import Group
 from .data_parallel import BatchDim, batch_dim, stored
 from .decision import Decision
+from .op_strategies import RING, ring
 from .storage_styles import style_named
 from .strategy import BatchCut, Pins, Resting
 
@@ -36,7 +38,8 @@ class ContextParallel:
         axis: the mesh axis.
         method: how tokens meet in `scaled_dot_product_attention`. `"gather"`: a rank has its queries, and gathers keys
             and values, with as many heads as they have. `"heads"`: all tokens of some heads, by an all-to-all before
-            and after. `"auto"`: of both the one that sends less; "gather" where the heads of keys do not divide.
+            and after. `"ring"`: as `"gather"`, but keys and values go from rank to rank, so that a rank never has all
+            of them. `"auto"`: of the first two the one that sends less; "gather" where the heads of keys do not divide.
         input_dim: the dim of batch tensors that counts tokens; or by argument, as `DataParallel.input_batch_dim`.
         inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
         style: how ranks of the axis store parameters and optimizer state, as `DataParallel.style`; None: as the
@@ -51,7 +54,7 @@ class ContextParallel:
     """
 
     axis: str = "cp"
-    method: Literal["auto", "gather", "heads"] = "auto"
+    method: Literal["auto", "gather", "heads", "ring"] = "auto"
     input_dim: BatchDim = 1
     inputs: Literal["global", "local"] = "global"
     style: str | None = None
@@ -90,11 +93,14 @@ class ContextParallel:
         return [(spec, cut.dim) for spec, cut in cuts if cut is not None]
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
-        """Heads are sharded in attention to the tokens of the batch, where that is the method. Queries are otherwise,
-        since they arrive so.
+        """Heads are sharded in attention to the tokens of the batch, or keys and values with the queries, where that is
+        the method. Queries are otherwise, since they arrive so.
         """
         parts = mesh.axis_size(self.axis)
         lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        if self.method == "ring":
+            rings = self._rings(graph, lengths) if parts > 1 else ()
+            return Pins(op_strategies={name: {self.axis: (RING,)} for name in rings})
         reads, strategies = dict[tuple[str, str], dict[str, AxisState]](), dict[str, dict[str, tuple[str, ...]]]()
         for node, group in _attention(graph) if parts > 1 and self.method != "gather" else ():
             query = next(i for i, term in group.operands.items() if _QUERIES in term)
@@ -108,6 +114,22 @@ class ContextParallel:
                     others = [user.name for user in item.users if not _attends(user)]
                     reads |= {(name, item.name): {self.axis: AxisState("S", dim)} for name in others}
         return Pins(reads=reads, op_strategies=strategies)
+
+    def _rings(self, graph: TrainGraph, lengths: set[int]) -> list[str]:
+        """Calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
+        names = list[str]()
+        for node in filter(_attends, graph.graph.nodes):
+            operation, rule = arithmetic(node.target), find_rule(node)
+            assert operation is not None, "it attends"
+            query, key = (meta.one_tensor(operands(node)[operation.backward + i]).shape for i in (0, 1))
+            if query[-2] not in lengths or key[-2] not in lengths:
+                continue
+            if rule is None or not any(ring(rule, group) for group in rule.groups[:1]) or self.balance:
+                problem = f"ContextParallel(method='ring'): %{node.name} ({op_name(node)})"
+                needed = "no mask, dropout or balance=True, and a kernel of CPUs, FlashAttention or cuDNN"
+                raise PlanError(problem, needed, "give method='gather'", meta.source_line(node))
+            names.append(node.name)
+        return names
 
     def _by_heads(self, node: Node, group: Group, query: int, parts: int) -> bool:
         """Whether heads are sharded: by bytes, keys and values to each rank against an all-to-all of each operand and

@@ -19,7 +19,7 @@ from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..reshard import reshard
 from ..rules.rule import Group
-from .op_strategies import OpStrategy
+from .op_strategies import RING, OpStrategy
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -41,6 +41,8 @@ def with_names(text: str, names: Sequence[str]) -> str:
 
 def reason(option: OpStrategy, group: Group, nodes: Sequence[Node], states: Sequence[AxisState]) -> str:
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
+    if option.name == RING:
+        return "a ring: queries stay, and keys and values go from rank to rank"
     if option.factor:
         by = [i for i in sorted(group.operands) if group.factor_at(0, i, states[i]) == option.factor]
         as_is = f", as %{in_place(nodes, by[0])} is" if by else ""

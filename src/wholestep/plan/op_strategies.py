@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from ..layout import REPLICATED, AxisState, partial_by
-from ..rules.rule import Group
+from ..layout import REPLICATED, AxisState, partial_by, sharded_along
+from ..rules.rule import BoundRule, Group
 
-WHOLE = "whole"
+WHOLE, RING = "whole", "ring"
 
 
 @dataclass(frozen=True)
 class OpStrategy:
     """The states along an axis of the operands (`takes`) and outputs (`gives`) of a group, by position.
 
-    `factor` is the sharded factor, or empty. `name` is `whole`, `cut f` for factor f, or `partial 0 sum` for sums
-    through the first pass-through of the group.
+    `factor` is the sharded factor, or empty. `name` is `whole`, `cut f` for factor f, `partial 0 sum` for sums
+    through the first pass-through of the group, or `ring`.
     """
 
     name: str
@@ -52,6 +52,19 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
     return OpStrategy(f"partial {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
 
+def ring(rule: BoundRule, group: Group) -> OpStrategy | None:
+    """Attention of the queries of a rank to a piece of keys and values after another, of all ranks; None for other ops,
+    with a mask, and for kernels that return no sum for each query.
+    """
+    sides = group.operands, group.outputs
+    dims = {term.index("q") for side in sides for term in side.values() if "q" in term}
+    with_queries = sum("q" in term for side in sides for term in side.values())
+    if "q" not in rule.local or with_queries not in (3, 5) or dims != {2}:
+        return None
+    takes, gives = ({i: sharded_along(2) if "g" in t else REPLICATED for i, t in side.items()} for side in sides)
+    return OpStrategy(RING, takes, gives, "q")
+
+
 def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
     """All strategies of `group` on `parts` ranks, replicated first; partial values that may pass are to be summed."""
     yield whole(group)
@@ -63,8 +76,10 @@ def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
             yield through(group, number, "sum")
 
 
-def named(group: Group, name: str) -> OpStrategy | None:
+def named(rule: BoundRule, group: Group, name: str) -> OpStrategy | None:
     """The strategy with this name; None if the group has none."""
+    if name == RING:
+        return ring(rule, group)
     passing = (through(group, number, op) for number, part in enumerate(group.partial) for op in part.ops)
     every = chain([whole(group)], (cut(group, factor) for factor in group.factors), passing)
     return next((strategy for strategy in every if strategy.name == name), None)

@@ -442,7 +442,7 @@ class _CallOnAxis:
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
         names = self.run.situation.pins.op_strategies.get(self.node.name, {}).get(self.axis, ())
-        strategy = named(group, names[number]) if number < len(names) else None
+        strategy = named(self.rule, group, names[number]) if number < len(names) else None
         if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
         return strategy if self._splits(number, group, strategy.factor) else None

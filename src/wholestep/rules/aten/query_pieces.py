@@ -1,7 +1,8 @@
 """Fused attention of a rank that has the queries [start, start + length), or several such ranges, and all keys.
 
 Kernels mask by local index. So causal attention is two calls: to the keys before the piece, and causal to those at its
-own places. Their results are merged by the logarithms of their sums; the backward of each takes what was merged.
+own places. Their results are merged by the logarithms of their sums; the backward of each takes what was merged. So are
+the results for pieces of the keys, where a rank never has all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ def query_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
 
     COUNT_OPERANDS.add(of_queries)
     return called(of_queries, op, "of_queries")
+
+
+@cache
+def key_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
+    """What a rank calls in place of `op` for one piece of the keys: its last `length` queries attend to them, of which
+    `start` are in front of the first of these queries. `merged`: what calls for other pieces have returned, output and
+    sums, or the gradient of the queries, in single precision at least.
+    """
+    run = _gradients_of_keys if packet_name(op).endswith("_backward") else _merged_with_keys
+
+    def of_keys(start: int, length: int, *args: Any, merged: Sequence[Tensor] = (), **kwargs: Any) -> tuple[Any, ...]:
+        return run(_Attention(op, args, kwargs), start, length, merged)
+
+    return called(of_keys, op, "of_keys")
 
 
 class _Attention:
@@ -66,12 +81,21 @@ class _Attention:
             yield start, self
             return
         ends: list[int] = list(accumulate(length))
-        kept = [name for name in _OF_QUERIES if self[name] is not None]
         for first, begin, end in zip(cast("list[int]", start), [0, *ends], ends, strict=False):
             if begin < end:
-                yield first, self.changed(**{name: self[name][:, :, begin:end] for name in kept})
+                yield first, self.of_queries(begin, end)
         if not ends[-1]:
-            yield start[0], self.changed(**{n: (t := self[n]).new_zeros((*t.shape[:2], 1, *t.shape[3:])) for n in kept})
+            yield start[0], self.on_zeros(*_OF_QUERIES)
+
+    def of_queries(self, begin: int, end: int) -> _Attention:
+        """The call on some of the queries."""
+        kept = [name for name in _OF_QUERIES if self[name] is not None]
+        return self.changed(**{name: self[name][:, :, begin:end] for name in kept})
+
+    def on_zeros(self, *names: str) -> _Attention:
+        """The call on one place of zeros."""
+        kept = {name: self[name] for name in names if self[name] is not None}
+        return self.changed(**{n: t.new_zeros((*t.shape[:2], 1, *t.shape[3:])) for n, t in kept.items()})
 
     def parts(self, start: int) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """The results for each range of keys that a piece of the queries attends to."""
@@ -121,3 +145,36 @@ def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
             put(value.narrow(-2, first, end - first), of_value)
     query = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
     return (query[:, :, : call["query"].shape[2]], key, value, *others)
+
+
+def _merged_with_keys(call: _Attention, start: int, length: int, merged: Sequence[Tensor]) -> tuple[Any, ...]:
+    query, count = call["query"], call["query"].shape[2]
+    parts = [part for *_, part in call.of_queries(count - length, count).parts(start)] if length else []
+    others: Sequence[Any] = ()
+    if not merged:
+        first = parts or [part for *_, part in call.on_zeros("query", "key", "value").parts(0)]
+        one, sum_of_one, *others = first[0]
+        shape = (one.shape[0], count, one.shape[1], one.shape[3])
+        out = torch.zeros(shape, dtype=sum_of_one.dtype, device=query.device).transpose(1, 2)
+        sums = sum_of_one.new_full((*sum_of_one.shape[:2], count, *sum_of_one.shape[3:]), -torch.inf)
+    else:
+        out, sums = (tensor.clone() for tensor in merged)
+    here, logs = out[:, :, count - length :], sums[:, :, count - length :]
+    for part, sums_of_part, *_ in parts:
+        total = torch.logaddexp(logs, sums_of_part)
+        before, after = ((log - total).exp().reshape((*here.shape[:3], 1)) for log in (logs, sums_of_part))
+        here.mul_(before).add_(after * part)
+        logs.copy_(total)
+    return (out, sums, *others)
+
+
+def _gradients_of_keys(call: _Attention, start: int, length: int, merged: Sequence[Tensor]) -> tuple[Any, ...]:
+    query, key, value = call["query"], torch.zeros_like(call["key"]), torch.zeros_like(call["value"])
+    count = query.shape[2]
+    of_queries = merged[0].clone() if merged else torch.zeros_like(query, dtype=call["logsumexp"].dtype)
+    parts = call.of_queries(count - length, count).parts(start) if length else ()
+    for first, end, (of_query, of_key, of_value, *_) in parts:
+        of_queries[:, :, count - length :] += of_query
+        key.narrow(-2, first, end - first).copy_(of_key)
+        value.narrow(-2, first, end - first).copy_(of_value)
+    return of_queries, key, value

@@ -1,0 +1,146 @@
+"""Calls of attention in a ring: a rank attends to its own keys and values, and then to those that arrive from the rank
+before it, which it passes on while it computes. Gradients of keys and values go to the rank that has them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..graph import meta
+from ..graph.meta import TensorMeta, contiguous, one_tensor
+from ..graph.nodes import add_node
+from ..layout import OfOwner, has_extent
+from ..plan.plan import Plan
+from ..plan.ring_attention import Ring, ring_of
+from ..rules.aten.query_pieces import key_piece
+from . import rank_ops
+from .collectives import Emitter, note_owner
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+_IN_ROWS = rank_ops.tokens_first, rank_ops.after, funcol.all_to_all_single.default, funcol.wait_tensor.default
+
+
+@dataclass
+class RingCalls:
+    """Writes such calls. `results`: what they return, by the call of the step and the place."""
+
+    emit: Emitter
+    plan: Plan
+    results: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
+
+    def ring(self, node: Node) -> Ring | None:
+        """The ring of a call of the step."""
+        return ring_of(node, self.plan.decisions[node.name], self.plan.mesh)
+
+    def call(self, node: Node, ring: Ring, arguments: Sequence[Node], tensors: Sequence[TensorMeta | None]) -> Node:
+        """Write a call, with its operands and results on a rank. Returns what has the results that are not `results`:
+        what a kernel notes for its backward.
+        """
+        keys, first = arguments[ring.key : ring.key + 2], None
+        outputs = cast("list[TensorMeta]", tensors[: 3 if ring.backward else 2])
+        accumulated = [_wide(tensor) for tensor in outputs[: 1 if ring.backward else 2]]
+        message, pieces = self._joined(node, keys), list(keys)
+        merged, total, coming = list[Node](), list[Node](), list[Node]()
+        for step in range(ring.parts):
+            ahead = self._sent(node, ring, message, step, 1) if step + 1 < ring.parts else None
+            operands = [*arguments[: ring.key], *pieces, *arguments[ring.key + 2 :]]
+            of_keys = list(map(one_tensor, pieces)) if ring.backward else list(tensors[2:] if step == 0 else ())
+            new = self._step(node, ring.attended(step), operands, merged, [*accumulated, *of_keys])
+            first = first or new
+            merged = [self._call(node, operator.getitem, (new, i), tensor) for i, tensor in enumerate(accumulated)]
+            if ring.backward:
+                items = [self._call(node, operator.getitem, (new, i), one_tensor(pieces[i - 1])) for i in (1, 2)]
+                gradients = self._joined(node, items)
+                sent = [self._sent(node, ring, gradients, step, -step)] if step else []
+                total = self._added(node, total or [self._cast(node, gradients, _wide(one_tensor(gradients)))], coming)
+                coming = sent
+            if ahead is not None:  # on its way during this step, and no further one
+                args = self._waited(node, ahead), (total or merged)[0]
+                message = self._call(node, rank_ops.after, args, one_tensor(ahead))
+                pieces = self._parted(node, message, keys)
+        merged += [part for whole in self._added(node, total, coming) for part in self._parted(node, whole, keys)]
+        for place, (value, tensor) in enumerate(zip(merged, outputs, strict=True)):
+            self.results[node, place] = self._cast(node, value, tensor)
+        return cast(Node, first)
+
+    def _step(
+        self, node: Node, attended: tuple[OfOwner, OfOwner], operands: Sequence[Node], merged: Sequence[Node],
+        tensors: Sequence[TensorMeta | None],
+    ) -> Node:  # fmt: skip
+        """Attention to one piece of the keys, with what earlier steps have merged."""
+        ready = iter(operands)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
+        kwargs = {**kwargs, "merged": list(merged)} if merged else kwargs
+        name, target = node.name, key_piece(node.target)
+        new = add_node(self.emit.graph, "call_function", target, (*attended, *args), kwargs, name)
+        meta.copy(node, new)
+        meta.set_tensors(new, tensors)
+        return self._noted(new, node)
+
+    def _sent(self, node: Node, ring: Ring, message: Node, step: int, to: int) -> Node:
+        """Send what belongs to the keys of a step to the rank that is so far behind this one."""
+        rows, ranks, tensor = ring.arrived(step), range(ring.parts), one_tensor(message)
+        there = [[rows[rank] if (rank + to) % ring.parts == peer else 0 for rank in ranks] for peer in ranks]
+        here = [[rows[peer] if (peer + to) % ring.parts == rank else 0 for rank in ranks] for peer in ranks]
+        splits = ([OfOwner(ring.axis, tuple(numbers)) for numbers in side] for side in (here, there))
+        shape = (sum(numbers[0] for numbers in here), *tensor.shape[1:])
+        args = (message, *splits, ring.axis)
+        return self._call(node, funcol.all_to_all_single.default, args, contiguous(shape, tensor))
+
+    def _joined(self, node: Node, keys: Sequence[Node]) -> Node:
+        """Keys and values as one message, tokens first."""
+        key, value = map(one_tensor, keys)
+        shape = (key.shape[2], *key.shape[:2], key.shape[3] + value.shape[3])
+        return self._call(node, rank_ops.tokens_first, tuple(keys), contiguous(shape, key))
+
+    def _parted(self, node: Node, message: Node, keys: Sequence[Node]) -> list[Node]:
+        """Views of a message: the keys, and the values."""
+        tensor, width = one_tensor(message), one_tensor(keys[0]).shape[3]
+        shape = (*tensor.shape[1:3], tensor.shape[0])
+        turned = contiguous((*shape, tensor.shape[3]), tensor)
+        both = self._call(node, aten.permute.default, (message, [1, 2, 0, 3]), turned)
+        ends = (0, width), (width, tensor.shape[3])
+        tensors = (contiguous((*shape, end - start), tensor) for start, end in ends)
+        return [
+            self._call(node, aten.slice.Tensor, (both, 3, *at), part) for at, part in zip(ends, tensors, strict=True)
+        ]
+
+    def _added(self, node: Node, total: list[Node], coming: list[Node]) -> list[Node]:
+        """A sum, if there is one, with gradients that are on their way."""
+        for sent in coming:
+            total = [self._call(node, aten.add.Tensor, (total[0], self._waited(node, sent)), one_tensor(total[0]))]
+        return total
+
+    def _waited(self, node: Node, sent: Node) -> Node:
+        return self._call(node, funcol.wait_tensor.default, (sent,), one_tensor(sent))
+
+    def _cast(self, node: Node, value: Node, tensor: TensorMeta) -> Node:
+        if one_tensor(value).dtype == tensor.dtype:
+            return value
+        new = self._call(node, aten._to_copy.default, (value,), replace(one_tensor(value), dtype=tensor.dtype))
+        new.kwargs = {"dtype": tensor.dtype}
+        return new
+
+    def _call(self, node: Node, target: Any, args: tuple[Any, ...], tensor: TensorMeta) -> Node:
+        return self._noted(self.emit.call(target, args, tensor, node), node)
+
+    def _noted(self, new: Node, node: Node) -> Node:
+        """`new`, of the stage that calls `node`, with what is not known of its strides."""
+        layout = self.plan.decisions[node.name].outputs[0]
+        note_owner(new, layout, self.plan.stage_axis, self.plan.owner_axis)
+        meta.set_ranked(new, has_extent(new.args))
+        meta.set_strided(new, new.target not in _IN_ROWS)
+        return new
+
+
+def _wide(tensor: TensorMeta) -> TensorMeta:
+    """Of numbers in single precision at least."""
+    return replace(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
