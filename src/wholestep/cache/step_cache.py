@@ -25,7 +25,7 @@ from ..typed_json import MalformedError, parse
 from .choices import Choices
 from .key import Key, UnknownValueError, digest
 
-FORMAT, VERSION = "wholestep.choices", 5
+FORMAT, VERSION = "wholestep.choices", 6
 ENDING = ".choices.json"
 MOST_FILES = TUNING.cached_files
 _HIT = "hit"

@@ -73,6 +73,12 @@ class Capture:
         """The graph of the trace."""
         return self.unfilled or self.graph
 
+    @property
+    def sized(self) -> _torch.Symbols:
+        """The symbols of a capture that has some."""
+        assert self.symbols is not None, "captured with symbols"
+        return self.symbols
+
 
 def find_state(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], extra: Mapping[str, Any]
@@ -347,8 +353,7 @@ def _refuse_shared_memory(graph: TrainGraph, batch: Mapping[str, Any]) -> None:
 
 def at_other_sizes(captured: Capture, sizes: dict[str, int]) -> Capture | None:
     """Return a capture with symbols, to be planned for other sizes; None if it does not apply to them."""
-    assert captured.symbols is not None, "captured with symbols"
-    symbols = captured.symbols.at(sizes)
+    symbols = captured.sized.at(sizes)
     if symbols is None:
         return None
     graph, *unfilled = (

@@ -54,7 +54,6 @@ from .symbolic_sizes import (
     PlannedFor,
     SymbolicSizes,
     captured_for,
-    hints_of,
     other_sizes,
     refuse_other_graph,
     sizes_at,
@@ -230,8 +229,7 @@ class Compiler:
         """The program that is planned for other sizes. Its numbers keep their expressions, unless torch has compared
         some since the trace: with plain ones, a dim that ranks share equally has another form.
         """
-        assert captured.symbols is not None, "captured with symbols"
-        with captured.symbols.kept():
+        with captured.sized.kept():
             other = at_other_sizes(captured, sizes) or replace(captured, graph=planned_at(captured.graph, sizes))
             return self._lowered(other.graph, self._plan(other))
 
@@ -242,8 +240,7 @@ class Compiler:
         else its sizes are captured one by one.
         """
         try:
-            assert program.capture.symbols is not None, "captured with symbols"
-            if not all(program.capture.symbols.hold(expected.sizes) for expected in planned):  # passes compared more
+            if not all(program.capture.sized.hold(expected.sizes) for expected in planned):  # passes compared more
                 planned = self._planned_for_others(program.capture)
             for expected in planned:
                 expected.refuse_other_after(lambda local: finish(local).local, program.local, self.world)
@@ -262,7 +259,7 @@ class Compiler:
             if (sizes := sizes_at(captured, other)) is not None:
                 return refuse_other_graph(captured.graph, sizes, other.traced)
         fixed = self._capture_call(with_row_major(inputs, captured), numbers, dump)
-        return refuse_other_graph(captured.graph, hints_of(captured), fixed.graph)
+        return refuse_other_graph(captured.graph, captured.sized.record.hints, fixed.graph)
 
     def _capture_call(
         self, inputs: StepInputs, numbers: Numbers, dump: Dump, dims: Mapping[str, tuple[int, ...]] | None = None

@@ -58,10 +58,9 @@ class Finalizer:
 
     def forget(self, knows: Callable[[str], bool]) -> None:
         """Drop what was chosen for programs that ranks have forgotten to have compared."""
-        self.fits = {key: fit for key, fit in self.fits.items() if knows(key)}
-        self.orders = {key: order for key, order in self.orders.items() if knows(key)}
-        self.fused = {key: names for key, names in self.fused.items() if knows(key)}
-        self._orders_of_blocks = {key: orders for key, orders in self._orders_of_blocks.items() if knows(key)}
+        for table in (self.fits, self.orders, self.fused, self._orders_of_blocks):
+            for key in [key for key in table if not knows(key)]:
+                del table[key]
 
     def finish(
         self, program: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
@@ -113,37 +112,50 @@ class Finalizer:
         where they have to; buckets are as small on all ranks as one of them needs. Raises PlanError on a rank that is
         over the budget, which stops all others.
         """
-        stage, failure = self.world.coordinate[local.stage_axis], ""
-        is_known, label = key in self.fits, f"{self.label}/memory"
-
-        def peak(candidate: LocalGraph) -> PeakMemory:
-            return peak_memory(bound_to_rank(candidate, self.world))
+        stage = self.world.coordinate[local.stage_axis]
 
         def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
             """As the first rank of the stage chooses, with the smallest buckets of any rank; the smallest of all if
             nothing fits.
             """
-            if not is_known:
+            if key not in self.fits:
                 try:
                     choice = choose()
-                except PlanError:  # reported below, with this rank's peak
+                except PlanError:  # `_within` reports it, with this rank's peak
                     choice = Fitting(len(smaller_buckets(plain)) - 1, ())
-                by_rank = self.rendezvous.gather(f"{label}/buckets", choice, "what it rematerializes", Fitting)
+                label, what = f"{self.label}/memory/buckets", "what it rematerializes"
+                by_rank = self.rendezvous.gather(label, choice, what, Fitting)
                 self.fits[key] = replace(by_rank[self._first_of(stage)], way=max(rank_fit.way for rank_fit in by_rank))
             return self.fits[key]
 
         fit = FitMemory(budget_bytes, self._hardware(), False, stage=stage)
-        fit_context = Context(fitting=fitting, peak=peak, following=plain)
+        context = Context(fitting=fitting, peak=self._peak, following=plain)
+
+        def fitted() -> LocalGraph:
+            return run_passes(fit.within(local, context), plain, watch, context=self._context(key))
+
+        return self._within(f"stage {stage}", budget_bytes, key, self.rendezvous, fitted)
+
+    def _peak(self, local: LocalGraph) -> PeakMemory:
+        return peak_memory(bound_to_rank(local, self.world))
+
+    def _within(
+        self, what: str, budget_bytes: int, key: str, rendezvous: Rendezvous, fitted: Callable[[], LocalGraph]
+    ) -> LocalGraph:
+        """The program that `fitted` returns. Raises PlanError on a rank that is over the budget, which stops all others
+        unless all know that programs of this kind fit.
+        """
+        is_known, failure = key in self.fits, ""
         try:
-            program = run_passes(fit.within(local, fit_context), plain, watch, context=self._context(key))
-            if (size := peak(program).size_bytes) > budget_bytes:
-                raise _over(f"stage {stage}", self.world.rank, size, budget_bytes)
+            program = fitted()
+            if (size := self._peak(program).size_bytes) > budget_bytes:
+                raise _over(what, self.world.rank, size, budget_bytes)
         except PlanError as error:
             failure = error.found.splitlines()[0]
             raise
         finally:
             if not is_known:
-                self.rendezvous.all_equal(f"{label}/fits", {}, failure)
+                rendezvous.all_equal(f"{self.label}/memory/fits", {}, failure)
         return program
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
@@ -196,13 +208,8 @@ class Finalizer:
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
         hardware, schedule = self.hardware_and_schedule()
-        is_known = key in self.fits
-        label = f"{self.label}/memory"
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
-
-        def peak(candidate: LocalGraph) -> PeakMemory:
-            return peak_memory(bound_to_rank(candidate, self.world))
 
         def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
             """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
@@ -210,7 +217,8 @@ class Finalizer:
                 self.choices.look_up()
                 earlier = self.choices.fitting_for(local)
                 chosen = choose if earlier is None else lambda: earlier
-                self.fits[key] = rendezvous.choose(label, chosen, "what it rematerializes", Fitting)
+                what = "what it rematerializes"
+                self.fits[key] = rendezvous.choose(f"{self.label}/memory", chosen, what, Fitting)
                 self.choices.note_fitting(local, self.fits[key])
             return self.fits[key]
 
@@ -219,21 +227,13 @@ class Finalizer:
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
         passes = edited(plain, self.options.user.passes)
-        context = replace(self._context(key), fitting=fitting, peak=peak)
-        failure = ""
-        try:
+        context = replace(self._context(key), fitting=fitting, peak=self._peak)
+
+        def fitted() -> LocalGraph:
             with self.stages.stage("memory"):
-                program = run_passes(local, passes, watch, context=context)
-            size = peak(program).size_bytes
-            if size > budget_bytes:
-                raise _over("the step", self.world.rank, size, budget_bytes)
-        except PlanError as error:
-            failure = error.found.splitlines()[0]
-            raise
-        finally:
-            if not is_known:
-                rendezvous.all_equal(f"{label}/fits", {}, failure)
-        return program
+                return run_passes(local, passes, watch, context=context)
+
+        return self._within("the step", budget_bytes, key, rendezvous, fitted)
 
     def _context(self, key: str) -> Context:
         """What makes passes decide alike on all ranks."""
@@ -258,12 +258,11 @@ class Finalizer:
         if self.world.mesh.size == 1 or self.options.user.schedule is None:
             return order
         if key not in self.orders:
-            what = "in which order collectives run"
+            exchange = f"{self.label}/order", order, "in which order collectives run", tuple[str, ...]
             if local.stage is None:
-                self.orders[key] = list(self.rendezvous.broadcast(f"{self.label}/order", order, what, tuple[str, ...]))
+                self.orders[key] = list(self.rendezvous.broadcast(*exchange))
             else:
-                by_rank = self.rendezvous.gather(f"{self.label}/order", order, what, tuple[str, ...])
-                self.orders[key] = list(by_rank[self._first_of(local.stage)])
+                self.orders[key] = list(self.rendezvous.gather(*exchange)[self._first_of(local.stage)])
         return self.orders[key]
 
 

@@ -51,7 +51,7 @@ class SizeCheck:
         self._step_holds = _holding(symbols.traced, record)
 
     def prove(self) -> None:
-        """Read the guards of the program, which now is complete, or has another schedule beside it."""
+        """Read the guards of the program, which now is complete."""
         self._terms, self._last = self._symbols.guards(), None
         self._proved.clear()
         self._holds = _holding(self._terms, self.record)

@@ -136,12 +136,11 @@ class SymbolicSizes:
         """Whether a capture has symbols that vary, whose size it did not fix; those that it did are captured one by
         one.
         """
-        assert captured.symbols is not None, "captured with symbols"
-        captured.symbols.record.say, captured.symbols.record.busy = self.log, self._compiling
-        fixed = captured.symbols.fixed()
+        captured.sized.record.say, captured.sized.record.busy = self.log, self._compiling
+        fixed = captured.sized.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
-        return any(place not in fixed and place not in self._guessed for place in captured.symbols.record.dims.values())
+        return any(place not in fixed and place not in self._guessed for place in captured.sized.record.dims.values())
 
     def _compiling(self) -> AbstractContextManager[object]:
         """This rank compiles a region alone, in a call."""
@@ -182,14 +181,13 @@ def _likely(leaf: Any) -> set[int]:
 
 def sizes_at(captured: Capture, other: Capture) -> dict[str, int] | None:
     """The sizes of the symbols of a capture in the batch that another one was made for; None if it is not for that."""
-    assert captured.symbols is not None, "captured with symbols"
     metas = {spec.name: spec.meta for spec in other.graph.inputs if spec.role is Role.BATCH}
     shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in metas.items()}
-    symbolic = {name for name, _ in captured.symbols.record.dims.values()}
+    symbolic = {name for name, _ in captured.sized.record.dims.values()}
     if any(metas[name].stride != row_major(metas[name].shape) for name in symbolic):
         return None
     sizes = _sizes_in(captured, shapes)
-    return sizes if sizes is not None and captured.symbols.hold(sizes) else None
+    return sizes if sizes is not None and captured.sized.hold(sizes) else None
 
 
 def captured_for(inputs: StepInputs, dims: Dims, earlier: Sequence[Capture]) -> Capture | None:
@@ -204,8 +202,7 @@ def captured_for(inputs: StepInputs, dims: Dims, earlier: Sequence[Capture]) -> 
 
 def _sizes_in(captured: Capture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
     """The sizes of the symbols of a capture in a batch of these shapes; None if another size is not that of it."""
-    assert captured.symbols is not None, "captured with symbols"
-    places = captured.symbols.record.dims
+    places = captured.sized.record.dims
     of_batch = [spec for spec in captured.graph.inputs if spec.role is Role.BATCH]
     sizes = [(spec.name, dim, int(size)) for spec in of_batch for dim, size in enumerate(spec.meta.shape)]
     if any(shapes[name][dim] != size for name, dim, size in sizes if (name, dim) not in places.values()):
@@ -218,9 +215,8 @@ def other_sizes(captured: Capture, ranks: int, far: bool = False, smaller: bool 
     is what it was made for, where that may be. Where possible the `ranks` of the mesh cannot share any of them equally:
     that is the form of programs for all sizes. `smaller`: a budget of memory may not allow more.
     """
-    assert captured.symbols is not None, "captured with symbols"
-    hints, terms = captured.symbols.record.hints, [guard.text for guard in captured.symbols.guards()]
-    fixed, places = captured.symbols.fixed(), captured.symbols.record.dims
+    hints, terms = captured.sized.record.hints, [guard.text for guard in captured.sized.guards()]
+    fixed, places = captured.sized.fixed(), captured.sized.record.dims
     holds = evaluator(terms, list(hints))
     free = [symbol for symbol in hints if places[symbol] not in fixed]
     near, multiples = [(1, added) for added in range(1, _MOST_TRIED)], [(times, 0) for times in (2, 3, 4)]
@@ -243,20 +239,13 @@ def other_sizes(captured: Capture, ranks: int, far: bool = False, smaller: bool 
 
 def with_row_major(inputs: StepInputs, captured: Capture) -> StepInputs:
     """A call with row-major batch tensors where a capture has symbols for their sizes, as its program gets them."""
-    assert captured.symbols is not None, "captured with symbols"
-    names = {name for name, _ in captured.symbols.record.dims.values()}
+    names = {name for name, _ in captured.sized.record.dims.values()}
     pairs = zip(inputs.names, inputs.leaves, strict=True)
     leaves = tuple(
         leaf.detach().contiguous().requires_grad_(leaf.requires_grad) if n in names else leaf for n, leaf in pairs
     )
     args, kwargs = put_together(inputs.structure, leaves)
     return replace(inputs, args=args, kwargs=kwargs, leaves=leaves)
-
-
-def hints_of(captured: Capture) -> dict[str, int]:
-    """The sizes of the symbols of a capture in the batch that it was made for."""
-    assert captured.symbols is not None, "captured with symbols"
-    return captured.symbols.record.hints
 
 
 def refuse_other_graph(symbolic: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> None:
