@@ -29,6 +29,7 @@ def trained(name: str, recipe: str, backend: Any, steps: int = 3) -> list[torch.
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["mlp-mean", "tied"])
 @pytest.mark.parametrize("recipe", ["SGD-plain", "AdamW-fused"])
 def test_a_backend_from_outside_computes_what_eager_does(name: str, recipe: str) -> None:

@@ -118,6 +118,7 @@ def outcome(fn: Callable[..., Tensor], *args: Any) -> Any:
         return repr(error)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("kind", STEPS)
 def test_the_branch_of_each_call_is_that_of_eager(kind: str, adam: bool) -> None:

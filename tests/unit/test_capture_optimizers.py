@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 
 import wholestep as ws
-from tests.catalogue import CASES, OPTIMIZERS, RECIPES, Recipe
+from tests.catalogue import CASES, OPTIMIZERS, Recipe
 from tests.eager import batches, same_as_eager
 from tests.optimizers import Counting
 from tests.steps import mse as train
@@ -31,19 +31,19 @@ def tiny(recipe: str | Recipe = "AdamW-plain") -> Callable[[], Made]:
     return make
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+USUAL = ("SGD-momentum", "SGD-dampening", "AdamW-plain", "Adam-fused", "NAdam-foreach")
+# each class with each option: test_optimizer_matrix
+FEW = [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("recipe", FEW)
 def test_first_and_later_steps(recipe: str) -> None:
     """From empty state, with no warm-up. Only SGD's dampening makes a first step that differs in kind."""
     step = same_as_eager(train, tiny(recipe), CALLS)
     assert step.captures == (2 if recipe == "SGD-dampening" else 1)
 
 
-IN_SINGLE = ("SGD-momentum", "SGD-dampening", "AdamW-plain", "Adam-fused", "NAdam-foreach")
-
-
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name in IN_SINGLE else pytest.mark.full) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("recipe", FEW)
 def test_first_step_in_single_precision(recipe: str) -> None:
     torch.set_default_dtype(torch.float32)
 
@@ -255,6 +255,7 @@ def _no_update(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
     return loss.detach()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fn", [_at_end, _never, _by_model, _to_zero, _by_hand, _no_update])
 @pytest.mark.parametrize("outside", [False, True])
 def test_gradients_between_calls(fn: Callable[..., Tensor], outside: bool) -> None:

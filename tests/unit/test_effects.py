@@ -2724,6 +2724,7 @@ def reads_the_clock(update, x):
 """
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("folder", ["src", "venv/lib/python3/site-packages"])
 @pytest.mark.parametrize("name", ["counts", "scales", "prints", "draws", "reads_the_clock"])
 def test_installed_code_is_code(
@@ -2795,6 +2796,7 @@ STRANGERS: list[Any] = [_AnswersNone(scale=1.0), _AnswersFunctions(), _Raises(),
 STRANGERS += [mock.Mock(scale=1.0), mock.MagicMock(scale=1.0)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("place", ["closure", "argument", "attribute", "class"])
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda one: type(one).__name__)
 def test_objects_that_answer_every_name_or_raise_are_not_asked(stranger: Any, place: str) -> None:

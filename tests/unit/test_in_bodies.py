@@ -119,6 +119,7 @@ TENSOR = ws.TensorParallel(
 )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("beside", [[TENSOR], [replace(ZERO2, axis="dp")]], ids=["tp", "zero2"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_stages(schedule: Any, beside: list[Any]) -> None:
@@ -205,6 +206,7 @@ def test_products_run_beside_exchanges_of_activations() -> None:
     assert made.waited_us < plain.waited_us
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])
 @pytest.mark.parametrize("style", ["zero2", "again"])
 def test_fewer_and_hidden(style: str, hardware: ws.Hardware) -> None:
@@ -236,6 +238,7 @@ def test_gathers_are_ahead_within_bounds() -> None:
     assert sum(map(bool, computing)) > len(computing) / 2, "products hide gathers"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("exchange", [False, True], ids=["scatters", "exchanges"])
 @pytest.mark.parametrize("hardware", [CPUS, GPUS], ids=["cpus", "gpus"])
 @pytest.mark.parametrize("style", ["zero2", "again"])

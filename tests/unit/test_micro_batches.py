@@ -382,7 +382,12 @@ class Interpreted:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"backend": Interpreted()}, {"offload": "cpu"}, {"keep_grads": True, "measure": True}],
+    [
+        {},
+        pytest.param({"backend": Interpreted()}, marks=pytest.mark.full),
+        pytest.param({"offload": "cpu"}, marks=pytest.mark.full),
+        {"keep_grads": True, "measure": True},
+    ],
     ids=["", "backend", "offload", "measured"],
 )
 def test_compiled(options: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ KEPT: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_cannot_be_carried_is_refused(kind: str, made: bool) -> None:

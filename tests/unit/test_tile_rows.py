@@ -111,6 +111,7 @@ def tiles(local: ws.LocalGraph) -> list[int]:
     return [loop.pieces for node in local.graph.nodes if (loop := loop_of(node))]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 96), (2, 50), (3, 31)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_rank(loss: str, rows: int, tokens: int) -> None:
@@ -128,6 +129,7 @@ STRATEGIES: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("loss", ["mean", "class weights", "token weights", "more"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks(name: str, loss: str) -> None:
@@ -215,6 +217,7 @@ class Llama(nn.Module):
         return self.model(x).logits
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["fully_shard", "context", "heads"])
 @pytest.mark.parametrize("kind", [Deep, Llama])
 def test_recomputed_layers_are_tiled(name: str, kind: Callable[[], nn.Module]) -> None:
