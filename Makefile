@@ -53,8 +53,8 @@ test-golden: $(STAMP) ## printed text against tests/golden/*.txt (ARGS=--accept 
 test-op-db: $(STAMP) ## the day's share of PyTorch's database of ops, in a step, by every plan (ARGS=--all-ops takes all)
 	$(call tier,op_db,$(PAIR))
 
-test-dist: $(STAMP) ## tests on gloo processes, two files at a time
-	$(call tier,dist,$(BY_FILE))
+test-dist: $(STAMP) ## tests on gloo processes, three files at a time: ranks wait for each other, and for limits of time
+	$(call tier,dist,$(subst -n 2,-n 3,$(BY_FILE)))
 
 test-gpu: $(STAMP) ## tests that need a GPU (skipped without one)
 	$(call tier,gpu)

@@ -231,7 +231,7 @@ def mode_later(rank: int, world: int, modes: tuple[str, str], rows: tuple[int, i
         return found * {"mean": 1.0, "twice": 2.0, "half": 0.5}[mode["name"]]
 
     model, optimizer, step = job(rank, loss_of)
-    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=3.0, timeout=6.0)
+    compiled = ws.compile(step, parallel=ws.DataParallel("replicate"), agree_timeout=6.0, timeout=12.0)
     try:
         for call in range(4):
             mode["name"] = modes[rank] if call >= 2 else "mean"

@@ -64,7 +64,7 @@ def graph_of(kind: str, rows: int = 32) -> ws.TrainGraph:
     return ws.capture(train, model, kind_of(model.parameters(), lr=0.1), x)
 
 
-GRAPHS = ("blocks", "wide", "convolutions")
+GRAPHS = ("blocks", pytest.param("wide", marks=pytest.mark.full), "convolutions")
 EXTREMES = [pytest.param(name, marks=() if name == "dgx-h100" else pytest.mark.full) for name in MACHINES]
 
 
@@ -146,9 +146,9 @@ def test_recomputes_where_nothing_fits() -> None:
         ws.Auto(int(least * 0.7), recompute=False).search(graph, "dp=4")
 
 
-@pytest.mark.crossed
+@pytest.mark.usual("0.01-True")
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("part", [pytest.param(0.2, marks=pytest.mark.full), 0.01])
+@pytest.mark.parametrize("part", [0.2, 0.01])
 def test_a_refusal_tells_the_truth(recompute: bool, part: float) -> None:
     """What it says is missing is what is missing: that much is enough, and one byte less is not."""
     graph = deep(1024)
