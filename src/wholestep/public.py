@@ -44,6 +44,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .mesh import Axis, Mesh
     from .partition.stage_program import stage_program
     from .passes.base import run_passes
+    from .passes.offload_saved import OffloadSaved
     from .passes.order_stages import partition
     from .passes.recompute import Recompute
     from .passes.schedule import Schedule
@@ -72,7 +73,7 @@ __all__ = [
     "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ConstraintError", "ContextParallel",
     "DataParallel", "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
     "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
-    "NonFiniteError", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
+    "NonFiniteError", "OffloadSaved", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
     "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
     "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",
     "check_rule", "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "memory_curve",

@@ -16,6 +16,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.steps import mean_square
+from wholestep.cost.software import OWN
 from wholestep.errors import shown
 from wholestep.hardware.curves import CollectiveCost
 from wholestep.hardware.device import Device, MeasuredDevice, Work
@@ -78,7 +79,7 @@ def right_values() -> dict[Any, tuple[Any, ...]]:
         graph(), local(), plans()[0], plans()[1], ws.Mesh("dp=2"), ws.Mesh("dp=2,tp=2"), ws.Axis("dp", 2), hardware,
         ws.Hardware.default(), ws.DataParallel(), ws.TensorParallel({"0": "colwise"}), ws.Pipeline(micro_batches=2),
         ws.MicroBatches(2), ws.Auto("1GiB"), ws.ContextParallel(), ws.ExpertParallel(), ws.TileRows(2),
-        ws.Layout((("dp",), ())),
+        ws.OffloadSaved(), ws.Layout((("dp",), ())),
         ws.MixedPrecision(), ws.Float8(),
         ws.Schedule(), ws.Recompute(1 << 20), ws.CaptureOptions(), ws.PadTo([2, 4], {"x": 0}),
         ws.KernelTimes(()), ws.Inductor(), took, took.spans[0], took.simulated, peak, peak.live[0],
@@ -90,7 +91,7 @@ def right_values() -> dict[Any, tuple[Any, ...]]:
     for value in values:
         for kind in type(value).__mro__[:-1]:
             found[kind] = (*found.get(kind, ()), value)
-    found[ws.MemoryCopies] = (_Copies(),)
+    found[ws.MemoryCopies], found[ws.Software] = (_Copies(),), (OWN,)
     return found
 
 

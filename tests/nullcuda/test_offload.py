@@ -1,4 +1,4 @@
-"""`offload="cpu"` on the null device: copies run beside the step, each in order with what reads it."""
+"""`offload="cpu"` and `OffloadSaved` on the null device: copies run beside the step, in order with what reads them."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.partition.host_copies import arrived, fetched, kept, kept_on_host
 
 nullcuda: Any = pytest.importorskip("nullcuda", reason="needs the null CUDA device", exc_type=ImportError)
 WIDTH, LAYERS = 256, 6
@@ -57,3 +58,31 @@ def test_copies_run_beside_the_step_and_are_waited_for(step_of: Any) -> None:
     started = [calls.index(copy) for copy in to_device]
     first_read = [min(i for i, c in enumerate(calls) if c.kind == "blas" and copy.before(c)) for copy in to_device]
     assert all(start < read for start, read in zip(started[1:], first_read, strict=False)), "one copy ahead"
+
+
+def test_saved_activations_go_and_come_beside_what_computes() -> None:
+    """A product runs beside each copy, the next one waits for it, and the host for none."""
+    weight, x = torch.zeros(WIDTH, WIDTH, device="cuda"), torch.zeros(1000, WIDTH, device="cuda")
+
+    def run(x: torch.Tensor) -> None:
+        start = kept_on_host(x)
+        first = x @ weight
+        host = kept(start, x)
+        assert host.is_pinned()
+        second = first @ weight
+        coming = fetched(host, "cuda:0")
+        _ = second @ weight
+        _ = arrived(coming) @ weight
+
+    run(x)
+    with nullcuda.counting() as counted, nullcuda.tracing() as calls:
+        run(x)
+    assert counted.counts.syncs == 0
+    gone, back = (c for c in calls if c.kind == "memcpy")
+    products = [c for c in calls if c.kind == "blas"]
+    assert (gone.name, back.name, gone.bytes, back.bytes) == ("DtoH", "HtoD", 4000 * WIDTH, 4000 * WIDTH)
+    assert [gone.before(c) for c in products] == [False, True, True, True]
+    assert [c.before(gone) for c in products] == [False] * 4
+    assert [back.before(c) for c in products] == [False, False, False, True]
+    assert [c.before(back) for c in products] == [True, True, False, False]
+    assert gone.before(back)

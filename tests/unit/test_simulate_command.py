@@ -54,6 +54,31 @@ def test_tiles_of_rows_hold_less(recompute: str, tmp_path: Path) -> None:
     assert peaks[1] < peaks[0] - 2 * logits
 
 
+def test_what_layers_save_waits_on_the_host(tmp_path: Path) -> None:
+    figures, peaks = tmp_path / "figures.json", list[int]()
+    model = (
+        "--hf",
+        "gpt2",
+        "--layers",
+        "5",
+        "--seq",
+        "32768",
+        "--mesh",
+        "cp=2",
+        "--recompute",
+        "full",
+        "--tile-rows",
+        "16",
+    )
+    for more in ([], ["--offload-saved", "1"]):
+        code, said = run(*model, *more, "--json", str(figures))
+        assert code == 0, said
+        assert ("copies to device: busy" in said) == bool(more)
+        peaks.append(json.loads(figures.read_text())["peak_bytes"])
+    assert json.loads(figures.read_text())["busy_us"]["to host"] > 0
+    assert peaks[1] < peaks[0] - 32768 // 2 * 768 * 2
+
+
 def test_a_stack_and_measured_kernels(model: str, tmp_path: Path) -> None:
     """A step this small is bound by the host; the product that was measured takes longer."""
     figures, profile = tmp_path / "figures.json", tmp_path / "kernels.json"

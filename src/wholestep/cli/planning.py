@@ -87,8 +87,10 @@ class PlanRequest:
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""
-        memory, software = tensor_bytes or self.options.memory, self.options.software
-        return passes_of(self.options.recomputes(), hardware, memory, software, self.options.tile_rows)
+        options, memory = self.options, tensor_bytes or self.options.memory
+        return passes_of(
+            options.recomputes(), hardware, memory, options.software, options.tile_rows, options.offload_saved
+        )
 
     @property
     def fitted_bytes(self) -> int | None:
@@ -321,8 +323,10 @@ def searched_passes(request: PlanRequest) -> tuple[Pass, ...] | None:
     options = request.options
     if options.recomputes("auto") != "auto":
         return request.passes_on(request.hardware)
-    tiles, software = options.tile_rows, options.software
-    return None if tiles == 1 else passes_of("none", request.hardware, software=software, tiles=tiles)
+    tiles, ahead = options.tile_rows, options.offload_saved
+    if tiles == 1 and not ahead:
+        return None
+    return passes_of("none", request.hardware, software=options.software, tiles=tiles, offload_saved=ahead)
 
 
 def asked_of(shown: Screen, plan: ws.Plan, graph: ws.TrainGraph, request: PlanRequest) -> list[str]:

@@ -88,6 +88,10 @@ class SharedOptions:
     tile_rows: Annotated[
         int, _option("Compute long products and their loss, as logits, in so many tiles of rows.", least=1)
     ] = 1
+    offload_saved: Annotated[
+        int,
+        _option("Keep what layers save in host memory, from where it is back so many layers ahead (0: not).", least=0),
+    ] = 0
     memory: Annotated[
         str | None, _option("Memory of a rank, as 80GiB: that --auto, gpus or --recompute auto fits into.")
     ] = None

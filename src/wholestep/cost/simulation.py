@@ -1,4 +1,6 @@
-"""Simulates a local graph: one stream that computes, and one stream of collectives for each mesh axis."""
+"""Simulates a local graph: one stream that computes, one of collectives for each mesh axis, and one of copies from and
+to the host for each direction.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import Loop, loop_of, with_bodies
 from ..graph.nodes import is_collective, is_wait, node_at, ranks_in_ring
-from ..graph.op_kinds import Collective, collective_kind
+from ..graph.op_kinds import ARRIVALS, HOST_COPIES, Collective, collective_kind
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..tuning import TUNING
@@ -30,9 +32,10 @@ class Clock:
 
     Args:
         now: of the computing stream.
-        waited: time that it has waited for collectives.
+        waited: time that it has waited for collectives and copies.
         link_free: for each axis, when the last of its collectives completes.
-        begun, ends: when a collective starts and completes.
+        copies_free: for each direction, when the last copy between host and device completes.
+        begun, ends: when a collective or such a copy starts and completes.
         in_flight: the axis of each collective that nobody has waited for.
         stolen_us: compute time that a collective in flight costs, spread evenly from its start to its completion.
         times: microseconds of each op, where ops are not kernels of their own (`Software.op_times`).
@@ -45,6 +48,7 @@ class Clock:
     now: float = 0.0
     waited: float = 0.0
     link_free: dict[str, float] = field(default_factory=dict[str, float])
+    copies_free: dict[str, float] = field(default_factory=dict[str, float])
     ends: dict[Node, float] = field(default_factory=dict[Node, float])
     begun: dict[Node, float] = field(default_factory=dict[Node, float])
     in_flight: dict[Node, str] = field(default_factory=dict[Node, str])
@@ -70,19 +74,27 @@ class Clock:
         elif is_wait(node):
             sent = node_at(node, 0)
             self._stop_overlap(sent)
-            arrived = self.ends.get(sent, 0.0)
             self.in_flight.pop(sent, None)
-            self.waited += max(arrived - self.now, 0.0)
-            self.now = max(self.now, arrived)
+            self._wait_until(self.ends.get(sent, 0.0))
             if is_collective(sent):
                 self.now += host_us(sent, self.hardware, self.mesh)[1]
         elif is_collective(node):
             self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
+        elif (copy_us := _host_copy_us(node, self.hardware)) is not None:
+            stream = f"to {HOST_COPIES[node.target]}"
+            self.begun[node] = max(self.copies_free.get(stream, 0.0), self.now)
+            self.ends[node] = self.copies_free[stream] = self.begun[node] + copy_us
+        elif node.target in ARRIVALS:
+            self._wait_until(self.ends.get(node_at(node, 0), 0.0))
         elif is_fused(node):
             self.compute(fused_us(node, self.hardware))
         else:
             self.compute(node_us(node, self.hardware) if self.times is None else self.times[node])
+
+    def _wait_until(self, us: float) -> None:
+        self.waited += max(us - self.now, 0.0)
+        self.now = max(self.now, us)
 
     def _run_pieces(self, loop: Loop) -> None:
         """Run the first two pieces; all that follow take as long as the second."""
@@ -97,6 +109,7 @@ class Clock:
         self.now, self.host = self.now + added_us, self.host + further * (self.host - host)
         self.waited += further * (self.waited - waited)
         self.link_free = {axis: until + added_us for axis, until in self.link_free.items()}
+        self.copies_free = {stream: until + added_us for stream, until in self.copies_free.items()}
 
     def _send(self, node: Node, axis: str) -> None:
         kind, size_bytes = kind_of(node), whole_bytes(node)
@@ -153,7 +166,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives.
+    """The predicted times of a step in microseconds: `step_us` in total, `exposed_us` waiting for collectives and for
+    copies from and to the host.
 
     Of a pipeline, `step_us` is until the last stage ends, and `exposed_us` how long a stage does nothing, on average.
     Else `step_us` is that of the device, or where a `Software` starts ops one by one, that of both. `host_us` is what
@@ -268,6 +282,11 @@ def whole_bytes(node: Node) -> int:
     """Bytes of the largest buffer that a rank holds for a collective; with a part for itself, where it sends all."""
     size_bytes = max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
     return -(-size_bytes * ranks // (ranks - 1)) if (ranks := ranks_in_ring(node)) else size_bytes
+
+
+def _host_copy_us(node: Node, hardware: Hardware) -> float | None:
+    """Microseconds of a copy between host and device; None for other nodes, and where the host computes."""
+    return hardware.host_copy_us(meta.size_bytes(node)) if node.target in HOST_COPIES else None
 
 
 def kind_of(node: Node) -> Collective:

@@ -15,24 +15,26 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
+from ..graph.op_kinds import ARRIVALS, HOST_COPIES
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
 from .software import OWN, Software
 
-COMPUTE, WAIT, STAGE = "compute", "wait", "stage "
+COMPUTE, WAIT, STAGE, COPIES = "compute", "wait", "stage ", ("to host", "to device")
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Span:
-    """One interval of one stream: an op on `compute`, a `wait` for a collective, or a collective on its axis.
+    """One interval of one stream: an op on `compute`, a `wait` for a collective or a copy, a collective on its axis, or
+    a copy between host and device on `to host` or `to device`.
 
     Args:
         name: of the node.
         op: name of the called op, or kind of the collective.
-        stream: `compute`, `wait` or the name of an axis.
+        stream: `compute`, `wait`, the name of an axis, `to host` or `to device`.
         start_us: since the start of the step.
         us: duration.
         phase: forward, backward or update.
@@ -77,14 +79,21 @@ class Timeline:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """`compute`, `wait`, and the axes with collectives; of a pipeline its stages."""
+        """`compute`, `wait`, the axes with collectives, and directions of copies; of a pipeline its stages."""
         stages = {span.stage for span in self.spans if span.stage is not None}
-        return tuple(f"{STAGE}{stage}" for stage in sorted(stages)) or (COMPUTE, WAIT, *self.axes)
+        copies = [stream for stream in COPIES if any(span.stream == stream for span in self.spans)]
+        return tuple(f"{STAGE}{stage}" for stage in sorted(stages)) or (COMPUTE, WAIT, *self.axes, *copies)
 
     @property
     def axes(self) -> list[str]:
         """The axes with collectives."""
-        return [*dict.fromkeys(s.stream for s in self.spans if s.stage is None and s.stream not in (COMPUTE, WAIT))]
+        others = COMPUTE, WAIT, *COPIES
+        return [*dict.fromkeys(s.stream for s in self.spans if s.stage is None and s.stream not in others)]
+
+    @property
+    def waits_for(self) -> str:
+        """What a rank may wait for."""
+        return "collectives and copies" if {*COPIES} & {*self.streams} else "collectives"
 
     def shown(self, stream: str) -> str:
         """A stream for people."""
@@ -106,7 +115,7 @@ class Timeline:
             idle = f"a stage does nothing for {self.simulated.exposed_us / step:.0%} of it"
             return "\n".join([f"step {seconds(step / 1e6)}: {idle}", *rows, str(self.peak)])
         rows = [
-            f"step {seconds(step / 1e6)}: compute {seconds(self.busy_us(COMPUTE) / 1e6)}, waiting for collectives "
+            f"step {seconds(step / 1e6)}: compute {seconds(self.busy_us(COMPUTE) / 1e6)}, waiting for {self.waits_for} "
             f"{seconds(self.simulated.exposed_us / 1e6)} ({self.simulated.exposed_us / max(step, 1e-9):.0%}), "
             f"model FLOPs utilization {self.simulated.mfu:.1%}"
         ]
@@ -115,6 +124,7 @@ class Timeline:
             kinds = dict.fromkeys(span.op for span in sent)
             parts = ", ".join(f"{sum(s.op == kind for s in sent)} {kind}" for kind in kinds)
             rows.append(f"axis {axis}: busy {seconds(self.busy_us(axis) / 1e6)} with {parts}")
+        rows += [f"copies {way}: busy {seconds(self.busy_us(way) / 1e6)}" for way in COPIES if way in self.streams]
         waits = sorted((s for s in self.spans if s.stream == WAIT), key=lambda span: -span.us)[:_SHOWN]
         rows += ["longest waits:"] if waits else []
         rows += [
@@ -135,7 +145,10 @@ def timeline(local: LocalGraph, hardware: Hardware, software: Software = OWN) ->
         clock.run(node)
         ends.append(clock.now)
         if clock.now > before and not is_collective(node):
-            spans.append(_span(node, WAIT if is_wait(node) else COMPUTE, before, clock.now))
+            waits = is_wait(node) or node.target in ARRIVALS
+            spans.append(_span(node, WAIT if waits else COMPUTE, before, clock.now))
+    copies = [n for n in calls if n.target in HOST_COPIES and n in clock.begun]
+    spans += [_span(n, f"to {HOST_COPIES[n.target]}", clock.begun[n], clock.ends[n]) for n in copies]
     spans += [_span(n, str(n.args[-1]), clock.begun[n], clock.ends[n]) for n in calls if is_collective(n)]
     memory = tuple(zip(ends, bytes_held(local), strict=True))
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))

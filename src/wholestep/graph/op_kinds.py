@@ -61,6 +61,22 @@ MULTIPLY_AND_SCATTER: set[object] = set()
 SUMS_OF_PIECES: set[object] = set()
 """Accumulators of what micro-batches give."""
 
+HOST_COPIES: dict[object, Literal["host", "device"]] = {}
+"""Functions that start to copy their first operand beside the step, by where to."""
+
+ARRIVALS: set[object] = set()
+"""Functions that wait for the copy that their first operand is."""
+
+
+def copies_to(place: Literal["host", "device"]) -> Callable[[F], F]:
+    """Adds a function to `HOST_COPIES`."""
+
+    def note(function: F) -> F:
+        HOST_COPIES[function] = place
+        return function
+
+    return note
+
 
 def priced_like(kind: set[object]) -> Callable[[F], F]:
     """Adds a function that graphs call to one of the sets above."""

@@ -95,6 +95,7 @@ class Device:
         contention: how many times longer compute takes while a collective overlaps it.
         sustained: the clock under products for hours, as a share of that of the short runs that `tiles` and `rate` are
             from: power caps it. Other kernels have `clock`.
+        host_bytes_per_us: of a copy between the device and pinned memory of its host, in each direction.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Device:
     processors: int = 1
     contention: float = 1.0
     sustained: float = 1.0
+    host_bytes_per_us: float = 25e3
 
     view_us: ClassVar[float] = 0.0  # the host makes views while the device computes
 

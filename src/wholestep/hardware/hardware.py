@@ -367,6 +367,10 @@ class Hardware:
         """An op that reads and writes `size_bytes` in total, its launch included."""
         return self.device.work_us(Work(size_bytes))
 
+    def host_copy_us(self, size_bytes: float) -> float | None:
+        """A copy between device and host, beside the step; None where the host computes, or its link is not known."""
+        return size_bytes / self.device.host_bytes_per_us if isinstance(self.device, Device) and self.has_gpus else None
+
     def __str__(self) -> str:
         rows = [
             f"{level.name} x{level.ranks or 'any'} {round(level.bytes_per_us / 1e3, 2):,.9g} GB/s"

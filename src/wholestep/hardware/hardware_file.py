@@ -63,7 +63,7 @@ def check(hardware: Hardware) -> None:
 _Figure = tuple[str, object, str]
 _ABOVE_0 = {
     "memory_bytes", "memory_bytes_per_us", "memory_rate", "processors", "flops_per_us", "rate", "m", "n",
-    "bytes_per_us", "least_ranks",
+    "bytes_per_us", "least_ranks", "host_bytes_per_us",
 }  # fmt: skip
 _ONE_OF = {"kind": KINDS, "algorithm": tuple(ALGORITHMS)}
 _AT_LEAST_1 = {"contention", "overlap_slowdown", "ranks_per_core"}

@@ -64,6 +64,8 @@ HOPPER_HALF, _HOPPER_TF32, _HOPPER_EIGHT = (
 )  # fmt: skip
 
 
+_PCIE5 = 0.8 * 64 * _GB
+"""Copies of pinned memory, one direction: 80 % of PCIe 5 x16 (assumed, as of the 32 GB/s of PCIe 4)."""
 _NCCL_BLOCKS = 16
 """Processors that collectives keep busy: one a channel, two channels for each of eight adapters."""
 _SLOWEST = 727 / 752
@@ -91,7 +93,7 @@ def _hopper(
     )
     return Device(
         name, memory_bytes, memory_rate, ceilings, memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=132,
-        contention=132 / (132 - _NCCL_BLOCKS), sustained=sustained,
+        contention=132 / (132 - _NCCL_BLOCKS), sustained=sustained, host_bytes_per_us=_PCIE5,
     )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ B200 = Device(
         Ceiling("float64", 37 * _TERA, (), 0.8),
     ),
     memory_rate=0.8, launch_us=4.9, host_us=5.0, processors=148, contention=148 / (148 - _NCCL_BLOCKS),
-    sustained=_B200_SUSTAINED,
+    sustained=_B200_SUSTAINED, host_bytes_per_us=_PCIE5,
 )  # fmt: skip
 
 

@@ -11,11 +11,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..graph.op_kinds import ARRIVALS, FREE, copies_to, priced_like
 from ..graph.storage import shares
 
 _ARRIVAL = "_wholestep_arrival"
 
 
+@copies_to("device")
 @shares("if alike")
 def to_device(x: Tensor, device: str, at_once: bool = False) -> Tensor:
     """Start to copy `x` to the compute device; `x` itself if it is there. `at_once`: the host waits for the copy."""
@@ -26,6 +28,7 @@ def to_device(x: Tensor, device: str, at_once: bool = False) -> Tensor:
     return _started(target, x, side)
 
 
+@copies_to("host")
 @shares("if alike")
 def to_host(x: Tensor) -> Tensor:
     """Start to copy `x` to host memory; `x` itself if it is there."""
@@ -38,6 +41,7 @@ def to_host(x: Tensor) -> Tensor:
     return _started(target, x, side)
 
 
+@priced_like(ARRIVALS)
 @shares("if alike")
 def arrived(x: Tensor) -> Tensor:
     """Return `x`, copied: the stream that computes waits for it, or the host."""
@@ -48,6 +52,33 @@ def arrived(x: Tensor) -> Tensor:
         else:
             event.synchronize()
     return x
+
+
+@copies_to("host")
+@shares("nothing")
+def kept_on_host(x: Tensor) -> Tensor:
+    """Start to copy `x` to host memory of its own, from which `fetched` takes it; a copy of `x` if it is there."""
+    if not _beside(x, x.device):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+    target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True)
+    return _started(target, x, _stream(str(x.device), "to host"))
+
+
+@priced_like(ARRIVALS)
+@priced_like(FREE)
+@shares("nothing")
+def kept(host: Tensor, x: Tensor) -> Tensor:
+    """Return `host`, to which all of `x` is copied before what computes goes on, which may overwrite or free `x`."""
+    if (event := vars(host).pop(_ARRIVAL, None)) is not None:
+        torch.cuda.current_stream(x.device).wait_event(event)
+    return host
+
+
+@copies_to("device")
+@priced_like(FREE)
+def fetched(host: Tensor, device: str) -> Tensor:
+    """Start to copy back what `kept_on_host` has copied; `host` itself, which nothing else reads, if `device` is it."""
+    return to_device(host, device)
 
 
 def _started(target: Tensor, x: Tensor, side: torch.cuda.Stream) -> Tensor:
@@ -71,4 +102,4 @@ def _stream(device: str, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-HOST_COPIES = (to_device, to_host, arrived)
+HOST_COPIES = (to_device, to_host, arrived, kept_on_host, kept, fetched)

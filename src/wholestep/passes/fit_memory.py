@@ -52,7 +52,7 @@ class FitMemory(InContext):
     peak: Peak = peak_memory
     stage: int | None = None
 
-    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "SizeBuckets", "Reinplace")
+    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "OffloadSaved", "SizeBuckets", "Reinplace")
 
     def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """`local` within the budget. A rank whose batch needs more memory than the first rank's rematerializes more."""

@@ -121,7 +121,7 @@ class _Work:
                 if before is not None and source.op == "placeholder":
                     before.append(start)
                 before = node
-            elif source.op != "placeholder":
+            elif start.target is to_host and source.op != "placeholder":
                 source.append(start)
         order = {node: at for at, node in enumerate(self.local.graph.nodes)}
         ends = [

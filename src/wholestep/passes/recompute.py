@@ -46,7 +46,7 @@ class Recompute:
     compute: bool = True
     gathers: bool = False
 
-    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "Reinplace")
+    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "OffloadSaved", "Reinplace")
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step within the budget; `local` itself if that fits."""

@@ -44,7 +44,7 @@ class RecomputeLayers:
 
     kind: Literal["full", "selective"] = "full"
 
-    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "SizeBuckets", "Reinplace")
+    must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "OffloadSaved", "SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,7 +52,7 @@ class RecomputeLayers:
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """A copy in which layers recompute."""
         saved = SavedValues(local, gathers=False, activations=self.kind == "full")
-        layers = {place: _layers(tensors.local) for place, tensors in saved.places.items()}
+        layers = {place: layers_of(tensors.local) for place, tensors in saved.places.items()}
         if any(map(part_of, local.graph.nodes)):
             problem, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
             raise PlanError(problem, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
@@ -96,7 +96,7 @@ def _repeats_products(target: Node, segment: int, saved: SavedTensors, dropped: 
     return any(arithmetic(node.target) for node in runs_again)
 
 
-def _layers(local: LocalGraph) -> dict[Node, str]:
+def layers_of(local: LocalGraph) -> dict[Node, str]:
     """The path of the layer that each node belongs to; a node that partitioning made, by its operands; else ""."""
     layers: dict[Node, str] = {}
     for node in local.graph.nodes:

@@ -70,7 +70,8 @@ class SavedTensors:
     _number: dict[Node, int] = field(default_factory=dict[Node, int])
 
     def __post_init__(self) -> None:
-        self.storages = storages(self.local.graph)
+        graph = self.local.graph
+        self.storages = [storage for storage in storages(graph) if storage.node.graph is graph]  # no body's
         self._find_segments()
         for storage in self.storages:
             for member in storage.members:

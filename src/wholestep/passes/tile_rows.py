@@ -65,7 +65,7 @@ class TileRows:
     tiles: int
     over_bytes: int | str = "256MiB"
 
-    must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
+    must_precede: ClassVar[tuple[str, ...]] = ("OffloadSaved", "SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
         if self.tiles < 1:

@@ -1,4 +1,4 @@
-"""What a step recomputes in its backward, by name, and tiles of rows, as passes."""
+"""What a step recomputes in its backward, by name, tiles of rows, and what the host keeps, as passes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..cost.software import OWN, Software
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
 from ..passes.fit_memory import FitMemory
+from ..passes.offload_saved import OffloadSaved
 from ..passes.recompute_layers import RecomputeLayers
 from ..passes.tile_rows import TileRows
 
@@ -18,15 +19,17 @@ RecomputeKind: TypeAlias = Literal["none", "selective", "full", "auto"]
 
 def passes_of(
     kind: RecomputeKind, hardware: Hardware, memory_bytes: int | str | None = None, software: Software = OWN,
-    tiles: int = 1,
+    tiles: int = 1, offload_saved: int = 0,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The standard pipeline of `software`, with `RecomputeLayers` before it; for `auto`, with what fits the step into
-    `memory_bytes`, the memory of the hardware if None. Long products are computed in `tiles` of rows.
+    `memory_bytes`, the memory of the hardware if None. Long products are computed in `tiles` of rows. What layers save
+    waits on the host, for so many layers `offload_saved` ahead of its use; on the device for 0.
 
     Raises:
         PlanError: `memory_bytes` is not a size; `tiles` is not positive.
     """
-    tiled = () if tiles == 1 else (TileRows(tiles),)
+    tiled: tuple[Pass, ...] = () if tiles == 1 else (TileRows(tiles),)
+    tiled = (*tiled, OffloadSaved(offload_saved)) if offload_saved else tiled
     if kind != "auto":
         return (*recomputing(kind), *tiled, *default_passes(hardware, software=software))
     fit, *passes = default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes, software=software)
