@@ -116,7 +116,8 @@ def _run_collective(
         given = [envs[rank][source] for rank in group]
         args: Any = node.args
         if kind == "all_to_all":
-            args = list(zip(*(arguments(mesh.coordinate(rank))[:3] for rank in group), strict=True))
+            each = (map_arg(arguments(mesh.coordinate(rank))[:3], envs[rank].__getitem__) for rank in group)
+            args = list(zip(*each, strict=True))
         computed = _apart(given, kind, args) if isinstance(given[0], list) else COMPUTE[kind](given, args)
         for rank, made in zip(group, computed, strict=True):
             envs[rank][node] = envs[rank][into].copy_(made) if isinstance(into, Node) else made

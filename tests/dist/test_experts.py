@@ -18,9 +18,9 @@ from tests.steps import mean_square
 SHAPES = [(2, 12), (2, 7), (3, 5), (1, 1), (2, 12)]
 
 
-def share_rows(rank: int, world: int, apart: bool) -> None:
+def share_rows(rank: int, world: int, method: Any) -> None:
     """Other tokens in each call, of shapes that divide and not; the first expert has no tokens in one call.
-    `apart`: each rank has its own experts.
+    `method`: each rank has its own experts, if it is given.
     """
     moe: Any = importlib.import_module("transformers.integrations.moe")
     moe._can_use_grouped_mm = _uses_torch
@@ -30,11 +30,11 @@ def share_rows(rank: int, world: int, apart: bool) -> None:
     built: Any = entry.build()
     built.set_experts_implementation("grouped_mm")
     layer = built.model.layers[0].mlp
-    model, other = _Alone(layer), _Alone(copy.deepcopy(layer))
+    model, other = Alone(layer), Alone(copy.deepcopy(layer))
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
     parallel: list[Any] = [
         ws.ContextParallel(style="replicate"),
-        *([ws.ExpertParallel("cp", "gather_rows")] if apart else []),
+        *([ws.ExpertParallel("cp", method)] if method else []),
     ]
     step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel)
     for call, (rows, length) in enumerate(SHAPES):
@@ -44,7 +44,7 @@ def share_rows(rank: int, world: int, apart: bool) -> None:
     assert step.plan is not None
     assert not step.plan.repeated
     held = [p.numel() for p in _local(model)]
-    assert (sum(held) < 0.6 * sum(p.numel() for p in other.parameters())) == apart
+    assert (sum(held) < 0.6 * sum(p.numel() for p in other.parameters())) == bool(method)
     with ws.whole(model, writeback=False):
         assert [*model.state_dict()] == [*other.state_dict()]
         for name, value in model.state_dict().items():
@@ -61,7 +61,7 @@ def _uses_torch(*arguments: Tensor) -> bool:
     return False
 
 
-class _Alone(torch.nn.Module):
+class Alone(torch.nn.Module):
     """A layer of experts, and what goes around it."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
@@ -73,6 +73,6 @@ class _Alone(torch.nn.Module):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("apart", [False, True])
-def test_ranks_share_rows(apart: bool) -> None:
-    run_ranks(share_rows, 2, apart)
+@pytest.mark.parametrize("method", ["", "gather_rows", "rows"])
+def test_ranks_share_rows(method: str) -> None:
+    run_ranks(share_rows, 2, method)

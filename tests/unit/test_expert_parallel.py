@@ -27,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)
 TOLERANCE = 1e-10
 ROWS = "gather_rows"
 APART = [TOKENS, ws.ExpertParallel("dp", ROWS)]
+SENT = [TOKENS, ws.ExpertParallel("dp", "rows")]
+BOTH_METHODS = pytest.mark.parametrize("parallel", [APART, SENT], ids=["gathered", "sent"])
 
 
 class _Counting(TorchDispatchMode):
@@ -58,25 +60,28 @@ def _check(one: OneDevice, mesh: str, parallel: Any) -> None:
     assert not stacks & shapes, "experts are gathered"
 
 
-@pytest.mark.usual("mixtral-3")
+@pytest.mark.usual("mixtral-3-gathered", "mixtral-3-sent", "qwen3_moe-1-sent")
+@BOTH_METHODS
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_ranks_that_divide_experts_or_not(name: str, rows: int) -> None:
+def test_ranks_that_divide_experts_or_not(name: str, rows: int, parallel: Any) -> None:
     one = mixture(name, rows)
     for ranks in (2, 3, 4):
-        _check(one, f"dp={ranks}", APART)
+        _check(one, f"dp={ranks}", parallel)
 
 
-@pytest.mark.usual("gpt_oss")
+@pytest.mark.usual("gpt_oss-gathered", "gpt_oss-sent")
+@BOTH_METHODS
 @pytest.mark.parametrize("name", ["gpt_oss", "olmoe", "deepseek_v3", "granitemoe", "qwen2_moe", "jamba", "phimoe"])
-def test_other_models(name: str) -> None:
-    _check(mixture(name, 2), "dp=3", APART)
+def test_other_models(name: str, parallel: Any) -> None:
+    _check(mixture(name, 2), "dp=3", parallel)
 
 
+@BOTH_METHODS
 @pytest.mark.parametrize("top", [1, 2])
-def test_experts_without_tokens(top: int) -> None:
+def test_experts_without_tokens(top: int, parallel: Any) -> None:
     """Two ranks of four multiply nothing, or three."""
-    _check(mixture("mixtral", 2, to_few(top)), "dp=4", APART)
+    _check(mixture("mixtral", 2, to_few(top)), "dp=4", parallel)
 
 
 GLOBAL: dict[str, Any] = {"style": "fully_shard", "semantics": "global"}
@@ -85,7 +90,8 @@ BOTH = ws.DataParallel(axis=("dp", "x"), **GLOBAL)
 PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
 
 
-@pytest.mark.usual("tokens", "tensors")
+@pytest.mark.usual("tokens-gather_rows", "tensors-gather_rows", "outer-rows", "alone-rows")
+@pytest.mark.parametrize("method", [ROWS, "rows"])
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
@@ -106,8 +112,12 @@ PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
         pytest.param("dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x", ROWS)], id="pieces"),
     ],
 )
-def test_composes(mesh: str, parallel: Any) -> None:
-    _check(mixture("mixtral", 4), mesh, parallel)
+def test_composes(mesh: str, parallel: Any, method: Any) -> None:
+    parts: list[Any] = [*parallel] if isinstance(parallel, (list, tuple)) else [parallel]
+    if method == "rows" and any(isinstance(part, ws.MicroBatches) for part in parts):
+        pytest.skip("refused, see below")
+    parts = [replace(part, method=method) if isinstance(part, ws.ExpertParallel) else part for part in parts]
+    _check(mixture("mixtral", 4), mesh, parts)
 
 
 def _multiplies(node: Node) -> bool:
@@ -168,13 +178,15 @@ def _sorted(kind: type[Sorted] = Sorted, **options: Any) -> OneDevice:
     return OneDevice(make, mean_square, [(torch.randn(2, 12, 8),) for _ in range(3)])
 
 
+@BOTH_METHODS
 @pytest.mark.parametrize("inverse", ["put", "argsort"])
-def test_sums_over_rows(inverse: str) -> None:
+def test_sums_over_rows(inverse: str, parallel: Any) -> None:
     """Each row is in one sum of one rank; the third of three experts is alone on its rank."""
-    _check(_sorted(Normed, inverse=inverse), "dp=2", APART)
+    _check(_sorted(Normed, inverse=inverse), "dp=2", parallel)
 
 
-def test_each_row_is_multiplied_once() -> None:
+@BOTH_METHODS
+def test_each_row_is_multiplied_once(parallel: Any) -> None:
     """Each rank multiplies a third of 24 rows, forward and backward, where experts have as many tokens."""
     tokens = torch.eye(3).repeat(8, 1)
 
@@ -188,7 +200,7 @@ def test_each_row_is_multiplied_once() -> None:
     batch = torch.cat([tokens, 0.1 * torch.randn(24, 5)], -1).reshape(2, 12, 8)
     one = OneDevice(make, mean_square, [(batch,)])
     calls = _Calls()
-    assert compare(one, "dp=3", APART, edit=calls.counted).worst < TOLERANCE
+    assert compare(one, "dp=3", parallel, edit=calls.counted).worst < TOLERANCE
     assert calls.rows == [8] * 6
 
 
@@ -276,13 +288,43 @@ def test_weights_travel() -> None:
 def test_what_sends_less() -> None:
     """24 tokens travel to experts; 480 tokens of the same layer have more numbers than these, which are gathered."""
     few, many = (mixture("mixtral", rows).capture.graph for rows in (2, 40))
-    parallel = [TOKENS, ws.ExpertParallel()]
+    parallel = [TOKENS, ws.ExpertParallel(host_reads=False)]
     plans = [ws.plan(graph, "dp=2", parallel) for graph in (few, many)]
     notes = [[note for note in plan.notes if "experts" in note] for plan in plans]
     assert notes == [[f"experts of {n} of 2 layers stay on their ranks of dp"] for n in (2, 0)]
     assert plans[0].decisions == ws.plan(few, "dp=2", APART).decisions
     assert plans[1].decisions == ws.plan(many, "dp=2", TOKENS).decisions
     assert notes[0][0] in str(plans[0])
+
+
+def test_rows_are_sent_where_that_is_less() -> None:
+    """Of a token with four experts, two ranks gather the token; of one with one expert, they send its row."""
+    note = "experts of 2 of 2 layers stay on their ranks of dp"
+    for top, sent in ((4, ""), (1, ", in 2 of them rows are sent to experts, with sizes as if each had as many")):
+        graph = mixture("mixtral", 3, to_few(top)).capture.graph
+        plan = ws.plan(graph, "dp=2", [TOKENS, ws.ExpertParallel()])
+        assert f"{note}{sent}" in plan.notes
+        assert plan.decisions == ws.plan(graph, "dp=2", SENT if sent else APART).decisions
+
+
+def _with_zeros(rows: Tensor) -> Tensor:
+    return rows + torch.zeros(24, 8)
+
+
+def test_rows_whose_number_is_written_are_gathered() -> None:
+    one = _sorted(scale=_with_zeros)
+    assert "a call takes the number of rows, or some do not come back\n" in _refused(one, "dp=2", SENT)
+    _check(one, "dp=2", APART)
+
+
+@pytest.mark.parametrize("parts", [[ws.MicroBatches(2)], [ws.Pipeline(micro_batches=1)]])
+def test_rows_are_not_sent_in_pieces_and_stages(parts: list[Any]) -> None:
+    mesh = "dp=2,pp=2" if isinstance(parts[0], ws.Pipeline) else "dp=2,x=2"
+    assert _refused(mixture("mixtral", 4), mesh, [SAMPLES, *parts, SENT[1]]) == (
+        'ExpertParallel(method="rows") with micro-batches or stages\n'
+        "  needed: one program of a step, in which the host reads how many rows are sent\n"
+        '  next: give method="gather_rows", or leave out micro-batches and stages'
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ..graph import meta
 from ..graph.graph import Input, Role
 from ..graph.nodes import communicates, ends_of, operands
-from ..graph.ops import ROWS_OF
+from ..graph.op_kinds import COUNTS_ROWS
 from ..graph.region import region_of
 from ..partition.host_copies import HOST_COPIES
 from ..partition.rank_ops import drawn
@@ -108,7 +108,7 @@ def _unfit(spec: Input, example: Any, kind: str) -> str:
 
 def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbers: set[Node]) -> str:
     """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
-    if node.target is ROWS_OF:
+    if node.target in COUNTS_ROWS:
         return "counts rows, which the host reads"
     if node.target in HOST_COPIES:
         return "moves between host and device"

@@ -13,6 +13,7 @@ from ..layout import Layout
 from ..sizes import SizeGuards, counted_in
 from . import meta
 from .nodes import add_node, is_collective, operands
+from .op_kinds import COUNTS_ROWS
 from .ops import BEHIND, ROWS_OF
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 def counts_rows(graph: Graph) -> Node | None:
     """Return the first node that counts rows, if there is one."""
-    return next(iter(graph.find_nodes(op="call_function", target=ROWS_OF)), None)
+    return next((n for op in COUNTS_ROWS for n in graph.find_nodes(op="call_function", target=op)), None)
 
 
 def tie_numbers(graph: Graph) -> None:

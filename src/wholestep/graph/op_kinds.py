@@ -58,6 +58,9 @@ GATHER_AND_MULTIPLY: set[object] = set()
 MULTIPLY_AND_SCATTER: set[object] = set()
 """Products that are fused with the collective before or behind them."""
 
+COUNTS_ROWS: set[Any] = set()
+"""Ops whose results the host reads, as numbers of rows."""
+
 SUMS_OF_PIECES: set[object] = set()
 """Accumulators of what micro-batches give."""
 

@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .op_kinds import COUNTS_ROWS
+
 
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
 def grad_ready(grad: Tensor, param: str) -> Tensor:
@@ -88,6 +90,7 @@ def _(mask: Tensor, count: int) -> Tensor:
 
 
 ROWS_OF = torch.ops.wholestep.rows_of.default
+COUNTS_ROWS.add(ROWS_OF)
 
 
 @torch.library.custom_op("wholestep::behind", mutates_args=())

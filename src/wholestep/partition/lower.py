@@ -44,6 +44,7 @@ from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
 from .rank_ops import drawn
 from .ring_calls import RingCalls
+from .rows_by_rank import with_rows_sent
 from .slice_early import slice_early
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     refuse_cut(graph.graph, layouts, is_in_blocks=plan.mesh.pieces > 1 or bool(plan.stage_axis))
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
+    with_rows_sent(local.graph, plan.mesh)
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)

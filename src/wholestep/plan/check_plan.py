@@ -27,7 +27,7 @@ from .decision import Decision
 from .op_strategies import cut, ring, through, whole
 from .plan import Plan
 from .plan_form import check_form
-from .rows_in_any_order import check_rows
+from .rows_in_any_order import check_rows, states_along
 
 _UPDATED = (Role.PARAM, Role.STATE)
 _REDUCTIONS = ("sum", "avg")
@@ -154,7 +154,8 @@ class _Check:
                 self._check_owner(node, axis, takes, set(gives.values()))
                 continue
             if apart and apart[0] == axis:
-                good = tuple(takes) == apart[1] and all(apart[2][i] == state for i, state in gives.items())
+                expected = states_along(apart, takes)
+                good = takes == expected[0] and all(expected[1][i] == state for i, state in gives.items())
             elif all(state == REPLICATED for state in (*takes, *gives.values())):
                 continue
             elif VARIES in takes or VARIES in gives.values():

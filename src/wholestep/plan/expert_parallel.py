@@ -15,10 +15,11 @@ from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import CHEAP
-from ..layout import REPLICATED, AxisState, Layout, sharded_along
+from ..layout import REPLICATED, VARIES, AxisState, Layout, sharded_along
 from ..mesh import Mesh
+from ..rules.aten.rows_in_groups import received_groups
 from ..rules.find_rule import find_rule
-from .rows_in_any_order import SortedRows, sorted_rows
+from .rows_in_any_order import Apart, SortedRows, sorted_rows
 from .strategy import Pins, Resting
 from .tensor_parallel import OneAxis
 
@@ -29,9 +30,12 @@ class ExpertParallel(OneAxis):
 
     Args:
         axis: the mesh axis.
-        method: what travels. `"gather_rows"`: each rank gathers the tokens of all, multiplies those of its own experts,
-            and results are summed over ranks. `"weights"`: experts are stored and gathered as other parameters are.
-            `"auto"`: of both, for each layer, the one that sends fewer bytes; "weights" where experts cannot be apart.
+        method: what travels. `"rows"`: rows are sent to the ranks of their experts, and results back, as many as ranks
+            count in each call, which the host reads once a layer. `"gather_rows"`: each rank gathers the tokens of all,
+            multiplies those of its own experts, and results are summed over ranks. `"weights"`: experts are stored and
+            gathered as other parameters are. `"auto"`: of these that are possible, for each layer, the one that sends
+            fewest bytes if experts have as many rows each.
+        host_reads: whether `"auto"` may choose `"rows"`.
 
     Example:
         >>> both = [ws.DataParallel("fully_shard", semantics="global"), ws.ExpertParallel()]
@@ -39,13 +43,14 @@ class ExpertParallel(OneAxis):
     """
 
     axis: str = "dp"
-    method: Literal["auto", "gather_rows", "weights"] = "auto"
+    method: Literal["auto", "rows", "gather_rows", "weights"] = "auto"
+    host_reads: bool = True
     input_dim = None
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Experts are cut along the axis, outside of all other axes. Raises PlanError as `sorts` does."""
         out, names = dict(before), {node.name: spec.name for spec, node in graph.placeholders()}
-        for name in {names[param.name] for rows in self._rows(graph, mesh) for param in _params(rows)}:
+        for name in {names[param.name] for rows, _ in self._rows(graph, mesh) for param in _params(rows)}:
             out[name] = Resting(self._apart(before[name].param), self._apart(before[name].state))
         return out
 
@@ -53,25 +58,41 @@ class ExpertParallel(OneAxis):
         first, *rest = layout.put(self.axis, sharded_along(0)).dims
         return Layout(((self.axis, *(axis for axis in first if axis != self.axis)), *rest), owned=layout.owned)
 
-    def sorts(self, graph: TrainGraph, mesh: Mesh) -> dict[str, str]:
-        """The axis, by sort of rows by expert. Raises PlanError for a layer whose experts cannot be apart."""
-        return {rows.sort.name: self.axis for rows in self._rows(graph, mesh)}
+    def sorts(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
+        """The axis, and whether rows are sent, by sort of rows by expert. Raises PlanError for a layer whose experts
+        cannot be apart.
+        """
+        return {rows.sort.name: (self.axis, method == "rows") for rows, method in self._rows(graph, mesh)}
 
-    def _rows(self, graph: TrainGraph, mesh: Mesh) -> list[SortedRows]:
-        """The rows of each layer of experts."""
+    def _rows(self, graph: TrainGraph, mesh: Mesh) -> list[tuple[SortedRows, str]]:
+        """The rows of each layer whose experts are apart, and the method."""
         ranks = mesh.axis_size(self.axis)
         layers = list(sorted_rows(graph.graph)) if ranks > 1 and self.method != "weights" else []
         problems = {rows.sort: self._problem(rows, graph, ranks) for rows in layers}
         if self.method == "auto":
-            return [rows for rows in layers if not problems[rows.sort] and _sends_less(rows)]
-        if ranks > 1 and self.method == "gather_rows" and not layers:
+            choices = [(rows, self._cheapest(rows, ranks)) for rows in layers if not problems[rows.sort]]
+            return [(rows, method) for rows, method in choices if method != "weights"]
+        if ranks > 1 and self.method != "weights" and not layers:
             needed = "rows that topk sorts by expert, grouped products of them, and ops that treat all rows alike"
             raise PlanError("ExpertParallel: the step has no such layer", needed, 'give method="weights"')
         for sort, problem in ((sort, problem) for sort, problem in problems.items() if problem):
             needed = "experts that are parameters, one at least for each rank, and sums over rows alone"
             text, next_step = f"ExpertParallel, {meta.module_path(sort) or sort.name}: {problem}", "give a smaller axis"
             raise PlanError(text, needed, f'{next_step}, or method="weights"', meta.source_line(sort))
-        return layers
+        return [(rows, self.method) for rows in layers]
+
+    def _cheapest(self, rows: SortedRows, ranks: int) -> str:
+        """The method that sends fewest bytes, forward and backward: tokens are gathered and summed, or weights and
+        their gradients; of rows a rank sends those that it has. Each times (ranks - 1) / ranks.
+        """
+        tokens, weights = {*rows.sources}, {*_params(rows)}
+        sent = {
+            "gather_rows": 4 * sum(int(meta.size_bytes(n)) for n in tokens),
+            "weights": 2 * sum(int(meta.size_bytes(n)) for n in weights),
+        }
+        if self.host_reads and rows.may_be_sent:
+            sent["rows"] = rows.sent_bytes // ranks
+        return min(sent, key=sent.__getitem__)
 
     def _problem(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
         """Why experts cannot be apart, or ""."""
@@ -79,20 +100,23 @@ class ExpertParallel(OneAxis):
             return "a result depends on rows of all experts, or is not known to be of one"
         if rows.number < ranks:
             return f"{rows.number} experts over {self.axis}={ranks}"
+        if self.method == "rows" and not rows.may_be_sent:
+            return "a call takes the number of rows, or some do not come back"
         params = {node for spec, node in graph.placeholders() if spec.role is Role.PARAM}
         return "" if params.issuperset(_params(rows)) else "weights that the step computes"
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Views of experts are of those that a rank has; what comes back is gathered before it is repeated."""
         strategies, reads = dict[str, dict[str, tuple[str, ...]]](), dict[tuple[str, str], dict[str, AxisState]]()
-        sorts = {rows[0] for n in graph.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
+        gathered = [n for n in graph.graph.nodes if (apart := meta.along(n)) and VARIES in apart[2]]
+        sorts = {rows[0] for n in gathered if (rows := meta.rows(n))}
         for node in graph.graph.nodes:
             rows, apart = meta.rows(node), meta.along(node)
             for n in operands(node) if rows and rows[0] in sorts and not _torch.is_getitem(node.target) else ():
                 if (read := _before_repeated(n)) is not None:
                     reads[read] = {self.axis: REPLICATED}
             for n, state in zip(operands(node), apart[1], strict=True) if apart else ():
-                for view in _path(n)[:-1] if state.kind == "S" else ():
+                for view in _path(n)[:-1] if state == sharded_along(0) else ():
                     strategies[view.name] = {self.axis: (f"cut {_factor(view)}",)}
         return Pins(reads=reads, op_strategies=strategies)
 
@@ -100,7 +124,9 @@ class ExpertParallel(OneAxis):
         """How many layers of experts of `graph` are apart in the planned step."""
         layers = len(list(sorted_rows(graph.graph)))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
-        return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}",)
+        sent = [n for n in planned.graph.nodes if n.target is received_groups]
+        text = f", in {len(sent)} of them rows are sent to experts, with sizes as if each had as many" if sent else ""
+        return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}{text}",)
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
@@ -116,12 +142,6 @@ def _before_repeated(node: Node) -> tuple[str, str] | None:
             smallest, place = numel, (node.name, source.name)
         node = source
     return place
-
-
-def _sends_less(rows: SortedRows) -> bool:
-    """Whether tokens, gathered and summed, forward and backward, are fewer bytes than weights and their gradients."""
-    tokens, weights = {*rows.sources}, {*_params(rows)}
-    return 4 * sum(int(meta.size_bytes(n)) for n in tokens) <= 2 * sum(int(meta.size_bytes(n)) for n in weights)
 
 
 def _params(rows: SortedRows) -> list[Node]:

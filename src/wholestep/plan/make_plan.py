@@ -141,13 +141,14 @@ def _placed(
 
 
 def _with_rows(
-    start: PropagationInputs, strategies: Strategies
+    start: PropagationInputs, strategies: Strategies, sends: bool = True
 ) -> tuple[dict[str, Decision], tuple[str, ...], TrainGraph] | None:
     """As `_propagate`, where ranks that share tokens share the rows that are sorted by expert, or have the rows of
-    their own experts; None where none do.
+    their own experts; None where none do. Rows are sent where each rank has all of some tokens.
     """
-    apart = strategies.sorts_apart(start.graph, start.mesh)
-    graph = with_rows_in_any_order(start.graph, apart, start.mesh)
+    sorts = strategies.sorts_apart(start.graph, start.mesh).items()
+    apart = {name: (axis, sends and sent) for name, (axis, sent) in sorts}
+    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, ("", False)), start.mesh)
     shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
     if graph is start.graph or not (apart or shares):
         return None
@@ -155,6 +156,8 @@ def _with_rows(
     try:
         check_rows(planned, decisions)
     except PlanError:  # some op has other pieces
+        if any(sent for _, sent in apart.values()):
+            return _with_rows(start, strategies, sends=False)
         if apart:
             raise
         return None

@@ -39,6 +39,7 @@ from .for_pieces import is_drawn_into
 from .op_strategies import OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
+from .rows_in_any_order import states_along
 
 _PRODUCER = "producer"
 
@@ -172,8 +173,9 @@ class _Propagation:
             if apart and apart[0] == axis:
                 why = "experts"
                 because.append(f"{axis}: rows of the experts that a rank has")
-                want = [w.put(axis, s) for w, s in zip(want, apart[1], strict=True)]
-                outputs = [o.put(axis, s) if m else o for o, s, m in zip(outputs, apart[2], tensors, strict=True)]
+                read, results = states_along(apart, states)
+                want = [w.put(axis, s) for w, s in zip(want, read, strict=True)]
+                outputs = [o.put(axis, s) if m else o for o, s, m in zip(outputs, results, tensors, strict=True)]
                 continue
             owner = self._owner(node, axis)
             if owner is not None or any(state.kind == "O" for state in states):

@@ -4,13 +4,13 @@ the groups.
 Rows come from x[permutation], and go back by its inverse. Between, ops treat all rows alike: grouped products, and ops
 that can be computed piece by piece whatever the place of a piece. So each rank may sort its own rows alone. Or it has
 all rows, first those of its own groups, which alone it multiplies; sums over rows, and what goes back, are sums over
-ranks of these rows. The graph is searched for every op that reads such a row or index, forward and backward; one that
-does more leaves all as it is.
+ranks of these rows. Or ranks sort their own rows, and send them to the ranks of their groups and back. The graph is
+searched for every op that reads such a row or index, forward and backward; one that does more leaves all as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -24,7 +24,7 @@ from ..graph import meta
 from ..graph.graph import TrainGraph
 from ..graph.nodes import add_node, copy_graph, drop_dead, node_at, operands
 from ..graph.op_kinds import CHEAP, packet_name
-from ..layout import REPLICATED, VARIES, Extent, Layout, extent, partial_by, sharded_along
+from ..layout import REPLICATED, VARIES, AxisState, Extent, Layout, extent, partial_by, sharded_along
 from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import (
     BACKWARD,
@@ -34,27 +34,33 @@ from ..rules.aten.rows_in_groups import (
     own_rows,
     product_of_groups,
     product_of_rows,
+    received_groups,
     rows_of_groups,
+    sent_rows,
     sum_of_rows,
+    with_its_rows,
 )  # fmt: skip
 from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
+from ..rules.rule import COUNT_OPERANDS, BoundRule
 from .decision import Decision
 
 aten = torch.ops.aten
 _CONSTANTS = frozenset({"new_zeros", "zeros_like", "zeros", "ones_like", "full_like", "new_full", "full"})
 _PRODUCTS = {FORWARD, BACKWARD, str(aten._grouped_mm.default)}
+Apart = tuple[str, bool]
+"""The axis whose ranks have groups of their own, and whether they are sent the rows of these alone."""
 
 
-def with_rows_in_any_order(graph: TrainGraph, apart: Mapping[str, str], mesh: Mesh) -> TrainGraph:
-    """`graph` with ops of which ranks may have their own rows; itself where it has none. `apart`: sorts of which ranks
-    have the rows of their own groups, with the axis.
+def with_rows_in_any_order(graph: TrainGraph, apart: Callable[[SortedRows], Apart], mesh: Mesh) -> TrainGraph:
+    """`graph` with ops of which ranks may have their own rows; itself where it has none. `apart`: the axis along which
+    ranks have the rows of their own groups, or "".
     """
     if not any(_sorts_rows(node) for node in graph.graph.nodes):
         return graph
     new, changed = copy_graph(graph.graph), False
     for rows in sorted_rows(new):
-        rows.rewrite(apart.get(rows.sort.name, ""), mesh)
+        rows.rewrite(*apart(rows), mesh)
         changed = True
     drop_dead(new)
     return replace(graph, graph=new) if changed else graph
@@ -70,8 +76,17 @@ def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
 
 def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh) -> TrainGraph:
     """`graph` as decisions are about it: some ranks sort their own rows, or those of their own groups first."""
-    apart = {name: axis for name, axis in _shared(decisions, graph).items() if axis}
-    return with_rows_in_any_order(graph, apart, mesh) if shares_rows(decisions, graph) else graph
+    shared = _shared(decisions, graph)
+
+    def apart(rows: SortedRows) -> Apart:
+        """An axis along which matrices are cut, and all rows are not there."""
+        first = next((node for node, matrices in rows.products.items() if matrices is not None), rows.sort)
+        takes = decisions[first.name].operands if first.name in decisions else ()
+        along = takes[1].dims[0] if len(takes) > 1 and takes[1].dims and rows.may_be_sent else ()
+        axis = shared.get(rows.sort.name, "")
+        return (axis, False) if axis or not along else (along[0], True)
+
+    return with_rows_in_any_order(graph, apart, mesh) if shared else graph
 
 
 def shares_rows(decisions: Mapping[str, Decision], graph: TrainGraph) -> bool:
@@ -85,6 +100,14 @@ def _shared(decisions: Mapping[str, Decision], graph: TrainGraph) -> dict[str, s
     known = {name: at for name, at in sorts.items() if at is not None and at.operands and at.outputs}
     axes = {name: {*at.outputs[0].varies}.difference(*(o.varies for o in at.operands)) for name, at in known.items()}
     return {name: min(axes[name], default="") for name, at in known.items() if axes[name] or any(at.operands[0].dims)}
+
+
+def states_along(apart: meta.Along, have: Sequence[AxisState]) -> tuple[list[AxisState], list[AxisState]]:
+    """States of operands and results of a call along the axis whose ranks have groups. Rows of a rank stay those that
+    they are, in as many blocks.
+    """
+    takes = [want or (at if at.kind == "S" else sharded_along(0)) for want, at in zip(apart[1], have, strict=True)]
+    return takes, [want or sharded_along(0, takes[0].blocks) for want in apart[2]]
 
 
 def check_rows(graph: TrainGraph, decisions: Mapping[str, Decision]) -> None:
@@ -153,7 +176,9 @@ class SortedRows:
     after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number. `sources`:
     what rows are read of. `sums`: ops that sum over rows, with the operands that are zero for rows that do not count;
     none where that is not known. `constants`: what is made of shapes. `products`: what multiplies rows, with the
-    matrices of groups that it reads.
+    matrices of groups that it reads. `arrive`: rows in the order of the sort, made of others; `leave`: what reads such
+    rows to make others, with the rows. Between, `sized` are calls that are told how many there are, and how they are
+    called without; `fixed`: some call has to be told.
     """
 
     sort: Node
@@ -169,6 +194,10 @@ class SortedRows:
     sources: list[Node] = field(default_factory=list[Node])
     chosen: dict[Node, Node] = field(default_factory=dict[Node, Node])
     calls: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
+    sized: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
+    arrive: list[Node] = field(default_factory=list[Node])
+    leave: dict[Node, Node] = field(default_factory=dict[Node, Node])
+    fixed: bool = False
 
     def are_in_any_order(self) -> bool:
         """Whether all that is computed of the sorted rows is the same in any order; notes what is."""
@@ -199,17 +228,33 @@ class SortedRows:
         sums = all(rows and self.groups[0] < node for node, rows in self.sums.items())
         return sums and {*self.counts.values()} == {self.number} and _places(node_at(self.sort, 0)) <= self.number
 
-    def rewrite(self, axis: str, mesh: Mesh) -> None:
+    @property
+    def may_be_sent(self) -> bool:
+        """Whether rows may be sent to the ranks of their groups: all ops between are told no number of rows."""
+        early = any(user < self.groups[0] for node in self.arrive for user in node.users)
+        at_once = {*self.arrive, *self.groups}.intersection(self.leave.values())
+        sized = (n for n in self.constants if int(self.count) in map(int, meta.one_tensor(n).shape))
+        written = any(user not in self.calls for n in sized for user in n.users)
+        return self.have_groups_apart and not (self.fixed or early or at_once or written)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all rows that are sent, there and back."""
+        return sum(int(meta.size_bytes(x)) for x in {*self.arrive, *self.leave.values()}.difference(self.groups))
+
+    def rewrite(self, axis: str, sent: bool, mesh: Mesh) -> None:
         """Give ops the functions that have rules for own rows, and note which dims are rows; along `axis`, if any, for
-        ranks that have groups.
+        ranks that have groups, to which rows are `sent`.
         """
+        ranks, axes = (mesh.axis_size(axis), [axis]) if axis else (1, [])
+        first, count = Extent(self.number, ((axis, ranks),), start=True), extent(self.number, axes, mesh)
         if axis:
-            ranks = mesh.axis_size(axis)
-            first, count = Extent(self.number, ((axis, ranks),), start=True), extent(self.number, [axis], mesh)
-            self.calls[self.sort] = groups_first(self.sort.target, self.number), (first, *self.sort.args)
             for node in self.products:
-                target = product_of_groups(node.target, self.number, ranks)
+                target = product_of_groups(node.target, self.number, 1 if sent else ranks)
                 self.calls[node] = target, (first, count, *self.calls[node][1])
+            self.calls |= self.sized if sent else {}
+        if axis and not sent:
+            self.calls[self.sort] = groups_first(self.sort.target, self.number), (first, *self.sort.args)
             for node, rows in self.sums.items():
                 for x in rows:
                     self.chosen[x] = self.chosen.get(x) or self._chosen(x, node, first, count)
@@ -217,12 +262,43 @@ class SortedRows:
             node.target, node.args = target, args
             node.kwargs = {} if target in (sum_of_rows, inverse_rows) else node.kwargs
             meta.set_known_rule(node, None)
+        exchanges = self._send(first, count, axis) if sent else []
         noted = {**dict.fromkeys((*self.calls, *self.groups, *self.sums), (None,)), **self.dims}
         noted |= dict.fromkeys((*self.index, *self.inverse), (0,))
         for node, dims in noted.items():
             meta.set_rows(node, (self.sort.name, dims))
-        if axis:
+        if sent:
+            cut, rows = sharded_along(0), {*self.dims, node_at(self.sort, 0)}
+            for node in (self.sort, *exchanges, *self.products):
+                takes = tuple(None if n in rows else cut for n in operands(node))
+                dims = self.dims.get(node, (0,) * len(meta.tensors(node)))
+                meta.set_along(node, (axis, takes, tuple(cut if d is None else None for d in dims)))
+        elif axis:
             self._note_states(axis)
+
+    def _send(self, first: Extent, count: Extent | int, axis: str) -> list[Node]:
+        """Send rows that arrive to the ranks of their groups, and back those that leave."""
+        graph, exchanges, groups = self.sort.graph, list[Node](), self.groups[0]
+        keys = (n for n in self.groups if n in self.arrive or _torch.is_getitem(n.target))
+
+        def exchange(target: Any, x: Node, *rest: Any) -> Node:
+            new = add_node(graph, "call_function", target, (*rest, first, count, self.number, axis), {}, None)
+            meta.copy(x, new)
+            self.dims[new] = (0,)
+            exchanges.append(new)
+            return new
+
+        for x in dict.fromkeys((*keys, *self.arrive)):
+            target, read = (received_groups, [groups]) if x in self.groups else (sent_rows, [False, x, groups])
+            with graph.inserting_after(max(x, groups)):
+                new = exchange(target, x, *read)
+            x.replace_all_uses_with(new, delete_user_cb=lambda user: user not in exchanges)
+        for x in dict.fromkeys(self.leave.values()):
+            with graph.inserting_before(min(reader for reader, rows in self.leave.items() if rows is x)):
+                new = exchange(sent_rows, x, True, x, groups)
+            for reader in (reader for reader, rows in self.leave.items() if rows is x):
+                reader.replace_input_with(x, new)
+        return exchanges
 
     def _chosen(self, x: Node, reader: Node, first: Extent, count: int | Extent) -> Node:
         """`x` without the rows of other ranks, for its first reader."""
@@ -294,9 +370,10 @@ class SortedRows:
         source = node_at(node, 0)
         self.calls[node] = own_rows(node.target), node.args
         if place in self.inverse:
-            self.sums[node] = (source,)
+            self.sums[node], self.leave[node] = (source,), source
             return self._is_rows(source)
         self.dims[node] = (0,)
+        self.arrive.append(node)
         self.groups += [node] if source is node_at(self.sort, 0) else []
         self.sources.append(source)
         return not self._known(source) and meta.one_tensor(source).shape[0] * self.index[place] == self.count
@@ -312,8 +389,9 @@ class SortedRows:
         zeros = zeros and written == (self.count, *shape[1:]) and shape[0] * self.index.get(place, 1) == self.count
         if place in self.inverse:
             self.dims[node] = (0,)
+            self.arrive.append(node)
             return zeros and not self._known(values)
-        self.sums[node] = (values,)
+        self.sums[node], self.leave[node] = (values,), values
         return zeros and self._is_rows(values) and bool(adds or self.index[place] == 1)
 
     def _inverts(self, node: Node, place: Node) -> bool:
@@ -358,6 +436,8 @@ class SortedRows:
                 return False
             for i in (i for i, term in group.operands.items() if factor in term and i in inputs):
                 constant = i not in placed and packet_name(inputs[i].target) in _CONSTANTS
+                local = {rule.local[factor]} if factor in rule.local else set[Any]()
+                self.fixed |= constant or factor in group.filled or not local <= COUNT_OPERANDS
                 if not constant and placed.get(i) != group.operands[i].index(factor):
                     return False
             for number, term in group.outputs.items():
@@ -374,11 +454,27 @@ class SortedRows:
         if rows or any(tensor is None or tensor.shape[d] != self.count for tensor, d in kept):
             return False
         self._note(node, tuple(dims))
+        if kept and rule.sizes:
+            self._note_sizes(node, rule)
         if not any(self._known(n) for n in inputs.values()):
             self.constants.append(node)
         if summed is not None and node not in self.counts:
             self.sums[node] = summed
         return True
+
+    def _note_sizes(self, node: Node, rule: BoundRule) -> None:
+        """Note how an op whose argument is the shape of its result is called with the rows that a rank has."""
+        x, (dim, *others), (name, *names) = node_at(node, 0), self.dims[node], rule.sizes
+        op, args, place = cast(Any, node.target), node.args, 1
+        if rule.instead:
+            op, args = aten.reshape.default, (x, list(meta.one_tensor(node).shape))
+        elif _torch.is_op(op):
+            place = _torch.position_of(op, name)
+        rows = self.dims.get(x, (None,))[0]
+        if names or others or rule.sizes[name] != "out0" or rows is None or not place or place >= len(args):
+            self.fixed = True
+        else:
+            self.sized[node] = with_its_rows(op, place, dim, rows), args
 
     def _note(self, node: Node, dims: tuple[int | None, ...]) -> None:
         """Note the dims of rows of what a node makes, or that it has none: a sum over rows."""

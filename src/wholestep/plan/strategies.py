@@ -17,6 +17,7 @@ from .decision import Decision
 from .expert_parallel import ExpertParallel
 from .micro_batches import MicroBatches
 from .pipelines import Pipeline
+from .rows_in_any_order import Apart
 from .storage_styles import STYLES
 from .strategy import BatchCut, Pins, Resting, Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
@@ -177,33 +178,45 @@ class Strategies:
         """
         out = dict(base)
         for part in self.by_storage:
-            if part is not self.experts or self._have_one_batch(graph, mesh):
+            if not isinstance(part, ExpertParallel) or self._have_one_batch(graph, mesh):
                 out = part.resting(graph, mesh, out)
         return out
 
     @property
     def experts(self) -> ExpertParallel | None:
         """The strategy whose ranks have experts."""
-        return next((part for part in self.parts if isinstance(part, ExpertParallel)), None)
+        return next((part for part in self.by_storage if isinstance(part, ExpertParallel)), None)
 
     @property
     def by_storage(self) -> tuple[Strategy, ...]:
-        """The strategies in the order in which they say where parameters are stored."""
-        return tuple(sorted(self.parts, key=lambda p: (isinstance(p, ExpertParallel), p is self.data)))
+        """The strategies in the order in which they say where parameters are stored; in pieces and stages the host
+        reads no numbers of rows.
+        """
+        parts = self.without_host_reads().parts if self.micro_batches or self.pipeline else self.parts
+        return tuple(sorted(parts, key=lambda p: (isinstance(p, ExpertParallel), p is self.data)))
 
-    def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, str]:
-        """Sorts of rows by expert of which each rank has those of its own experts, with the axis. Raises PlanError."""
+    def without_host_reads(self) -> Strategies:
+        """These strategies, of which none chooses that the host reads numbers of rows."""
+        parts = (replace(p, host_reads=False) if isinstance(p, ExpertParallel) else p for p in self.parts)
+        return Strategies(tuple(parts))
+
+    def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
+        """Sorts of rows by expert of which each rank has those of its own experts. Raises PlanError."""
         return self.experts.sorts(graph, mesh) if self.experts and self._have_one_batch(graph, mesh) else {}
 
     def _have_one_batch(self, graph: TrainGraph, mesh: Mesh) -> bool:
         """Whether ranks of experts have parts of one batch. Raises PlanError if they do not, and should."""
         axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
+        if method == "rows" and (self.micro_batches or self.pipeline):
+            needed = "one program of a step, in which the host reads how many rows are sent"
+            next_step = 'give method="gather_rows", or leave out micro-batches and stages'
+            raise PlanError('ExpertParallel(method="rows") with micro-batches or stages', needed, next_step)
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
         data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()
         if axis not in data and not any(TIME in axes and axis in axes for axes in cuts):
             return True
-        if method == "gather_rows":
+        if method in ("rows", "gather_rows"):
             problem = f"ExpertParallel along {axis!r}, of which each rank has a batch or micro-batches of its own"
             needed = "ranks that share one batch: each computes the rows of all for its experts"
             next_step = 'give DataParallel(..., semantics="global") without MicroBatches, or an axis of its own'

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..backend.build import backend_of
 from ..backend.default_passes import Edit
+from ..backend.eager import Eager
 from ..backend.inductor.inductor_backend import Inductor
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
@@ -236,6 +237,8 @@ class StepOptions:
         else:
             auto = user.parallel
             strategies, budget = auto.base(mesh), auto.budget_bytes
+        if not isinstance(backend, Eager) or user.cuda_graphs is True:
+            strategies = strategies.without_host_reads()
         whole_step = isinstance(backend, Inductor) and backend.scope == "whole"
         if strategies.pipeline is not None and whole_step:
             problem, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"

@@ -8,6 +8,7 @@ start from zeros. Dims of the index tensors may be sharded if values are read or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from ...graph.meta import TensorMeta
 from ..call import Call
 from ..dsl import WHOLE, aten, called, ints, rand, row, sample
 from ..registry import Bind, Function
-from ..rule import ANY_PARTIAL, LINEAR, BoundRule, Group, PassThrough, Term
+from ..rule import ANY_PARTIAL, COUNT_OPERANDS, LINEAR, BoundRule, Group, PassThrough, Term
 
 
 def _within(index: Tensor, start: int, length: int) -> Tensor:
@@ -42,12 +43,14 @@ def _in_piece(op: Any, writes: bool = False) -> Callable[..., Tensor]:
     return called(run, op, "in_piece")
 
 
+@cache
 def _from_first(op: Any) -> Callable[..., Tensor]:
     """`op` on this rank's piece of the added values; only the first rank starts from `have`, others from zeros."""
 
     def run(start: int, length: int, have: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         return op(have if start == 0 else torch.zeros_like(have), *rest, **kwargs)
 
+    COUNT_OPERANDS.add(run)
     return called(run, op, "from_first")
 
 

@@ -1,13 +1,14 @@
 """Ops on rows that are sorted by group, of which a rank sorts, reads and multiplies its own.
 
 The order of rows is of no account where `plan.rows_in_any_order` proves it. Then a rank that has some of the rows calls
-the op itself on these, and its indices count them. Or ranks have some of the groups: they sort rows of these first, and
-multiply these only. `first` and `count` say which.
+the op itself on these, and its indices count them. Or ranks have some of the groups, `count` from `first` on: they sort
+rows of these first, and multiply these only. Or they send each other the rows of these, as many as there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...graph.op_kinds import PRODUCTS, READS_A_PART, SHARES_OF_ROWS
 from ..call import Call
 from ..dsl import aten, called, row
-from ..registry import Bind, Function
+from ..registry import Bind, Function, bind_rule
 from ..rule import BoundRule
 from .linalg import in_lines_of_16_bytes
 
@@ -70,6 +71,42 @@ def _chosen(call: Call) -> Bind:
     dims = [f"r{d}" for d in range(len(call.shape(0)))]
     term = " ".join(dims)
     return Bind(f"{term}, {dims[cast(int, call.args[4])]} -> {term}", linear="0")
+
+
+def sent_rows(back: bool, x: Tensor, of: Tensor, first: int, count: int, groups: int, axis: str) -> Tensor:
+    """Rows, sorted by groups `of`, at the ranks of these along `axis`, sorted by group; or `back` where they were."""
+    return x
+
+
+@row(sent_rows)
+def _sent(call: Call) -> str:
+    rest = " ".join(f"r{i}" for i in range(len(call.shape(0)) - 1))
+    return f"t {rest}, t -> t {rest}"
+
+
+def received_groups(of: Tensor, first: int, count: int, groups: int, axis: str) -> Tensor:
+    """The groups of the rows that `sent_rows` brings."""
+    return of
+
+
+row(received_groups, "t -> t")
+
+
+@cache
+def with_its_rows(op: Any, place: int, at: int, dim: int) -> Callable[..., Any]:
+    """`op`, of which argument `place` is a shape, with as many rows, at dim `at` of it, as the first operand has along
+    `dim`.
+    """
+
+    def with_rows(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shape = [x.shape[dim] if d == at else size for d, size in enumerate(args[place - 1])]
+        return op(x, *args[: place - 1], shape, *args[place:], **kwargs)
+
+    def unsized(call: Call) -> BoundRule | None:
+        rule = bind_rule(replace(call, target=op))
+        return rule and replace(rule, sizes={}, instead=None)
+
+    return _with_rule(called(with_rows, op, "with_its_rows"), unsized)
 
 
 def sum_of_rows(rows: Tensor, values: Tensor, each: int) -> Tensor:
