@@ -81,7 +81,7 @@ class World:
 
     def __init__(self, optimizer: Callable[..., Any] | None = None) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 2))
         make = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         self.optimizer = make(self.model.parameters())
         self.n = 0
@@ -1127,7 +1127,7 @@ class NumbersInBackward(World):
 
     def __init__(self):
         super().__init__()
-        self.of_hook, self.of_module, self.bias = 0, 0, self.model[0].bias
+        self.of_hook, self.of_module, self.bias = 0, 0, self.model[2].bias
         self.model[2].weight.register_hook(self.hook)
         self.model[1].register_full_backward_hook(self.module_hook)
 
@@ -2588,12 +2588,15 @@ def train(world: World, step: Callable[[torch.Tensor], Any]) -> list[Any]:
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.crossed
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", ""])
 @pytest.mark.parametrize("name", CASES)
-def test_is_done_in_each_call_as_eager_does_it(name: str) -> None:
+def test_is_done_in_each_call_as_eager_does_it(name: str, verify: bool) -> None:
+    """Also where the step is traced again: that does nothing of it once more."""
     eager = CASES[name]()
     expected = train(eager, eager.step)
     world = CASES[name]()
-    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer, verify=True)
+    step = ws.compile(world.step, model=world.model, optimizer=world.optimizer, verify=verify)
     found = train(world, step)
     assert not fakes_in(world)
     for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
