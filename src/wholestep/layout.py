@@ -341,7 +341,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class OfOwner:
-    """A rank-dependent number of a program: that of the rank's coordinate on `axis`.
+    """A rank-dependent number of a program: that of the rank's coordinate on `axis`. With `start` it is no size.
 
     Example:
         >>> OfOwner("dp", (12, 8)).at({"dp": 1})
@@ -350,6 +350,7 @@ class OfOwner:
 
     axis: str
     numbers: tuple[int, ...]
+    start: bool = False
 
     def at(self, coordinate: Mapping[str, int]) -> int:
         """Return the number on the rank at `coordinate`."""
@@ -394,7 +395,7 @@ def has_extent(value: Any, starts: bool = True) -> bool:
     if isinstance(value, (list, tuple)):
         values = cast(Sequence[Any], value)
         return any(has_extent(v, starts) for v in values) and (starts or not _are_parts(values))
-    return isinstance(value, OfOwner) or (isinstance(value, Extent) and (starts or not value.start))
+    return isinstance(value, (OfOwner, Extent)) and (starts or not value.start)
 
 
 def _are_parts(values: Sequence[Any]) -> bool:

@@ -317,7 +317,8 @@ def test_what_is_exchanged() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 14])
-def test_rows_can_be_tiled_behind_exchanged_queries(length: int) -> None:
+@pytest.mark.parametrize("context", [BALANCED, RING], ids=["exchanged", "ring"])
+def test_rows_can_be_tiled_behind_exchanges(length: int, context: ws.ContextParallel) -> None:
     """Where ranks have as many tokens they get as many queries, from others in other numbers."""
 
     def make() -> nn.Module:
@@ -325,7 +326,7 @@ def test_rows_can_be_tiled_behind_exchanged_queries(length: int) -> None:
 
     one = _one(make, 1, length)
     with pytest.warns(UserWarning, match=r"TileRows\(2\) leaves") as said:
-        comparison = compare(one, "cp=2", BALANCED, edit=ws.TileRows(2, 1))
+        comparison = compare(one, "cp=2", context, edit=ws.TileRows(2, 1))
     assert comparison.worst < TOLERANCE
     assert [loop.pieces for node in comparison.local.graph.nodes if (loop := loop_of(node))] == [2]
     assert "other sizes on other ranks" not in str(said[0].message)

@@ -50,10 +50,10 @@ def _step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def _layers(length: int, rows: int = 1) -> Any:
-    """The forward and backward of two layers, in single precision."""
-    layers = [Again(MASKS["causal"]).float() for _ in range(2)]
-    return ws.capture(_step, nn.Sequential(*layers), torch.randn(rows, length, DIM, dtype=torch.float32))
+def _layers(length: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    """The forward and backward of two layers."""
+    layers = [Again(MASKS["causal"]).to(dtype) for _ in range(2)]
+    return ws.capture(_step, nn.Sequential(*layers), torch.randn(rows, length, DIM, dtype=dtype))
 
 
 def _messages(local: LocalGraph) -> list[Node]:
@@ -105,6 +105,15 @@ def test_messages_are_hidden() -> None:
             most = max(most, len(on_way))
         on_way -= {*node.all_input_nodes}
     assert most == 2
+
+
+def test_products_of_16_bits_are_priced_as_such() -> None:
+    """Results are merged in single precision, of the same products as those of gathered keys."""
+    graph, times = _layers(1 << 16, dtype=torch.bfloat16), list[float]()
+    for method, balance in (("gather", False), ("ring", None)):
+        plan = ws.plan(graph, "cp=4", ws.ContextParallel(method=cast(Any, method), balance=balance), hardware=H100)
+        times.append(ws.simulate(ws.run_passes(ws.partition(graph, plan), ws.default_passes(H100)), H100).step_us)
+    assert times[1] < 1.1 * times[0]
 
 
 class Crosses(nn.Module):

@@ -66,7 +66,7 @@ def work(node: Node) -> Work | None:
         moved = _moved(node) if _is_grouped(node) else each
         return Work(moved, flops(node), _name(factor_dtype), product)
     attends, backward = (operation.kind == "attention", operation.backward) if operation else (False, False)
-    causal = attends and _is_causal(node)
+    causal, dtype = attends and _is_causal(node), _name(_multiplied(node)) if attends else dtype
     call = Work(
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None, causal, backward,
         streams(node.target), node.target in BUCKET_COPIES,

@@ -44,7 +44,7 @@ class Ring:
             start, count = chunk_range(self.keys, self.parts, (rank - step) % self.parts)
             before.append(most(0, first - start) if self.causal else count)
             lengths.append(most(0, length - most(0, start - first)) if self.causal else length)
-        return OfOwner(self.axis, tuple(before)), OfOwner(self.axis, tuple(lengths))
+        return OfOwner(self.axis, tuple(before), start=True), OfOwner(self.axis, tuple(lengths), start=True)
 
 
 def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
