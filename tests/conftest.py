@@ -198,14 +198,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return check
 
 
-def kill_marked(value: str) -> list[int]:
-    """Kill every process whose environment has `WHOLESTEP_TEST=value`, orphans included, and return their ids."""
+def kill_marked(value: str, after: int = 0) -> list[int]:
+    """Kill every process whose environment has `WHOLESTEP_TEST=value`, orphans included, and return their ids. Those up
+    to `after` are not looked at.
+    """
     mark = f"{MARK}={value}".encode()
     killed: list[int] = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(environ.parent.name)
+    for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
         try:
-            if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
+            if pid > after and pid != os.getpid() and mark in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
         except OSError:  # gone by now, or not ours
@@ -213,12 +215,12 @@ def kill_marked(value: str) -> list[int]:
     return killed
 
 
-def newest_pid() -> str:
-    """The last one that the system gave to a process or thread; other text each time where there is no /proc."""
+def newest_pid() -> int:
+    """The last one that the system gave to a process or thread; another number each time where there is no /proc."""
     try:
-        return Path("/proc/loadavg").read_text().split()[-1]
+        return int(Path("/proc/loadavg").read_text().split()[-1])
     except OSError:
-        return uuid.uuid4().hex
+        return time.monotonic_ns()
 
 
 @pytest.fixture(autouse=True)
@@ -228,9 +230,10 @@ def no_strays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
     yield
-    if newest_pid() == pid:
+    newest = newest_pid()
+    if newest == pid:
         return
     for child in set(multiprocessing.active_children()) - before:
         child.kill()
         child.join()
-    kill_marked(value)
+    kill_marked(value, after=pid if newest > pid else 0)  # numbers begin anew at some time
