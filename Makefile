@@ -22,7 +22,7 @@ demo: $(STAMP) ## train a small GPT on two processes and compare (ARGS="--style 
 check: $(STAMP) ## before each commit, a minute: lint and types beside imports, golden text and one quick test of each part
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint smoke
 
-test: $(STAMP) ## each behaviour once, about 27 minutes on two cores; both halves run whatever the first one says
+test: $(STAMP) ## each behaviour once, about 21 minutes on two cores; both halves run whatever the first one says
 	@status=0; for half in test-one-process test-dist; do $(MAKE) --no-print-directory $$half || status=1; done; exit $$status
 
 test-all: test test-full test-other-torch ## everything

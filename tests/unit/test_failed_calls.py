@@ -122,7 +122,7 @@ def test_a_call_that_is_interrupted_has_not_happened_or_says_so(tmp_path: Path) 
         model.calls = before[1]
 
     torn = 0
-    for line in range(1, 400, 3):
+    for line in range(1, 400, 7):
         again()
         if not interrupted(lambda: step(model, optimizer, x), line):
             break

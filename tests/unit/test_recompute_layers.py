@@ -85,7 +85,7 @@ def test_full_keeps_what_layers_hand_on() -> None:
     assert held[1] - held[0] == held[2] - held[1] == 512 * 64 * 4
 
 
-@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("method", [pytest.param("gather", marks=pytest.mark.full), "heads"])
 def test_full_keeps_nothing_that_ranks_exchanged(method: Any) -> None:
     """With one more layer, a rank keeps one more hidden state of its tokens."""
     held = list[int]()
