@@ -113,7 +113,7 @@ def test_products_of_16_bits_are_priced_as_such() -> None:
     for method, balance in (("gather", False), ("ring", None)):
         plan = ws.plan(graph, "cp=4", ws.ContextParallel(method=cast(Any, method), balance=balance), hardware=H100)
         times.append(ws.simulate(ws.run_passes(ws.partition(graph, plan), ws.default_passes(H100)), H100).step_us)
-    assert times[1] < 1.1 * times[0]
+    assert times[1] < 1.5 * times[0]
 
 
 class Crosses(nn.Module):
