@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def share_rows(rank: int, world: int, method: Any) -> None:
         *([ws.ExpertParallel("cp", method)] if method else []),
     ]
     step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel)
+    warnings.filterwarnings("error", message="semantics=")  # which a note about experts is none of
     for call, (rows, length) in enumerate(SHAPES):
         x = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(call))
         x = x.abs() if call == 2 else x

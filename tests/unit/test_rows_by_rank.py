@@ -26,6 +26,7 @@ from wholestep.graph.graph import LocalGraph, Output
 from wholestep.graph.meta import TensorMeta
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import collective_kind
+from wholestep.graph.text import human
 from wholestep.layout import Extent, chunk_range, extent
 from wholestep.mesh import Mesh
 from wholestep.partition.rows_by_rank import rows_by_rank, with_rows_sent
@@ -132,11 +133,15 @@ def test_any_load(load: str, ranks: int) -> None:
 
 
 def test_the_host_reads_once_a_layer() -> None:
-    """Rows and scores of tokens go there, results come back, and the same backward; counts are gathered once."""
-    local = compare(mixture("mixtral", 2), "dp=2", SENT).local
+    """Rows and scores of tokens go there, results come back, and the same backward; counts are gathered once. The plan
+    says how many bytes that is if experts have as many rows each.
+    """
+    comparison = compare(mixture("mixtral", 2), "dp=2", SENT)
+    local, all_to_all = comparison.local, comparison.local.collectives()["all_to_all"]
+    assert any(f", {human(all_to_all.bytes / 2)} by rows" in note for note in comparison.plan.notes)
     assert len(local.graph.find_nodes(op="call_function", target=rows_by_rank)) == 2
     sent = [n for n in local.graph.nodes if is_collective(n) and collective_kind(n.target) == "all_to_all"]
-    assert len(sent) == 2 * (3 + 3)
+    assert len(sent) == all_to_all.count == 2 * (3 + 3)
 
 
 @pytest.mark.parametrize(("length", "sent"), [(4, True), (5, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
 from ..graph.op_kinds import CHEAP
+from ..graph.text import human
 from ..layout import REPLICATED, VARIES, AxisState, Layout, sharded_along
 from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import received_groups
@@ -82,17 +84,9 @@ class ExpertParallel(OneAxis):
         return [(rows, self.method) for rows in layers]
 
     def _cheapest(self, rows: SortedRows, ranks: int) -> str:
-        """The method that sends fewest bytes, forward and backward: tokens are gathered and summed, or weights and
-        their gradients; of rows a rank sends those that it has. Each times (ranks - 1) / ranks.
-        """
-        tokens, weights = {*rows.sources}, {*_params(rows)}
-        sent = {
-            "gather_rows": 4 * sum(int(meta.size_bytes(n)) for n in tokens),
-            "weights": 2 * sum(int(meta.size_bytes(n)) for n in weights),
-        }
-        if self.host_reads and rows.may_be_sent:
-            sent["rows"] = rows.sent_bytes // ranks
-        return min(sent, key=sent.__getitem__)
+        """The method that sends fewest bytes."""
+        sent = _sent_bytes(rows, ranks)
+        return min((n for n in sent if n != "rows" or self.host_reads), key=sent.__getitem__)
 
     def _problem(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
         """Why experts cannot be apart, or ""."""
@@ -120,13 +114,17 @@ class ExpertParallel(OneAxis):
                     strategies[view.name] = {self.axis: (f"cut {_factor(view)}",)}
         return Pins(reads=reads, op_strategies=strategies)
 
-    def notes(self, graph: TrainGraph, planned: TrainGraph) -> tuple[str, ...]:
-        """How many layers of experts of `graph` are apart in the planned step."""
-        layers = len(list(sorted_rows(graph.graph)))
+    def notes(self, graph: TrainGraph, planned: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
+        """How many layers of experts of `graph` are apart in the planned step, and what each method sends for them."""
+        ranks = mesh.axis_size(self.axis)
+        prices = [_sent_bytes(rows, ranks) for rows in sorted_rows(graph.graph)] if ranks > 1 else []
+        each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
+        layers = len(prices)
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
         sent = [n for n in planned.graph.nodes if n.target is received_groups]
         text = f", in {len(sent)} of them rows are sent to experts, with sizes as if each had as many" if sent else ""
-        return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}{text}",)
+        sends = [f"a rank sends for each of {count} layers of experts {texts}" for texts, count in each.items()]
+        return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}{text}", *sends)
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
@@ -142,6 +140,18 @@ def _before_repeated(node: Node) -> tuple[str, str] | None:
             smallest, place = numel, (node.name, source.name)
         node = source
     return place
+
+
+def _sent_bytes(rows: SortedRows, ranks: int) -> dict[str, int]:
+    """What a rank sends by each method, forward and backward: tokens that are gathered and summed, or weights and their
+    gradients; or of rows those that it has, if it may.
+    """
+    sent = {
+        "gather_rows": 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources}),
+        "weights": 2 * sum(int(meta.size_bytes(n)) for n in {*_params(rows)}),
+    }
+    sent |= {"rows": rows.sent_bytes // ranks} if rows.may_be_sent else {}
+    return {name: n * (ranks - 1) // ranks for name, n in sent.items()}
 
 
 def _params(rows: SortedRows) -> list[Node]:

@@ -97,7 +97,7 @@ def make_plan(
         decisions, exchanged = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
     chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged)
     notes = differences(graph) if per_rank else ()
-    notes += strategies.experts.notes(start.graph, planned) if strategies.experts else ()
+    notes += strategies.experts.notes(start.graph, planned, mesh) if strategies.experts else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
     repeated = repeated_work(planned, decisions, rest, shared)

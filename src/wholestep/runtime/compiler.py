@@ -33,6 +33,7 @@ from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
+from ..plan.make_plan import differences
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
 from ..plan.plan_diff import refuse_other_parameters
@@ -292,7 +293,7 @@ class Compiler:
         self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)
         if first:
-            warn_of_plan(planned, self.world)
+            warn_of_plan(planned, captured.graph, self.world)
         if self._choice is not None:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
         dump.write("2-plan", planned)
@@ -384,12 +385,12 @@ class Compiler:
 _OURS = str(Path(__file__).parent.parent)
 
 
-def warn_of_plan(planned: Plan, world: World) -> None:
+def warn_of_plan(planned: Plan, graph: TrainGraph, world: World) -> None:
     """Warn on the first rank, at the user's line, of losses that depend on the semantics and of repeated work."""
     if world.rank or world.mesh.size == 1:
         return
-    if planned.notes:
-        lines = "\n".join(f"  {note}" for note in planned.notes)
+    if by_semantics := {*planned.notes}.intersection(differences(graph)):
+        lines = "\n".join(f"  {note}" for note in planned.notes if note in by_semantics)
         choice = (
             "This is what DDP computes too. For what one device computes on the whole batch give "
             'DataParallel(..., semantics="global"), for the sum over ranks reduce="sum".'
