@@ -45,7 +45,7 @@ def is_collective(node: Node) -> bool:
 
 def ranks_in_ring(node: Node) -> int:
     """Return the number of ranks of an exchange in which each sends all that it has to one other; else 0."""
-    if collective_kind(node.target) != "all_to_all" or len(node.args) < 4:
+    if collective_kind(node.target) != "all_to_all" or len(node.args) < 4 or isinstance(node.args[2], Node):
         return 0
     parts = cast("Sequence[Any]", node.args[2])
     ranked = all(isinstance(part, OfOwner) for part in parts)
