@@ -20,6 +20,7 @@ from tests.unit.test_recompute_layers import Block
 from tests.unit.test_tile_rows import CLASSES, LOSSES, STRATEGIES, Deep, Llama, make, step_of
 from wholestep.partition.host_copies import fetched, kept, kept_on_host
 from wholestep.partition.stage_program import stage_program
+from wholestep.passes.fit_memory import FitMemory
 from wholestep.passes.recompute_layers import RecomputeLayers
 
 H100 = ws.Hardware.preset("dgx-h100")
@@ -110,6 +111,19 @@ def test_the_device_holds_what_layers_ahead_have_saved(ahead: int) -> None:
     assert abs(held[0] - held[1] - freed * VALUE) < VALUE, (held, freed * VALUE)
     moved = program(ahead)
     assert copies(moved) == LAYERS - 1 - ahead
+
+
+def test_a_smaller_budget_is_met() -> None:
+    model, x = nn.Sequential(*(Block(16) for _ in range(6))), torch.randn(2048, 16)
+    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), 0.1), x)
+    local, budget = ws.partition(graph, ws.plan(graph, "dp=1")), 2_400_000
+    first, *rest = ws.default_passes(memory_bytes=budget)
+    with pytest.raises(ws.PlanError, match="the step needs at least"):
+        ws.run_passes(local, [first, *rest])
+    assert isinstance(first, FitMemory)
+    program = ws.run_passes(local, [replace(first, after=(ALL, *rest)), ALL, *rest])
+    assert copies(program)
+    assert ws.peak_memory(program).size_bytes <= budget
 
 
 def test_time_where_the_link_is_slow() -> None:
