@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 import wholestep as ws
 from tests.batch_classes import CLASSES, EasyDict
-from tests.catalogue import CASES
 from tests.eager import batches, same, same_as_eager, same_holder
 from tests.steps import mse as train
 from wholestep.capture import call_structure
@@ -29,8 +28,9 @@ CALLS = batches((6, 6), (6, 3))
 
 
 def make() -> Made:
-    model = CASES["tiny"].build()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3, bias=False)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 # -- arguments ----------------------------------------------------------------------------
