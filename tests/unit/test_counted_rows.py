@@ -21,9 +21,7 @@ class Picks(nn.Module):
         super().__init__()
         self.body = body
         self.into, self.out, self.gate = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, EXPERTS)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, 16), nn.SiLU(), nn.Linear(16, D)) for _ in range(EXPERTS)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, D, bias=False), nn.SiLU()) for _ in range(EXPERTS))
         self.token, self.words = nn.Parameter(torch.ones(1, D)), nn.Embedding(12, D)
 
     def forward(self, x: Tensor) -> Tensor:
