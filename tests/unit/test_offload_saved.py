@@ -152,6 +152,8 @@ def test_more_layers_ahead_hide_a_slower_link() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ws.PlanError, match=r"OffloadSaved\(ahead=0\)\n  needed: at least one layer"):
         ws.OffloadSaved(0)
+    with pytest.raises(ws.PlanError, match="over_bytes='16 mega'"):
+        ws.OffloadSaved(over_bytes="16 mega")
     model, x = nn.Sequential(*(Block(8) for _ in range(4))), torch.ones(8, 8)
     graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), 0.1), x)
     split: list[tuple[str, Any]] = [

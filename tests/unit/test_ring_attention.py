@@ -46,6 +46,18 @@ def test_llama(ranks: int, length: int, rows: int) -> None:
     assert compare(one, f"cp={ranks}", RING, edit=RecomputeLayers("full")).worst < TOLERANCE
 
 
+@pytest.mark.parametrize("mask", ["causal", "none"])
+def test_one_head_of_keys(mask: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Attends(MASKS[mask], keys=1)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+
+    comparison = compare(OneDevice(make, mean_square, [(torch.randint(11, (2, 7)),) for _ in range(3)]), "cp=3", RING)
+    assert comparison.worst < TOLERANCE, comparison.where
+    assert not comparison.plan.repeated
+    assert comparison.local.collectives()["all_to_all"].count == 3 * 2
+
+
 def _step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
@@ -147,9 +159,15 @@ def test_cross_attention(queries: int, keys: int) -> None:
     assert comparison.local.collectives()["all_to_all"].count == 3 * 2
 
 
+def _padded(length: int) -> dict[str, Tensor]:
+    """A mask that is the same for all queries."""
+    return {"attn_mask": torch.arange(length).lt(5)[None, None, None]}
+
+
 def test_what_is_refused() -> None:
-    for mask, balance in (("window", None), ("bias", None), ("causal", True)):
-        model = Attends(MASKS[mask])
+    masks = {**MASKS, "padding": _padded}
+    for mask, balance in (("window", None), ("bias", None), ("padding", None), ("causal", True)):
+        model = Attends(masks[mask])
         graph = ws.capture(mean_square, model, AdamW(model.parameters()), torch.ones(2, 8).long())
         with pytest.raises(PlanError) as caught:
             ws.plan(graph, "cp=2", ws.ContextParallel(method="ring", balance=balance))

@@ -49,7 +49,7 @@ class OffloadSaved(InPlace):
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise PlanError(f"OffloadSaved(ahead={self.ahead})", "at least one layer", "correct the number")
-        parse_bytes(self.over_bytes)
+        parse_bytes(self.over_bytes, "over_bytes")
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Insert copies into `local`; with a warning none, where nothing so large is saved."""

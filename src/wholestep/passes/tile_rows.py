@@ -70,7 +70,7 @@ class TileRows:
     def __post_init__(self) -> None:
         if self.tiles < 1:
             raise PlanError(f"TileRows({self.tiles})", "at least one tile", "correct the number")
-        parse_bytes(self.over_bytes)
+        parse_bytes(self.over_bytes, "over_bytes")
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """`local` with a loop in place of each region; itself, with a warning, where no product is so large. Products

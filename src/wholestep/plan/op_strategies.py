@@ -58,10 +58,10 @@ def ring(rule: BoundRule, group: Group) -> OpStrategy | None:
     """
     sides = group.operands, group.outputs
     dims = {term.index("q") for side in sides for term in side.values() if "q" in term}
-    with_queries = sum("q" in term for side in sides for term in side.values())
-    if "q" not in rule.local or with_queries not in (3, 5) or dims != {2}:
+    numbers = len(group.operands), sum("q" in term for side in sides for term in side.values())
+    if "q" not in rule.local or numbers not in ((3, 3), (6, 5)) or dims != {2}:
         return None
-    takes, gives = ({i: sharded_along(2) if "g" in t else REPLICATED for i, t in side.items()} for side in sides)
+    takes, gives = (dict.fromkeys(side, sharded_along(2)) for side in sides)
     return OpStrategy(RING, takes, gives, "q")
 
 
