@@ -11,7 +11,9 @@ that was taken before the replacement calls it too. A function in C is replaced 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -38,8 +40,12 @@ def _served() -> int | None:
 
 
 def _this_thread() -> int:
-    torch._C._stash_obj_in_tls(_SERVED, get_ident())
-    return get_ident()
+    thread = get_ident()
+    count = sys.getrefcount(thread)
+    torch._C._stash_obj_in_tls(_SERVED, thread)
+    if sys.getrefcount(thread) == count:  # torch 2.11 drops a reference later that it did not take
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thread))
+    return thread
 
 
 class _Flag:
