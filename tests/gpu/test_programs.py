@@ -72,7 +72,9 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         parallel = ws.DataParallel(style, semantics=options.pop("semantics", "per_rank"))
         schedule = ws.Schedule(ws.Hardware.preset("dgx-h100"), LAYER_BYTES, LAYER_BYTES)
-        self.step = ws.compile(step, parallel=parallel, schedule=schedule, cuda_graphs=False, timeout=None, **options)
+        self.step = ws.compile(
+            step, parallel=parallel, schedule=schedule, cuda_graphs=False, timeout=None, check_every=0, **options
+        )
         self.dtype = dtype
         for call in range(WARM_CALLS):
             self(call)

@@ -62,7 +62,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - distributed._symmetric_memory (2.5): products fused with a gather or a reduce-scatter (`symmetric_memory`); a public
   module.
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor on GPUs with its local tensor in host memory; a
-  from_local that does not move the local tensor.
+  from_local that does not move the local tensor. Code of DTensor.__torch_dispatch__ and utils._python_dispatch's
+  TorchDispatchMode (1.13): ops on a subclass of DTensor, which torch 2.11 does not dispatch; torch since does.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 - _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
   of a subgraph.

@@ -8,9 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+D = TypeVar("D", bound=torch.Tensor)
 
 
 @cache
@@ -119,6 +122,28 @@ def dtensor(kind: type, local: torch.Tensor, devices: Any, placements: Sequence[
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
     spec = DTensorSpec(devices, tuple(placements), tensor_meta=meta)
     return cast(Any, kind)(local, spec, requires_grad=False)
+
+
+def dispatched(kind: type[D]) -> type[D]:
+    """`kind`, a DTensor, as a class decorator: ops on it reach its `__torch_dispatch__`. Torch 2.11 takes it for a
+    DTensor and calls that of C++, so functions of torch run in a mode that asks `kind`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if "NotImplementedError" not in DTensor.__torch_dispatch__.__code__.co_names:
+        return kind
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked = cast(Any, kind).__torch_dispatch__ if any(issubclass(t, kind) for t in types) else None
+            return asked(func, types, args, kwargs) if asked else func(*args, **(kwargs or {}))
+
+    def function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass(), Asked():
+            return func(*args, **(kwargs or {}))
+
+    type.__setattr__(kind, "__torch_function__", classmethod(function))
+    return kind
 
 
 def shard_of(placement: object) -> tuple[int, int] | None:

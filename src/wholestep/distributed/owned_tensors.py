@@ -24,6 +24,7 @@ _NEXT = "do it inside of `with ws.whole(model, optimizer):`, on all ranks"
 _COPIES = frozenset({"copy_", "zero_", "fill_", "_to_copy", "detach", "alias"})
 
 
+@_torch.dispatched
 class OwnedTensor(DTensor):
     """A DTensor that some ranks own; local tensors of others are empty."""
 
