@@ -127,6 +127,9 @@ class SharedOptions:
         for name in ("schedule", "chunks", "placement"):
             if not pipeline and getattr(self, name) is not None:
                 refuse(f"--{name} without an axis pp in --mesh: it has no effect")
+        for name, unset in (("tile_rows", 1), ("offload_saved", 0)):
+            if pipeline and getattr(self, name) != unset:
+                refuse(f"--{name.replace('_', '-')} with an axis pp: needed one of them")
         if self.price is not None and self.tokens is None:
             refuse("--price without --tokens: it has no effect")
         if self.memory is not None:
