@@ -214,3 +214,22 @@ def test_random_writes(seed: int) -> None:
         return [member * 1 for member in members]
 
     compare(step)
+
+
+def test_the_conjugate_of_a_number() -> None:
+    """The gradient of a product with 1j is one with its conjugate, which is a view of no tensor."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.exp(1j * model(x)).real.mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    other = copy.deepcopy(model)
+    compiled = ws.compile(step, progress=None)
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    for _ in range(2):
+        torch.testing.assert_close(compiled(model, optimizer, x), step(other, plain, x))
+    torch.testing.assert_close(model.state_dict(), other.state_dict())

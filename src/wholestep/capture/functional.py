@@ -160,7 +160,7 @@ class _Walk:
                 self._visit_item(node)
             elif is_mutating(node):
                 self._visit_write(node)
-            elif is_view(node):
+            elif is_view(node) and node.all_input_nodes:  # of a number, as the conjugate of 1j, it is no view
                 self._view(node, node.all_input_nodes[0])
 
     def _visit_item(self, node: Node) -> None:
