@@ -9,8 +9,9 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - fx.experimental.proxy_tensor.make_fx (1.12) and its `_disable_torch_fn_metadata_mode` (2.11): traces a whole step into
   one ATen graph; a public joint tracer.
 - fx.experimental.symbolic_shapes.ShapeEnv.create_symbol, create_symintnode, guards, replacements, var_to_range,
-  _get_sloc, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource, utils._sympy.printers.PythonPrinter (2.0):
-  sizes of the batch as symbols, and what was compared of them, with the user's line (`symbols`); a public way to do so.
+  _get_sloc, _get_stack_summary, DimDynamic (2.1), _guards.SLoc, _dynamo.source.ConstantSource,
+  utils._sympy.printers.PythonPrinter (2.0): sizes of the batch as symbols, and what was compared of them, with the
+  user's line (`symbols`), and no search for one that nobody reads (`tracing`); a public way to do so.
 - ShapeEnv.evaluate_expr, create_unbacked_symint, ignore_fresh_unbacked_symbols, deferred_runtime_asserts,
   _constrain_range_for_size, GuardOnDataDependentSymNode (2.4): rows that are counted (`symbols`); the same way.
 - fx.experimental.proxy_tensor.fetch_sym_proxy, PythonKeyTracer.create_arg, and __sym_dispatch__ of the mode (2.0):

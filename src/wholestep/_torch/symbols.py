@@ -112,6 +112,9 @@ class _Env(ShapeEnv):
     def _get_sloc(self, framework_loc: str | None = None) -> SLoc:
         return SLoc(framework_loc=traceback.FrameSummary("", 0, ""), maybe_user_loc=self.line())
 
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
+        return self._get_sloc(), ""
+
     def evaluate_expr(self, orig_expr: Any, *args: Any, **named: Any) -> Any:
         """What torch compares of rows that are counted is as for many rows; Python's own code gets no answer."""
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._decomp import get_decompositions  # pyright: ignore[reportUnknownVariableType]  # torch leaves its result open
+from torch._guards import SLoc
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -59,10 +60,15 @@ def _batch_norm(
 
 
 class _NoGuards(ShapeEnv):
-    """A ShapeEnv of static shapes, which nothing guards: torch suspends guards for each tensor that it makes."""
+    """A ShapeEnv of static shapes, which nothing guards: torch suspends guards for each tensor that it makes, and notes
+    the user's line of each number that is read, for which it imports all that is not the user's.
+    """
 
     def suppress_guards(self) -> Any:
         return contextlib.nullcontext()
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
+        return SLoc(None, None), ""
 
 
 def fake_mode() -> FakeTensorMode:
