@@ -250,8 +250,23 @@ def test_ranks_with_batches_of_their_own(parallel: list[Any]) -> None:
 
 
 def test_a_step_without_experts() -> None:
-    one = _sorted(scale=ORDERED["running sum"])
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(8, 8)
+        return model, AdamW(model.parameters())
+
+    one = OneDevice(make, mean_square, [(torch.randn(2, 12, 8),)])
     assert _refused(one, "dp=2", APART).startswith("ExpertParallel: the step has no such layer\n")
+
+
+@pytest.mark.parametrize("name", ["running sum", "dropout"])
+def test_a_layer_in_one_order_is_named(name: str) -> None:
+    """Beside others too, whose experts would be apart without it."""
+    text = _refused(_sorted(scale=ORDERED[name]), "dp=2", APART)
+    assert text.startswith("ExpertParallel, ")
+    assert "a result may depend on the order of rows\n" in text
+    assert text.endswith('next: give method="auto", which gathers these experts')
+    auto = ws.plan(_sorted(scale=ORDERED[name]).capture.graph, "dp=2", [APART[0], ws.ExpertParallel("dp")])
+    assert any("experts of 0 of 1 layers stay" in note for note in auto.notes)
 
 
 ALL_ROWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {

@@ -21,7 +21,7 @@ from ..layout import REPLICATED, VARIES, AxisState, Layout, sharded_along
 from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import received_groups
 from ..rules.find_rule import find_rule
-from .rows_in_any_order import Apart, SortedRows, sorted_rows
+from .rows_in_any_order import Apart, SortedRows, sorted_rows, sorts_in_one_order
 from .strategy import Pins, Resting
 from .tensor_parallel import OneAxis
 
@@ -74,6 +74,10 @@ class ExpertParallel(OneAxis):
         if self.method == "auto":
             choices = [(rows, self._cheapest(rows, ranks)) for rows in layers if not problems[rows.sort]]
             return [(rows, method) for rows, method in choices if method != "weights"]
+        for sort in sorts_in_one_order(graph.graph) if ranks > 1 and self.method != "weights" else ():
+            text = f"ExpertParallel, {meta.module_path(sort) or sort.name}: a result may depend on the order of rows"
+            needed, next_step = "ops that treat all rows alike", 'give method="auto", which gathers these experts'
+            raise PlanError(text, needed, next_step, meta.source_line(sort))
         if ranks > 1 and self.method != "weights" and not layers:
             needed = "rows that topk sorts by expert, grouped products of them, and ops that treat all rows alike"
             raise PlanError("ExpertParallel: the step has no such layer", needed, 'give method="weights"')
@@ -119,7 +123,7 @@ class ExpertParallel(OneAxis):
         ranks = mesh.axis_size(self.axis)
         prices = [_sent_bytes(rows, ranks) for rows in sorted_rows(graph.graph)] if ranks > 1 else []
         each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
-        layers = len(prices)
+        layers = len(prices) + len(sorts_in_one_order(graph.graph))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
         sent = [n for n in planned.graph.nodes if n.target is received_groups]
         text = f", in {len(sent)} of them rows are sent to experts, with sizes as if each had as many" if sent else ""

@@ -22,7 +22,7 @@ from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import TrainGraph
-from ..graph.nodes import add_node, copy_graph, drop_dead, node_at, operands
+from ..graph.nodes import add_node, copy_graph, drop_dead, node_at, operands, reached
 from ..graph.op_kinds import CHEAP, packet_name
 from ..layout import REPLICATED, VARIES, AxisState, Extent, Layout, extent, partial_by, sharded_along
 from ..mesh import Mesh
@@ -72,6 +72,18 @@ def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
         rows = SortedRows(node)
         if rows.are_in_any_order():
             yield rows
+
+
+def sorts_in_one_order(graph: Graph) -> list[Node]:
+    """Sorts whose groups grouped products take, where the order of rows may be of account."""
+    free = {rows.sort for rows in sorted_rows(graph)}
+    sorts = [n for n in graph.nodes if _sorts_rows(n) and n not in free]
+    return [n for n in sorts if any(str(user.target) in _PRODUCTS for v in _vectors(n) for user in v.users)]
+
+
+def _vectors(sort: Node) -> set[Node]:
+    """The positions and counts that are computed of a sort."""
+    return reached([sort], lambda node: node.users, lambda node: all(len(t.shape) < 2 for t in meta.tensors(node) if t))
 
 
 def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh) -> TrainGraph:
