@@ -16,6 +16,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
+from ..graph.op_kinds import packet_name
 from ..graph.stage_part import TOTAL, part_of
 from ..graph.storage import UNMARKED_VIEWS, returns_new
 from ..partition.rank_ops import MAY_ALIAS, take_chunk
@@ -30,6 +31,7 @@ _OWNED = frozenset({Role.PARAM, Role.BUFFER, Role.STATE, Role.GRAD})
 _END = 1 << 60
 GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 WHERE_INTO = aten.where.self_out
+_REPEATS = frozenset({"expand", "unfold", "as_strided"})
 _INTO = frozenset({GATHER_INTO, WHERE_INTO})
 
 
@@ -226,7 +228,7 @@ class _Work:
         strides = zip(old.stride, new.stride, old.shape, strict=True)
         alike = (old.dtype, old.device) == (new.dtype, new.device) and equal(old.shape, new.shape)
         fits = alike and all(a == b != 0 for a, b, size in strides if size > 1)
-        alone = self._reads(node)[self.root[operand]] == 1
+        alone = self._reads(node)[self.root[operand]] == 1 and not _repeats(operand)
         return fits and alone and not self._may_broadcast(operand, node, new) and self._dies_at(operand, node)
 
     def _reads(self, node: Node) -> Counter[Node]:
@@ -339,6 +341,17 @@ def aliased(node: Node) -> Node | None:
     if not may_alias and _torch.is_op(node.target) and returns_new(node.target):
         return None
     return next(iter(operands(node)), None)  # of a function of wholestep too: it may return a view
+
+
+def _repeats(node: Node) -> bool:
+    """Whether a view may have one element at several places; a reshape of an expanded tensor is a view or a copy."""
+    source = aliased(node)
+    while source is not None and not is_mutating(node):
+        new, old = meta.tensor(node), meta.tensor(source)
+        if packet_name(node.target) in _REPEATS and not (new and old and equal(new.shape, old.shape)):
+            return True
+        node, source = source, aliased(source)
+    return False
 
 
 @cache
