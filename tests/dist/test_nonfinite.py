@@ -103,7 +103,7 @@ def other_options(rank: int, world: int) -> list[Calls]:
         train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard", semantics="global")),
         train(rank, world, "AdamW", parallel=ws.DataParallel("fully_shard"), offload="cpu"),
         train(rank, world, "AdamW", mesh="replicate=2,shard=2", parallel=ws.DataParallel("hybrid")),
-        train(rank, world, "AdamW", mesh="dp=2,tp=2", parallel=shards),
+        train(rank // 2, world // 2, "AdamW", mesh="dp=2,tp=2", parallel=shards),
     ]  # fmt: skip
 
 
