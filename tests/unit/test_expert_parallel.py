@@ -109,15 +109,17 @@ PROJECTIONS = ws.TensorParallel({"model.layers.*.self_attn.q_proj": "colwise"})
         pytest.param(
             "dp=2", [ws.DataParallel("replicate", semantics="global"), ws.ExpertParallel("dp", ROWS)], id="replicated"
         ),
-        pytest.param("dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x", ROWS)], id="pieces"),
     ],
 )
 def test_composes(mesh: str, parallel: Any, method: Any) -> None:
     parts: list[Any] = [*parallel] if isinstance(parallel, (list, tuple)) else [parallel]
-    if method == "rows" and any(isinstance(part, ws.MicroBatches) for part in parts):
-        pytest.skip("refused, see below")
     parts = [replace(part, method=method) if isinstance(part, ws.ExpertParallel) else part for part in parts]
     _check(mixture("mixtral", 4), mesh, parts)
+
+
+@pytest.mark.full
+def test_composes_with_micro_batches() -> None:
+    _check(mixture("mixtral", 4), "dp=2,x=2", [SAMPLES, ws.MicroBatches(2), ws.ExpertParallel("x", ROWS)])
 
 
 def _multiplies(node: Node) -> bool:

@@ -47,7 +47,7 @@ ACCUMULATORS = (add_up, put_piece, keep_piece)
 @priced_like(FREE)
 @shares("view")
 def kept_piece(values: list[Tensor], piece: int) -> Tensor:
-    """Return the value of one piece, of those that `keep_piece` has kept."""
+    """Return the value of one piece that `keep_piece` has kept."""
     return values[piece]
 
 

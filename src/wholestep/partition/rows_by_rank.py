@@ -1,8 +1,8 @@
 """Rows that are sent to the ranks of their groups, and back: an all-to-all of as many as ranks count while they run.
 
 For each sort of rows, ranks gather how many each has of each group, and the host reads once how many it sends and
-receives. What comes is ordered by the rank that sent it; a stable sort by group follows. Shapes that programs state are
-those of groups of one size.
+receives. Rows arrive in the order of the ranks that sent them, and are sorted by group. Programs state the shapes of
+groups of equal size.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def counts_of_groups(of: Tensor, groups: int) -> Tensor:
 
 
 @priced_like(COUNTS_ROWS)
-def rows_by_rank(own: Tensor, counts: Tensor, first: int, count: int) -> list[list[int]]:
-    """How many rows the rank sends to each one, and receives from each, by its `own` counts and those of all."""
-    ranks, groups = counts.shape[0] // own.shape[0], own.shape[0]
+def rows_by_rank(counts_here: Tensor, counts: Tensor, first: int, count: int) -> list[list[int]]:
+    """How many rows the rank sends to each one, and receives from each, by its counts and those of all."""
+    ranks, groups = counts.shape[0] // counts_here.shape[0], counts_here.shape[0]
     each = -(-groups // ranks)
-    sent = torch.cat([own, own.new_zeros(each * ranks - groups)]).view(ranks, each).sum(1)
+    sent = torch.cat([counts_here, counts_here.new_zeros(each * ranks - groups)]).view(ranks, each).sum(1)
     received = counts.view(ranks, groups).narrow(1, first, count).sum(1)
     return cast("list[list[int]]", torch.stack([sent, received]).tolist())
 
@@ -91,9 +91,9 @@ class _Exchange:
 
     def __post_init__(self) -> None:
         of, ranks = one_tensor(self.of), self.mesh.axis_size(self.axis)
-        own = contiguous([self.groups], replace(of, dtype=torch.int64))
-        every = contiguous([self.groups * ranks], own)
-        counts = self._call(counts_of_groups, (self.of, self.groups), own)
+        each = contiguous([self.groups], replace(of, dtype=torch.int64))
+        every = contiguous([self.groups * ranks], each)
+        counts = self._call(counts_of_groups, (self.of, self.groups), each)
         self.counts = self._call(funcol.all_gather_into_tensor.default, (counts, ranks, self.axis), every)
         self.counts = self._call(funcol.wait_tensor.default, (self.counts,), every)
         split = self._call(rows_by_rank, (counts, self.counts, self.first, self.count), None, None)

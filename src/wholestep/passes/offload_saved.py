@@ -25,9 +25,9 @@ from .saved_tensors import SavedTensors
 
 @dataclass(frozen=True)
 class OffloadSaved(InPlace):
-    """Copies what layers save for their backward to host memory, and back before it is read. Copies run beside the
-    step: each has the time in which `ahead` layers compute, forward and backward, and the device holds what so many
-    layers save besides those that compute. What the last `ahead` layers save stays. Bitwise the same.
+    """Copies what layers save for their backward to host memory, and back before it is read. Results are bitwise equal.
+    Copies run beside the step: each has the time in which `ahead` layers compute. So the device holds what the layer
+    that computes saves, and `ahead` layers more. What the last `ahead` layers save is not copied.
 
     Args:
         ahead: layers, which are modules whose name is a number, as `layers.3`.
@@ -63,8 +63,8 @@ class OffloadSaved(InPlace):
                   if (value := _value(saved, storage)) is not None]  # fmt: skip
         moved = 0
         for segment in sorted({saved.segment[value.base] for value in values}):
-            own = [value for value in values if saved.segment[value.base] == segment]
-            groups = _by_layer(own, saved, layers)
+            saved_there = [value for value in values if saved.segment[value.base] == segment]
+            groups = _by_layer(saved_there, saved, layers)
             for group, earlier in zip(groups[self.ahead :], groups, strict=False):
                 created = min(saved.position[value.storage.node] for value in earlier)
                 read = min(saved.position[value.reads[0][0]] for value in earlier)
@@ -119,12 +119,12 @@ class _Value:
 def _value(saved: SavedTensors, storage: Storage) -> _Value | None:
     """What is saved of a storage that the forward computes, later segments read, and one copy holds."""
     node, inside = storage.node, set(storage.members)
-    own = saved.segment.get(node, -1)
+    born = saved.segment.get(node, -1)
     if node not in saved.batch_dependent or meta.is_backward(node) or storage.last is None:
         return None
     base = next((m for m in storage.members if _is_all(m, storage)), None)
-    read = [(user, m) for m in storage.members for user in m.users if user not in inside or saved.segment[user] > own]
-    reads = [(user, m) for user, m in read if saved.segment[user] > own == saved.segment[m]]
+    read = [(user, m) for m in storage.members for user in m.users if user not in inside or saved.segment[user] > born]
+    reads = [(user, m) for user, m in read if saved.segment[user] > born == saved.segment[m]]
     if base is None or not reads:
         return None
     members = {base}
@@ -133,7 +133,7 @@ def _value(saved: SavedTensors, storage: Storage) -> _Value | None:
             members.add(member)
     if not members.issuperset(m for _, m in reads):
         return None
-    last_read = max(saved.position[user] for user, _ in [*read, (base, base)] if saved.segment[user] == own)
+    last_read = max(saved.position[user] for user, _ in [*read, (base, base)] if saved.segment[user] == born)
     return _Value(storage, base, members, sorted(reads, key=lambda pair: saved.position[pair[0]]), last_read)
 
 
@@ -154,8 +154,8 @@ def _by_layer(values: Sequence[_Value], saved: SavedTensors, layers: Mapping[Nod
     """
     groups, layer = list[list[_Value]](), None
     for value in sorted(values, key=lambda value: saved.position[value.reads[0][0]], reverse=True):
-        own = layers[value.base] or layer or ""
-        groups = groups if own == layer else [[], *groups]
+        layer_of_value = layers[value.base] or layer or ""
+        groups = groups if layer_of_value == layer else [[], *groups]
         groups[0].insert(0, value)
-        layer = own
+        layer = layer_of_value
     return groups

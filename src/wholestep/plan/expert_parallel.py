@@ -74,7 +74,7 @@ class ExpertParallel(OneAxis):
         if self.method == "auto":
             choices = [(rows, self._cheapest(rows, ranks)) for rows in layers if not problems[rows.sort]]
             return [(rows, method) for rows, method in choices if method != "weights"]
-        for sort in sorts_in_one_order(graph.graph) if ranks > 1 and self.method != "weights" else ():
+        for sort in sorts_in_one_order(graph.graph, layers) if ranks > 1 and self.method != "weights" else ():
             text = f"ExpertParallel, {meta.module_path(sort) or sort.name}: a result may depend on the order of rows"
             needed, next_step = "ops that treat all rows alike", 'give method="auto", which gathers these experts'
             raise PlanError(text, needed, next_step, meta.source_line(sort))
@@ -120,10 +120,10 @@ class ExpertParallel(OneAxis):
 
     def notes(self, graph: TrainGraph, planned: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
         """How many layers of experts of `graph` are apart in the planned step, and what each method sends for them."""
-        ranks = mesh.axis_size(self.axis)
-        prices = [_sent_bytes(rows, ranks) for rows in sorted_rows(graph.graph)] if ranks > 1 else []
+        ranks, in_any_order = mesh.axis_size(self.axis), list(sorted_rows(graph.graph))
+        prices = [_sent_bytes(rows, ranks) for rows in in_any_order] if ranks > 1 else []
         each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
-        layers = len(prices) + len(sorts_in_one_order(graph.graph))
+        layers = len(in_any_order) + len(sorts_in_one_order(graph.graph, in_any_order))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
         sent = [n for n in planned.graph.nodes if n.target is received_groups]
         text = f", in {len(sent)} of them rows are sent to experts, with sizes as if each had as many" if sent else ""

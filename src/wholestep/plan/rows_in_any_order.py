@@ -74,9 +74,9 @@ def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
             yield rows
 
 
-def sorts_in_one_order(graph: Graph) -> list[Node]:
-    """Sorts whose groups grouped products take, where the order of rows may be of account."""
-    free = {rows.sort for rows in sorted_rows(graph)}
+def sorts_in_one_order(graph: Graph, others: Sequence[SortedRows]) -> list[Node]:
+    """Sorts beside `others` whose groups grouped products take: the order of their rows may be of account."""
+    free = {rows.sort for rows in others}
     sorts = [n for n in graph.nodes if _sorts_rows(n) and n not in free]
     return [n for n in sorts if any(str(user.target) in _PRODUCTS for v in _vectors(n) for user in v.users)]
 
