@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -227,6 +227,18 @@ def test_a_barrier_names_ranks_that_do_not_come_and_lets_all_come_again() -> Non
         found = on_ranks(EXCHANGES["barrier"], 3, store, timeout_s=4.0, ranks=[0, 2])
     assert found == [f"a test: rank {r} is there, ranks [1] did not come within 4 s" for r in (0, 2)]
     assert on_ranks(EXCHANGES["barrier"], 3, store) == [None] * 3
+
+
+def test_a_rank_that_gives_up_first_at_a_barrier_did_come() -> None:
+    store = dist.HashStore()
+
+    def barrier(ranks: Rendezvous) -> None:
+        replace(ranks, timeout_s=4.0 if ranks.rank == 0 else 2.0).barrier("a test")
+
+    with pytest.warns(UserWarning, match="waits for other ranks at a test"):
+        said = on_ranks(barrier, 3, store, ranks=[0, 2])
+    assert said == [f"a test: rank {r} is there, ranks [1] did not come within {4 - r} s" for r in (0, 2)]
+    assert not store.check(["wholestep/barrier@ThreadPoolExecutor-_/a test/0/late"])
 
 
 def test_a_barrier_names_ranks_at_another_one() -> None:

@@ -232,9 +232,11 @@ class Rendezvous:
             if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
                 return
             missing = self._wait_at_barrier(what, f"{key}/{number}")
-            if missing and add(self.store, key, -1) + 1 == full:
+            if missing and (waiting := add(self.store, key, -1)) + 1 == full:
                 add(self.store, key, 1)  # the last rank came at this moment
             elif missing:
+                if waiting == number * self.size:  # nobody waits here any more
+                    self.store.delete_key(f"{key}/{number}/late")
                 needed = "all ranks, as this gathers what each of them holds a part of"
                 next_step = "call it on every rank (not under `if rank == 0`), equally often and in the same order"
                 problem = f"{what}: rank {self.rank} is there, {missing}"
@@ -340,10 +342,13 @@ class Rendezvous:
                 if at is not None and elsewhere:
                     time.sleep(2 * _LOOK_S)  # the others look as well
                     return "; ".join(f"rank {rank} is at {at[rank]}" for rank in elsewhere)
-                if time.monotonic() > end:
-                    at = self._waiting_ranks() if at is None else at
-                    absent = [rank for rank in range(self.size) if rank not in at and rank != self.rank]
-                    return f"ranks {absent} did not come within {self.timeout_s:,.9g} s"
+                if time.monotonic() > end:  # the first that gives up says for all who was there
+                    if not self.store.check([f"{key}/late"]):
+                        at = self._waiting_ranks() if at is None else at
+                        late = [rank for rank in range(self.size) if rank not in at and rank != self.rank]
+                        put(self.store, f"{key}/late", tuple(late))
+                    late = list(get(self.store, f"{key}/late", tuple[int, ...]))
+                    return f"ranks {late} did not come within {self.timeout_s:,.9g} s"
             return ""
         finally:
             put(self.store, f"wholestep/waits/{self.rank}", "")
