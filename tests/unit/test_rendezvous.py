@@ -195,8 +195,8 @@ def test_a_rank_that_failed_is_named_though_others_are_not_there_yet() -> None:
 
 def test_ranks_that_do_not_come_are_named_and_told_when_they_do() -> None:
     store, act = dist.HashStore(), equal(lambda _: {LAYOUTS: lines("a")})
-    found = on_ranks(act, 8, store, timeout_s=0.5, ranks=[0, 1, 2, 4, 5, 6])
-    assert found == [f"ranks [3, 7] compiled no program while rank {r} did, within 0 s" for r in (0, 1, 2, 4, 5, 6)]
+    found = on_ranks(act, 8, store, timeout_s=3.0, ranks=[0, 1, 2, 4, 5, 6])
+    assert found == [f"ranks [3, 7] compiled no program while rank {r} did, within 3 s" for r in (0, 1, 2, 4, 5, 6)]
     found = on_ranks(act, 8, store, ranks=[3])
     assert found == ["rank 3 compiled its program when others no longer waited for it (60 s)"]
 
@@ -212,8 +212,8 @@ def test_a_rank_that_waits_hears_who_is_missing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gather_names_the_ranks_that_do_not_come() -> None:
-    found = on_ranks(EXCHANGES["gather"], 20, timeout_s=0.5, ranks=range(1, 19))
-    assert found == ["a test: ranks [0, 19] did not come within 0.5 s"] * 18
+    found = on_ranks(EXCHANGES["gather"], 20, timeout_s=3.0, ranks=range(1, 19))
+    assert found == ["a test: ranks [0, 19] did not come within 3 s"] * 18
 
 
 def test_a_broadcast_names_what_the_first_rank_owes() -> None:
@@ -233,11 +233,11 @@ def test_a_rank_that_gives_up_first_at_a_barrier_did_come() -> None:
     store = dist.HashStore()
 
     def barrier(ranks: Rendezvous) -> None:
-        replace(ranks, timeout_s=4.0 if ranks.rank == 0 else 2.0).barrier("a test")
+        replace(ranks, timeout_s=2.0 - ranks.rank / 2).barrier("a test")
 
     with pytest.warns(UserWarning, match="waits for other ranks at a test"):
         said = on_ranks(barrier, 3, store, ranks=[0, 2])
-    assert said == [f"a test: rank {r} is there, ranks [1] did not come within {4 - r} s" for r in (0, 2)]
+    assert said == [f"a test: rank {r} is there, ranks [1] did not come within {2 - r // 2} s" for r in (0, 2)]
     assert not store.check(["wholestep/barrier@ThreadPoolExecutor-_/a test/0/late"])
 
 
@@ -301,7 +301,7 @@ def test_ranks_end_with_an_error_where_another_process_writes(exchange: str, tmp
     for number in [1, 2, 3, 4] * 10:
         shared = dist.HashStore()
         good = Counting(shared) if exchange != "broadcast" else Spoiled(shared, number)
-        found = on_ranks(EXCHANGES[exchange], 2, [good, Spoiled(shared, number)], timeout_s=0.2)
+        found = on_ranks(EXCHANGES[exchange], 2, [good, Spoiled(shared, number)], timeout_s=3.0)
         texts = [text for text in found if isinstance(text, str)]
         spoiled += bool(texts)
         right = {"all_equal": Calls(0, True), "gather": [0, 1], "broadcast": {"of": 0}}[exchange]
@@ -314,7 +314,7 @@ def test_ranks_end_with_an_error_where_another_process_writes(exchange: str, tmp
 def test_a_count_that_is_no_number_is_named() -> None:
     store = dist.HashStore()
     store.set("job/0/count/0", "abc")
-    found = on_ranks(EXCHANGES["gather"], 2, store, timeout_s=0.2)
+    found = on_ranks(EXCHANGES["gather"], 2, store, timeout_s=3.0)
     assert found == ["the store of the job holds under job/0/count/0: b'abc', which is no number"] * 2
 
 
