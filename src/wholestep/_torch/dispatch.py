@@ -158,7 +158,7 @@ def _nodes(mode: Any, value: Any) -> Any:
         return kind([_nodes(mode, v) for v in value])
     if kind not in _VALUES and not is_size(value):
         raise _SlowPathError
-    return value
+    return bool(value) if kind is torch.SymBool else value
 
 
 def _record(tracer: Any, node: torch.fx.Node, op: Any, args: Any, kwargs: Any) -> Any:

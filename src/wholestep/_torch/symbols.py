@@ -48,7 +48,8 @@ def math_of(name: str, value: Any) -> Any:
     if not isinstance(value, SYMBOLIC):
         return apply(value)
     node = cast(Any, torch).sym_float(value).node
-    return node.shape_env.create_symfloatnode(MATH[name](node.expr), hint=apply(node.hint))
+    hint = None if node.hint is None else apply(node.hint)  # None: it is counted while the step runs
+    return node.shape_env.create_symfloatnode(MATH[name](node.expr), hint=hint)
 
 
 SYMBOLIC_FUNCTIONS: dict[str, Any] = {
@@ -116,11 +117,11 @@ class _Env(ShapeEnv):
         return self._get_sloc(), ""
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **named: Any) -> Any:
-        """What torch compares of rows that are counted is as for many rows; Python's own code gets no answer."""
+        """What torch compares of rows that are counted is as for many rows; Python's own code takes a branch."""
         try:
             return super().evaluate_expr(orig_expr, *args, **named)
         except GuardOnDataDependentSymNode:
-            answer = None if _python_asks() else self.sizes.for_many(orig_expr)
+            answer = self.sizes.for_python(orig_expr) if _python_asks() else self.sizes.for_many(orig_expr)
             if answer is None:
                 raise
             return answer
@@ -175,7 +176,7 @@ class _Mode(FakeTensorMode):
 
 class Symbols:
     """The symbols of one capture. `line` returns the line of the user's code that runs. `traced`: what the step itself
-    compares of sizes, which is the same on all ranks.
+    compares of sizes, which is the same on all ranks. `branch(text)`: what a trace takes a comparison for.
 
     A symbol is a size of 2 or more: torch treats 0 and 1 apart.
     """
@@ -194,6 +195,7 @@ class Symbols:
         self._owned: dict[Any, bool] = {}
         self.traced: list[SizeGuard] = []
         self._asked = 0
+        self.branch: Callable[[str], bool | None] = lambda text: None
 
     def end_of_trace(self) -> None:
         """What is compared from now on is compared for a plan and a program."""
@@ -259,12 +261,20 @@ class Symbols:
         """What a comparison of rows that are counted is for as many as their hints, which is noted; None for another
         expression.
         """
-        if not expression.is_Relational or not {*map(str, expression.free_symbols)} <= self._counted.keys():
+        if (text := self._compared(expression)) is None:
             return None
-        text = f"({self._printed(expression)})"
         outcome = bool(evaluate(text, self.record.hints))
         self.record.note(text, outcome)
         return outcome
+
+    def for_python(self, expression: Any) -> bool | None:
+        """What `branch` takes a comparison of rows that are counted for; None for another expression."""
+        text = self._compared(expression)
+        return None if text is None else self.branch(text)
+
+    def _compared(self, expression: Any) -> str | None:
+        counted = expression.is_Relational and {*map(str, expression.free_symbols)} <= self._counted.keys()
+        return f"({self._printed(expression)})" if counted else None
 
     @property
     def assumed(self) -> list[str]:

@@ -6,6 +6,7 @@ that follow from rows that the step counts (`ROWS_OF`), where they are read.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -165,7 +166,7 @@ class _Eager:
         self._waits: dict[int, str] = {}
         self._numbered: list[tuple[int, Node]] = []
         self.source = self._write()
-        scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int}
+        scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int, "math": math}
         if not self._is_body:
             scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph, self.source)
         first = {name: partial(self._fit, value) for name, value in scope.items() if name.startswith("_f")}

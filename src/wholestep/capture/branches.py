@@ -82,7 +82,7 @@ class Branches:
         """What values were taken for so far; nothing of a trace with too many."""
         return tuple(branch.expected for branch in self.decided) if len(self.decided) < MOST else ()
 
-    def take(self, value: torch.Tensor, where: str) -> bool | None:
+    def take(self, value: torch.Tensor, where: str, likely: bool | None = None) -> bool | None:
         """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
         assumed = self.options.branches
         traced = None if assumed is None or _torch.inside_transform() else _torch.traced_node(value)
@@ -92,7 +92,8 @@ class Branches:
         if not self.depends_on_tensors(node):
             return None
         now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
-        likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
+        if likely is None or now is not None:
+            likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
         expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -174,6 +175,24 @@ def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, st
 
 SIZED_OPS: dict[Any, Callable[..., Any]] = {torch.ops.aten.slice_backward.default: _slice_backward}
 """Ops, and what a trace records in their place, unless that is NotImplemented."""
+
+
+def _length(original: Callable[[Any], int], value: Any) -> Any:
+    return value.shape[0] if _torch.is_fake(value) and value.dim() else original(value)
+
+
+def _bound(of_two: Callable[[Any, Any], Any], original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """`min` or `max`, also of numbers of rows."""
+    if named or len(values) < 2 or not any(map(_torch.is_size, values)):
+        return original(*values, **named)
+    return reduce(of_two, values)
+
+
+COUNTED: list[tuple[Any, str, Callable[..., Any]]] = [
+    (builtins, "len", _length), (builtins, "min", partial(_bound, torch.sym_min)),
+    (builtins, "max", partial(_bound, torch.sym_max)),
+]  # fmt: skip
+"""Functions of Python that ask how many rows there are, and what runs in their place where the step counts rows."""
 
 
 def sized_forms(symbolic: bool) -> list[tuple[Any, str, Callable[..., Any]]]:

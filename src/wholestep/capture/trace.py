@@ -38,7 +38,7 @@ from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
-from .sized_forms import SIZED_OPS, sized_forms
+from .sized_forms import COUNTED, SIZED_OPS, sized_forms
 from .stand_ins import error_of_text, text_of_tensor
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -153,10 +153,11 @@ class Traced:
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
-            sized = sized_forms(self.stand_ins.symbols is not None)
+            sized = sized_forms(self.stand_ins.symbols is not None) + (COUNTED if self.request.counts else [])
             loops = optimizer_loops(self.own.fake_of, self._kind_of, self.numbers.count)
             forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention, *loops]
             with (
+                ExitStack() as inside,
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
@@ -165,6 +166,8 @@ class Traced:
             ):
                 places = CountedPlaces(self.request, self.stand_ins.symbols, self.branches, self.known, _calling_text)
                 ops = {**fixed_sizes(self.known, places.of), **SIZED_OPS}
+                asked = [(self.stand_ins.symbols, "branch", places.branch)] if self.request.counts else []
+                inside.enter_context(_torch.attributes_set(asked))
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
