@@ -601,7 +601,7 @@ COMMANDS = (
     ["plan", "step.py:build", "--mesh", "dp=2,tp=2", "--tp", "0=colwise", "--tp", "2=rowwise", "--semantics", "global"],
     ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--memory", "1GiB", "--pin", "0.weight=dp:replicate"],
     ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--replicated", "0=dp", "--hardware", "hardware.json"],
-    ["plan", "step.py:build", "--mesh", "dp=2", "--program", "--stop-after", "Reinplace", "--what-if", "mesh=dp=4"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--program", "--stop-after", "Reinplace"],
     ["plan", "step.py:build", "--mesh", "dp=2", "--compare", "--json", "out.json"],
     ["plan", "--hf", "config", "--batch", "1", "--seq", "8", "--layers", "1", "--mesh", "dp=2"],
     ["simulate", "step.py:build", "--mesh", "dp=2", "--hardware", "loopback", "--trace", "trace.json"],

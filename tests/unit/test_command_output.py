@@ -75,8 +75,6 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
         ("plan", ["--mesh", "4"], "mesh '4'"),
         ("plan", ["--mesh", "dp=4", "--auto", "--memory", "1XB"], "--memory='1XB'"),
         ("plan", ["--mesh", "dp=4", "--auto", "--hardware", "nowhere"], "nowhere"),
-        ("plan", ["--mesh", "dp=4", "--what-if", "mesh=4"], "mesh '4'"),
-        ("plan", ["--mesh", "dp=4", "--what-if", "hardware=nowhere"], "nowhere"),
         ("simulate", ["--mesh", "4"], "mesh '4'"),
         ("simulate", ["--hardware", "nowhere"], "nowhere"),
     ],

@@ -43,7 +43,6 @@ def test_styles_and_orders_are_ranked(tmp_path: Path, given: str) -> None:
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (("--what-if", "mesh=pp=4"), "--what-if with an axis pp: needed one of them"),
     (("--tile-rows", "4"), "--tile-rows with an axis pp: needed one of them"),
     (("--offload-saved", "1"), "--offload-saved with an axis pp: needed one of them"),
     (("--compare", "--html", "plan.html"), "--html with an axis pp and --compare: needed one of them"),

@@ -8,7 +8,7 @@ import typer
 from wholestep.tuning import table
 
 from .hf import ModelSpec, load
-from .plan_options import WHAT_IF_FORMS, check_what_if, constraints
+from .plan_options import constraints
 from .screen import Screen
 from .shared_options import SharedOptions, with_shared_options
 from .target import (
@@ -45,7 +45,6 @@ _Explain = Annotated[
 _Html = Annotated[
     Path | None, typer.Option("--html", help="Write one page that shows the plan; with --compare, the fastest.")
 ]
-_WhatIf = Annotated[list[str] | None, typer.Option("--what-if", help=f"Its cost if: {WHAT_IF_FORMS}; repeatable.")]
 
 
 @with_shared_options
@@ -68,7 +67,6 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
     ] = None,
-    what_if: _WhatIf = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the tuned thresholds too.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
@@ -95,10 +93,9 @@ def plan(
         if cp and not is_open(on):
             refuse(f"--cp on mesh {mesh}: needed auto=N; ranks along an axis cp share sequences without it")
         step.check(chooses=auto, pipeline=bool(stages))
-        check_what_if(what_if or [], step.hf is not None)
         described, spec = hardware_of(hardware), step.spec(step.batch)
         if stages:
-            _check_stages(compare, {"what-if": what_if}, {"html": html, "trace": trace})
+            _check_stages(compare, html=html, trace=trace)
         request = planning.plan_request(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
@@ -108,16 +105,10 @@ def plan(
     typer.echo(report.text)
     if verbose:
         typer.echo(f"\n{table()}")
-    cases: list[planning.WhatIf] = []
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(report.as_json))
-        if (what_if or html) and not stages:
-            cases = planning.what_ifs(shown, what_if or [], request, report, spec)
-    if what_if:
-        typer.echo(f"\n{planning.what_if.show(cases)}")
-    if html or trace:
-        with working() as shown:
-            planning.draw(shown, report, request, html, trace, cases)
+        if html or trace:
+            planning.draw(shown, report, request, html, trace)
 
 
 def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpec | None:
@@ -143,12 +134,11 @@ def _report(
     return planning.planned(shown, request)
 
 
-def _check_stages(compare: bool, never: dict[str, Any], of_one: dict[str, Any]) -> None:
-    """Refuse what is not there for pipelines."""
-    names = [name for name, value in (never | (of_one if compare else {})).items() if value]
+def _check_stages(compare: bool, **of_one: Path | None) -> None:
+    """Refuse what a comparison of pipelines does not write."""
+    names = [name for name, value in of_one.items() if value and compare]
     if names:
-        both = " and --compare" if names[0] in of_one else ""
-        refuse(f"--{names[0]} with an axis pp{both}: needed one of them")
+        refuse(f"--{names[0]} with an axis pp and --compare: needed one of them")
 
 
 def _check_effects(

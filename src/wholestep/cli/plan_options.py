@@ -1,17 +1,16 @@
-"""Values of options of `wholestep plan`: `--pin`, `--replicated`, `--cp` and `--what-if`."""
+"""Values of options of `wholestep plan`: `--pin`, `--replicated` and `--cp`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .target import check_mesh, hardware_of, refuse
+from .target import refuse
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
 
 REPLICATE = "replicate"
-WHAT_IF_FORMS = "mesh=AXES, hardware=NAME, or with --hf batch=N or seq=N"
 
 
 def constraints(pin: Sequence[str], replicated: Sequence[str], cp: bool) -> dict[str, Any]:
@@ -46,20 +45,3 @@ def _replicated(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             refuse(f"--replicated {entry}: needed pattern=axis or pattern=axis,axis, as norm=dp,tp")
         replicated[pattern] = tuple(dict.fromkeys((*replicated.get(pattern, ()), *names)))
     return replicated
-
-
-def check_what_if(cases: Sequence[str], hf: bool) -> None:
-    """Refuse malformed cases before the long work."""
-    for text in cases:
-        kind, equals, value = text.partition("=")
-        if not equals or kind not in ("mesh", "hardware", "batch", "seq"):
-            refuse(f"--what-if {text}: needed {WHAT_IF_FORMS}")
-        if kind in ("batch", "seq"):
-            if not hf:
-                refuse(f"--what-if {text} without --hf: the function that returns the step decides that")
-            if not value.isdigit() or int(value) < 1:
-                refuse(f"--what-if {text}: needed a number of at least 1")
-        elif kind == "mesh":
-            check_mesh(value)
-        else:
-            hardware_of(value)

@@ -22,18 +22,16 @@ from wholestep.planner.candidates import batches, templates
 from wholestep.planner.folded_step import FoldedStep, from_few_layers
 from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.search_result import SearchResult
-from wholestep.report import what_if
 from wholestep.report.compare import PlanRow, as_json, compare, show
 from wholestep.report.figures import Figures
 from wholestep.report.page import program, step_of
-from wholestep.report.what_if import WhatIf, WhatIfCase
 from wholestep.units import parse_bytes
 
 from .device_memory import within_device
-from .hf import ModelSpec, build, tokens_of
+from .hf import tokens_of
 from .screen import Screen
 from .shared_options import SharedOptions
-from .target import FULLY_SHARD, ZERO1, Target, hardware_of, refuse, write_output
+from .target import FULLY_SHARD, ZERO1, Target, refuse, write_output
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Report:
     def made(self) -> ws.Plan:
         """The plan; refuses where there is none."""
         if self.plan is None:
-            refuse("--html, --trace and --what-if need a plan: no template has one")
+            refuse("--html and --trace need a plan: no template has one")
         return self.plan
 
     @property
@@ -177,26 +175,24 @@ def capture(
         return graph
 
 
-def captured(shown: Screen, request: PlanRequest, stage: str = "capture") -> ws.TrainGraph:
+def captured(shown: Screen, request: PlanRequest) -> ws.TrainGraph:
     """The step of a request as one graph, in its precision."""
     target, hardware = request.target, request.hardware
-    return captured_of(shown, target, hardware, request.options.capture_options(target, hardware), stage)
+    return captured_of(shown, target, hardware, request.options.capture_options(target, hardware))
 
 
-def captured_of(
-    shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions, stage: str = "capture"
-) -> ws.TrainGraph:
+def captured_of(shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions) -> ws.TrainGraph:
     """Of a model of `--hf` from few of its layers where all are equal."""
     make, model = target.with_layers, target.args[0]
     layers = None if make is None else getattr(model.config, "num_hidden_layers", None)
     if make is None or not isinstance(layers, int):
-        return capture(shown, target, stage, options)
+        return capture(shown, target, options=options)
 
     def short(count: int) -> ws.TrainGraph:
         some = target if count == layers else make(count)
         return ws.capture(some.step, *some.args[:2], target.args[2], options=options)
 
-    with shown.stage(stage) as details:
+    with shown.stage("capture") as details:
         step = from_few_layers(short, layers, hardware, model=model)
         graph = step.with_blocks(step.count) if isinstance(step, FoldedStep) else step
         details.append(f"{len(graph.graph.nodes):,} operations")
@@ -349,41 +345,13 @@ def _until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
     return passes[: len(names) - names[::-1].index(name)]
 
 
-def what_ifs(
-    shown: Screen, cases: Sequence[str], request: PlanRequest, report: Report, spec: ModelSpec | None
-) -> list[WhatIf]:
-    """Costs of the plan and of each case; by default twice and half the ranks."""
-    named = [_case(shown, text, replace(request, target=report.target), spec) for text in cases]
-    with shown.stage("what if"):
-        plan, software = report.made, request.options.software
-        variants = named or what_if.other_sizes(plan.mesh)
-        return what_if.what_if(plan, report.planned, request.hardware, variants, request.passes_on, software)
-
-
-def _case(shown: Screen, text: str, request: PlanRequest, spec: ModelSpec | None) -> WhatIfCase:
-    kind, _, value = text.partition("=")
-    if kind == "mesh":
-        return WhatIfCase(text, mesh=ws.Mesh(value))
-    if kind == "hardware":
-        return WhatIfCase(text, hardware=hardware_of(value))
-    assert spec is not None, "checked before"
-    other = build(replace(spec, batch=int(value)) if kind == "batch" else replace(spec, seq=int(value)))
-    graph = captured(shown, replace(request, target=other), f"capture {text}")
-    return WhatIfCase(text, graph=graph, batch_parts=tokens_of(other) / tokens_of(request.target))
-
-
-def draw(
-    shown: Screen, report: Report, request: PlanRequest, html: Path | None, trace: Path | None, cases: Sequence[WhatIf]
-) -> None:
+def draw(shown: Screen, report: Report, request: PlanRequest, html: Path | None, trace: Path | None) -> None:
     """Write the page and the trace, after a comparison of the fastest template."""
     hardware, software = request.hardware, request.options.software
     with shown.stage("simulate"):
         local = program(report.made, report.planned, hardware, request.passes_on(hardware, report.tensor_bytes))
     chosen = report.rows[0].name if report.rows else ""
-    page = partial(
-        ws.report, model=report.target.name, alternatives=report.rows, chosen=chosen, what_if=cases,
-        software=software,
-    )  # fmt: skip
+    page = partial(ws.report, model=report.target.name, alternatives=report.rows, chosen=chosen, software=software)
     write_output(shown, html, lambda path: page(path, report.made, local, hardware))
     write_output(shown, trace, lambda path: step_of(report.made, local, hardware, software)[0].save(path))
 

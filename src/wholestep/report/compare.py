@@ -117,18 +117,12 @@ def show(rows: Sequence[PlanRow], what: str = "template", batch_tokens: float | 
 def _cells(row: PlanRow, batch_tokens: float | None, ranks: int) -> tuple[str, ...]:
     about, priced = "about " if row.layers else "", row.costs
     assert priced is not None, "only rows with costs have cells"
-    rates = () if batch_tokens is None else (f"{batch_tokens / row.batch_s / ranks:,.0f}", f"{priced.mfu:.1%}")
-    return row.name, *cost_cells(row, about), str(row.batches), about + seconds(row.batch_s), *rates
-
-
-def cost_cells(row: PlanRow, about: str = "") -> tuple[str, ...]:
-    """Bytes stored, at the peak and sent, number of collectives, time of a step and its exposed share, as text."""
-    priced = row.costs
-    assert priced is not None, "only rows with costs have cells"
     exposed = f"{priced.exposed_s / priced.step_s:.0%}" if priced.step_s else "-"
+    rates = () if batch_tokens is None else (f"{batch_tokens / row.batch_s / ranks:,.0f}", f"{priced.mfu:.1%}")
     return (
-        human(priced.rest_bytes), about + human(priced.peak_bytes), human(priced.sent_bytes), str(priced.collectives),
-        about + seconds(priced.step_s), exposed,
+        row.name, human(priced.rest_bytes), about + human(priced.peak_bytes), human(priced.sent_bytes),
+        str(priced.collectives), about + seconds(priced.step_s), exposed, str(row.batches),
+        about + seconds(row.batch_s), *rates,
     )  # fmt: skip
 
 

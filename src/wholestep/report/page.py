@@ -22,7 +22,6 @@ from ..planner.recompute_kinds import passes_of
 from ..planner.staged_plan import staged
 from .compare import PlanRow
 from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
-from .what_if import WhatIf
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _ROWS = 12  # of the longest ops and the largest tensors
@@ -37,7 +36,6 @@ def report(
     model: str = "",
     alternatives: Sequence[PlanRow] = (),
     chosen: str = "",
-    what_if: Sequence[WhatIf] = (),
     compiled: bool = False,
     profile: KernelTimes | None = None,
     software: Software = OWN,
@@ -53,7 +51,6 @@ def report(
         model: name of the model.
         alternatives: rows of `wholestep.report.compare.compare`.
         chosen: the name of the alternative that is this plan.
-        what_if: rows of `wholestep.report.what_if.what_if`.
         compiled: ops run as the kernels that `backend="inductor"` makes of them.
         profile: measured kernels.
         software: other software that runs the step.
@@ -76,8 +73,6 @@ def report(
     shown = _memory(predicted, capacity) | {"plan": plan, "local": local, "made": predicted, "tree": tree(plan)}
     shown |= {"sent": sent(local, predicted), "lanes": lanes(predicted, measured), "ops": by_op(predicted)}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
-    shown["what_if"] = [(case, capacity is not None and case.row.costs and case.row.costs.peak_bytes > capacity)
-                        for case in what_if]  # fmt: skip
     shown |= {"rows": _ROWS, "stages": stages, "model": model or "training step", "hardware": hardware.name}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(rendered(_TEMPLATES / "page.html", {**shown, "chosen": chosen}), encoding="utf-8")
