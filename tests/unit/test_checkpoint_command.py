@@ -74,9 +74,7 @@ def test_an_object_store(tmp_path: Path) -> None:
     assert said.splitlines()[1].startswith("step-00000004")
     assert run("memory://runs/a", "--export", "safetensors", "--to", tmp_path / "new")[0] == 0
     assert load_file(tmp_path / "new" / "model.safetensors")["weight"].equal(model.weight)
-    assert run("memory://runs/a", "--reshard", 2, "--to", tmp_path / "again")[0] == 0
-    assert run(tmp_path / "again", "--compare", "memory://runs/a")[0] == 0
-    code, said = run("memory://runs/a", "--reshard", 2, "--to", "memory://runs/b")
+    code, said = run("memory://runs/a", "--export", "dcp", "--to", "memory://runs/b")
     assert code == 2
     assert "memory://runs/b is on an object store" in said
 
@@ -113,8 +111,8 @@ def test_damage_is_exit_status_1(root: Path) -> None:
     code, said = run(root, "--verify")
     assert code == 1
     assert said.splitlines()[2].endswith("is damaged: __0_0.distcp does not match its checksum")
-    code, said = run(root / "step-00000001", "--reshard", 1, "--to", root / "new")
-    assert code == 1
+    code, said = run(root / "step-00000001", "--export", "dcp", "--to", root / "new")
+    assert code == 2
     assert "does not match its checksum" in said
     assert not (root / "new").exists()
     os.truncate(data, 3)
@@ -128,75 +126,15 @@ def test_damage_is_exit_status_1(root: Path) -> None:
     assert run(root / "step-00000001")[0] == 1
 
 
-def test_compare(root: Path) -> None:
-    code, said = run(root, "--compare", root / "step-00000002")
-    assert (code, said) == (0, "18 of 18 tensors have the same bits\n")
-    weights = [load_file(run_export(root, number) / "model.safetensors")["0.weight"] for number in (1, 2)]
-    largest = (weights[0] - weights[1]).abs().max().item()
-    code, said = run(root, "--compare", root / "step-00000001", "--json", root / "found.json")
-    assert code == 1
-    assert said.splitlines()[0] == f"0.weight: float32[7, 4], differs by at most {largest:.3g}"
-    found = json.loads((root / "found.json").read_text())
-    assert found["differ"][0]["largest"] == pytest.approx(largest)
-
-
-def run_export(root: Path, number: int) -> Path:
-    to = root.parent / f"exported-{number}"
-    code, said = run(root / f"step-0000000{number}", "--export", "safetensors", "--to", to)
-    assert code == 0, said
-    assert f"written to {to}" in said
-    return to
-
-
-def test_compare_shapes_names_and_nan(tmp_path: Path) -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(3, 2)
-    other.more = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
-    ws.save(tmp_path / "one", model=one, number=1)
-    ws.save(tmp_path / "other", model=other, number=1)
-    with torch.no_grad():
-        one.bias[0] = float("nan")
-    ws.save(tmp_path / "nan", model=one, number=1)
-    code, said = run(tmp_path / "one", "--compare", tmp_path / "other")
-    assert code == 1
-    assert "weight: float32[2, 2] here, float32[2, 3] there" in said
-    assert "more: missing here, float32[1] there" in said
-    code, said = run(tmp_path / "one", "--compare", tmp_path / "nan", "--json", tmp_path / "x.json")
-    assert "bias: float32[2], differs by at most nan\n" in said
-    assert json.loads((tmp_path / "x.json").read_text())["differ"][0]["largest"] == "nan"
-    assert run(tmp_path / "nan", "--compare", tmp_path / "nan")[0] == 0, "the same bits are equal"
-
-
-@pytest.mark.parametrize("files", [1, 3, 50])
-def test_reshard_is_loaded_as_before(root: Path, files: int) -> None:
-    code, said = run(root, "--reshard", files, "--to", root.parent / "new")
-    assert code == 0, said
-    made = list((root.parent / "new").glob("*.distcp"))
-    assert len(made) == min(files, 18), "a file for each tensor at most"
-    assert run(root.parent / "new", "--verify")[0] == 0
-    assert run(root.parent / "new", "--compare", root)[0] == 0
-    states: list[Any] = []
-    for folder in (root, root.parent / "new"):
-        model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
-        step = ws.compile(train_step)
-        found = ws.load(folder, step)
-        assert (found.number, found.extra) == (2, {"epoch": 1, "sched\x1bule": {}})
-        states.append([step(model, optimizer, torch.randn(6, 4)).item() for _ in range(3)])
-    assert states[0] == states[1]
-
-
 BAD = [
     (["none"], "none does not exist"),
-    ([".", "--compare", "none"], "none does not exist"),
-    ([".", "--compare", ".", "--reshard", 1], "--compare, --export and --reshard: needed one of them"),
-    ([".", "--to", "x"], "--to FOLDER goes with --export FORMAT or --reshard FILES"),
-    ([".", "--export", "dcp"], "--to FOLDER goes with --export FORMAT or --reshard FILES"),
+    ([".", "--to", "x"], "--to FOLDER goes with --export FORMAT"),
+    ([".", "--export", "dcp"], "--to FOLDER goes with --export FORMAT"),
     ([".", "--export", "onnx", "--to", "x"], "--export onnx: needed safetensors or dcp"),
     ([".", "--export", "dcp", "--to", "x", "--dtype", "int8"], "--dtype int8: needed a floating-point dtype of torch"),
     ([".", "--dtype", "float16"], "--dtype goes with --export FORMAT"),
     ([".", "--export", "dcp", "--to", "."], ". is there already"),
-    ([".", "--reshard", 1, "--to", "."], ". is there already"),
-    ([".", "--reshard", 1, "--to", "x", "--json", "y"], "--json says what is found"),
+    ([".", "--export", "dcp", "--to", "x", "--json", "y"], "--json says what is found"),
 ]
 
 

@@ -1,28 +1,19 @@
-"""What is in a checkpoint folder: described, checked, compared with another, written again in other files."""
+"""What is in a checkpoint folder, described and checked."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
 from ..errors import CheckpointError
 from ..graph.text import human, table
-from . import durable, manifest, tensor_files
-from .manifest import VALUES, Chunk, Manifest
-from .new_folder import new_folder
-from .ranks import Ranks
+from . import durable, manifest
+from .manifest import VALUES, Manifest
 from .stateful import read_file
-from .tensor_files import DCP_INDEX, Piece, read_full
-
-_CHUNK = 1 << 22  # elements that are compared at once
 
 
 @dataclass(frozen=True)
@@ -179,94 +170,3 @@ def _when(seconds: float) -> str:
 def _printed(text: str) -> str:
     """Text that cannot steer a terminal."""
     return text if text.isprintable() else ascii(text)[1:-1]
-
-
-# -- compare -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """How a tensor differs in another checkpoint; `largest` is the maximum of absolute differences of its values."""
-
-    name: str
-    here: str
-    there: str
-    largest: float | None = None
-
-    @property
-    def shown(self) -> float | str | None:
-        """`largest` as a JSON value."""
-        return self.largest if self.largest is None or isfinite(self.largest) else str(self.largest)
-
-    def __str__(self) -> str:
-        if self.largest is None:
-            return f"{_printed(self.name)}: {self.here} here, {self.there} there"
-        return f"{_printed(self.name)}: {self.here}, differs by at most {self.largest:.3g}"
-
-
-def compare(base: Contents, other: Contents, watch: Callable[[int], object]) -> Iterator[TensorDifference | None]:
-    """The difference of each tensor of two checkpoints; None where it has the same bits. One is in memory at a time;
-    `watch` is told of the bytes of each that was read.
-    """
-    assert base.manifest is not None
-    assert other.manifest is not None
-    pairs = (base, base.manifest), (other, other.manifest)
-    here, there = base.manifest.tensors, other.manifest.tensors
-    for name in {**here, **there}:
-        texts = str(here.get(name, "missing")), str(there.get(name, "missing"))
-        if texts[0] != texts[1]:
-            yield TensorDifference(name, *texts)
-            continue
-        a, b = (read_full(at.path, record, name) for at, record in pairs)
-        watch(a.nbytes)
-        same = torch.equal(_bits(a), _bits(b))
-        yield None if same else TensorDifference(name, *texts, _largest(a, b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _largest(a: Tensor, b: Tensor) -> float:
-    """NaN where only one of them is NaN."""
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    pairs = ((flat_a[at : at + _CHUNK], flat_b[at : at + _CHUNK]) for at in range(0, len(flat_a), _CHUNK))
-    differences = [(x.to(wide) - y.to(wide)).abs().max().item() for x, y in pairs]
-    return max(differences, key=lambda value: (value != value, value))
-
-
-# -- write again -------------------------------------------------------------------------------------------
-
-
-def rewrite(contents: Contents, target: Path, files: int) -> Path:
-    """Write an intact checkpoint to a new folder, with its tensors in `files` files of about equal size."""
-    record = contents.manifest
-    assert record is not None, "there is something to write"
-    with new_folder(target, Ranks.of_job("rewrite", target)) as aside:
-        copied = [name for name in record.files if not name.endswith(tensor_files.SUFFIX) and name != DCP_INDEX]
-        sums, chunks = dict[str, tuple[int, int]](), dict[str, tuple[Chunk, ...]]()
-        for name in copied:
-            sums[name] = durable.write(aside / name, (contents.path / name).read_bytes())
-        for number, names in enumerate(_shared_out(record, files)):
-            file = f"__{number}_0{tensor_files.SUFFIX}"
-            pieces = ((name, Piece.full(read_full(contents.path, record, name))) for name in names)
-            written = tensor_files.write(aside / file, pieces, lambda _: None)
-            sums[file] = written.size, written.crc
-            chunks |= {name: (chunk,) for name, chunk in written.chunks.items()}
-        rewritten = replace(record, chunks={name: chunks[name] for name in record.tensors})
-        sums[DCP_INDEX] = durable.write(aside / DCP_INDEX, tensor_files.dcp_index(rewritten))
-        durable.write(aside / manifest.NAME, replace(rewritten, files=sums).to_json().encode())
-    return target
-
-
-def _shared_out(record: Manifest, files: int) -> list[list[str]]:
-    """The names of the tensors of each file: the largest first, each to the file with the least bytes."""
-    parts = [list[str]() for _ in range(min(files, len(record.tensors)))]
-    sizes = [0] * len(parts)
-    bytes_of = {name: saved.empty("meta").nbytes for name, saved in record.tensors.items()}
-    for name in sorted(bytes_of, key=lambda name: -bytes_of[name]):
-        least = sizes.index(min(sizes))
-        parts[least].append(name)
-        sizes[least] += bytes_of[name]
-    return parts

@@ -1,4 +1,4 @@
-"""`wholestep checkpoint`: shows, verifies, compares, exports and rewrites checkpoints."""
+"""`wholestep checkpoint`: shows, verifies and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -20,50 +20,38 @@ def checkpoint(
         str, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints; s3://bucket/run as well.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its checksum.")] = False,
-    compare: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Compare tensors with those of another checkpoint.")
-    ] = None,
     export: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Write parameters and buffers as safetensors or dcp to --to.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="With --export: of what is floating-point, as bfloat16.")] = None,
-    reshard: Annotated[
-        int | None, typer.Option(metavar="FILES", min=1, help="Write all of it to --to, with tensors in so many files.")
-    ] = None,
     to: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder to make.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
 ) -> None:
-    """Show what is in a checkpoint, verify it, compare it with another, export it, or write it in other files.
+    """Show what is in a checkpoint, verify it, or export it.
 
-    Of a folder of checkpoints, all are shown; the other options take the newest. Any number of ranks loads a checkpoint
-    in any number of files. Exit status 1: a checkpoint is damaged, or differs from the other; 2: there is none.
-    Nothing in the folder is run.
+    Of a folder of checkpoints, all are shown; --export takes the newest. Any number of ranks loads a checkpoint in any
+    number of files. Exit status 1: a checkpoint is damaged; 2: there is none. Nothing in the folder is run.
     """
-    if sum(option is not None for option in (compare, export, reshard)) > 1:
-        refuse("--compare, --export and --reshard: needed one of them")
-    if (to is None) is not (export is None and reshard is None):
-        refuse("--to FOLDER goes with --export FORMAT or --reshard FILES")
+    if (to is None) is not (export is None):
+        refuse("--to FOLDER goes with --export FORMAT")
     if dtype is not None and export is None:
         refuse("--dtype goes with --export FORMAT")
     if out is not None and to is not None:
-        refuse("--json says what is found: --export and --reshard only write to --to")
+        refuse("--json says what is found: --export only writes to --to")
     check_outputs(json=out)
     with working() as shown:
         from wholestep.checkpoint.durable import folder_at
 
-        folder, other = folder_at(directory), None if compare is None else folder_at(compare)
+        folder = folder_at(directory)
         if export is not None and to is not None:
             _export(folder, to, export, dtype)
             shown.note(f"written to {to}")
             return
-        if reshard is not None and to is not None:
-            _reshard(shown, folder, to, reshard)
-            return
-        same, text, body = _look(shown, folder, verify) if other is None else _compare(shown, folder, other)
+        intact, text, body = _look(shown, folder, verify)
     typer.echo(text)
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
-    if not same:
+    if not intact:
         raise typer.Exit(1)
 
 
@@ -99,26 +87,6 @@ def _contents(shown: Screen, folder: Path, verify: bool) -> Contents:
     return content
 
 
-def _compare(shown: Screen, directory: Path, other: Path) -> tuple[bool, str, Any]:
-    from wholestep.checkpoint import contents, manifest
-
-    here, there = (_contents(shown, manifest.candidates(path)[0], verify=False) for path in (directory, other))
-    for content in (here, there):
-        _refuse_damaged(content)
-    with shown.amount("compare", here.size_bytes) as advance:
-        compared = list(contents.compare(here, there, advance))
-    differences, count = [row for row in compared if row is not None], len(compared)
-    rows = [{"name": row.name, "here": row.here, "there": row.there, "largest": row.shown} for row in differences]
-    text = "\n".join([*map(str, differences), f"{count - len(differences)} of {count} tensors have the same bits"])
-    return not differences, text, {"here": str(here.path), "there": str(there.path), "tensors": count, "differ": rows}
-
-
-def _refuse_damaged(content: Contents) -> None:
-    if content.fault:
-        typer.echo(f"wholestep: {content.path}: {content.fault}", err=True)
-        raise typer.Exit(1)
-
-
 def _export(directory: Path, to: str, format: str, dtype: str | None) -> None:
     import torch
 
@@ -130,13 +98,3 @@ def _export(directory: Path, to: str, format: str, dtype: str | None) -> None:
     if format not in ("safetensors", "dcp"):
         refuse(f"--export {format}: needed safetensors or dcp")
     export(to, str(directory), format, dtype=torch_dtype)
-
-
-def _reshard(shown: Screen, directory: Path, to: str, files: int) -> None:
-    from wholestep.checkpoint import contents, durable, manifest
-
-    content = _contents(shown, manifest.candidates(directory)[0], verify=True)
-    _refuse_damaged(content)
-    with shown.stage("write"):
-        contents.rewrite(content, durable.folder_at(to), files)
-    shown.note(f"written to {to}")
