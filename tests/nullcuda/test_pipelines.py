@@ -63,7 +63,7 @@ def check(found: list[dict[str, Any]], stages: int) -> None:
         assert not set(by_stream) & set(one["computing"])
         assert one["unordered"] == "[]"
         assert one["graph"] == "stages of a pipeline run op by op: Python orders their blocks and messages"
-        assert one["profile"] == "step.profile of a Pipeline on GPUs: the clock of the host times blocks"
+        assert one["profile"] == "step.profile of a Pipeline, whose ranks wait for each other"
         assert one["drawn"] in ({}, {"all": one["alone"]}), "stages draw what one device draws"
     for first in range(0, len(found), stages):
         line = found[first : first + stages]

@@ -13,61 +13,50 @@ from torch.fx import Node
 from ..cost.kernel_times import KernelTimes
 from ..cost.memory import bytes_held, peak_memory
 from ..cost.simulation import SimulationResult, kind_of
-from ..cost.timeline import COMPUTE, STAGE, WAIT, Span, Timeline, op_name, phase
+from ..cost.timeline import COMPUTE, WAIT, Span, Timeline, op_name, phase
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.region import region_of
-from ..graph.stage_part import part_of
-from ..partition.stage_program import POINT_TO_POINT
 
 _SHOWN = 12
 
 
 @dataclass
 class SpanClock:
-    """Start and end of each call in seconds, by node; `blocks`: of stages, by block and piece. On a GPU each call is
-    synchronized, so that nothing overlaps.
-    """
+    """Start and end of each call in seconds, by node. On a GPU each call is synchronized: nothing overlaps."""
 
     on_gpu: bool
     spans: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
-    blocks: list[tuple[str, int, float, float]] = field(default_factory=list[tuple[str, int, float, float]])
 
     def timed(self, node: Node, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, timed; that of a piece of a loop for the loop."""
-        called = region_of(node)
-        name, block, piece = meta.part_of(node) if called else node.name, meta.block(node), meta.piece(node)
+        name = meta.part_of(node) if region_of(node) else node.name
 
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             out = call(*args, **kwargs)
             if self.on_gpu:
                 torch.cuda.synchronize()
-            span = begin, time.perf_counter()
-            if called and block is not None and piece is not None:
-                self.blocks.append((block, piece, *span))
-            else:
-                self.spans.append((name, *span))
+            self.spans.append((name, begin, time.perf_counter()))
             return out
 
         return run
 
     def clear(self) -> None:
         """Forget all spans."""
-        self.spans, self.blocks = [], []
+        self.spans = []
 
 
 @dataclass(frozen=True)
 class Profile:
     """A step as it was measured, and as the cost model predicts it.
     `kernels` are the measured times of its ops, from which `simulate` and `timeline` (`profile=`) predict other steps.
-    Of a pipeline, both timelines have all stages, and `kernels` is empty.
     """
 
     measured: Timeline
     predicted: Timeline
-    kernels: KernelTimes = field(default_factory=lambda: KernelTimes(()))
+    kernels: KernelTimes
 
     def save(self, path: str) -> None:
         """Write both as one Chrome trace, one above the other."""
@@ -119,39 +108,6 @@ def measured_timeline(
     return Timeline(ordered, SimulationResult(seconds * 1e6, waited), memory, peak_memory(local), "measured")
 
 
-def stage_spans(local: LocalGraph, clock: SpanClock, begin: float) -> list[Span]:
-    """What the stage of `local` computed in one call that began at `begin`. Between spans it waits for other stages."""
-    nodes, spans = {node.name: node for node in local.graph.nodes}, list[Span]()
-    blocks = {block.name: block for node in nodes.values() if (part := part_of(node)) for block in part.blocks}
-
-    def note(name: str, op: str, start: float, end: float, phase: str, module: str = "") -> None:
-        times = (start - begin) * 1e6, (end - start) * 1e6
-        spans.append(Span(name, op, f"{STAGE}{local.stage}", *times, phase, module, stage=local.stage))
-
-    def note_run(name: str, piece: int | None, start: float, end: float, module: str = "") -> None:
-        label, is_backward = blocks[name].label, blocks[name].is_backward
-        note(f"{label} of piece {piece}", label, start, end, "backward" if is_backward else "forward", module)
-
-    for run in clock.blocks:
-        note_run(*run)
-    for name, start, end in clock.spans:
-        node = nodes.get(name)
-        if node is None or is_wait(node) or node.target in POINT_TO_POINT:
-            continue
-        if (block := meta.block(node)) is not None:  # a run of a block that is written out
-            note_run(block, meta.piece(node), start, end, meta.module_path(node))
-        else:
-            note(name, op_name(node), start, end, phase(node), meta.module_path(node))
-    return sorted(spans, key=lambda span: span.start_us)
-
-
-def measured_stages(stages: Sequence[Sequence[Span]], seconds: float, local: LocalGraph) -> Timeline:
-    """The timeline of all stages in one call that took `seconds`; `local` is the program of one of them."""
-    busy = sum(span.us for spans in stages for span in spans) / len(stages)
-    spans = tuple(sorted((span for spans in stages for span in spans), key=lambda span: span.start_us))
-    return Timeline(spans, SimulationResult(seconds * 1e6, seconds * 1e6 - busy), (), peak_memory(local), "measured")
-
-
 def measured_kernels(local: LocalGraph, seen: Timeline) -> KernelTimes:
     """The ops of a measured timeline: what computes, without starts of collectives."""
     nodes = {node.name: node for node in local.graph.nodes if not is_collective(node)}
@@ -168,9 +124,6 @@ def _by_class(timeline: Timeline) -> dict[str, float]:
     for span in timeline.spans:
         if span.stream in (COMPUTE, WAIT):
             name = f"wait for {span.op}" if span.stream == WAIT else span.op
-            total[name] = total.get(name, 0.0) + span.us
-        elif span.stage is not None:
-            name = f"{span.stream}: {span.phase}"
             total[name] = total.get(name, 0.0) + span.us
     return total
 

@@ -39,7 +39,6 @@ def report(
     compiled: bool = False,
     profile: KernelTimes | None = None,
     software: Software = OWN,
-    measured: Timeline | None = None,
 ) -> None:
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
@@ -54,7 +53,6 @@ def report(
         compiled: ops run as the kernels that `backend="inductor"` makes of them.
         profile: measured kernels.
         software: other software that runs the step.
-        measured: what `step.profile` has measured, to be drawn below what is predicted.
 
     Raises:
         PlanError: the plan is not for this graph, or no alternative has the name `chosen`.
@@ -71,7 +69,7 @@ def report(
     predicted, stages = step_of(plan, local, hardware, software.measured(compiled, profile))
     capacity = hardware.memory_bytes
     shown = _memory(predicted, capacity) | {"plan": plan, "local": local, "made": predicted, "tree": tree(plan)}
-    shown |= {"sent": sent(local, predicted), "lanes": lanes(predicted, measured), "ops": by_op(predicted)}
+    shown |= {"sent": sent(local, predicted), "lanes": lanes(predicted), "ops": by_op(predicted)}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown |= {"rows": _ROWS, "stages": stages, "model": model or "training step", "hardware": hardware.name}
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -143,20 +143,17 @@ def outline(most: Sequence[int], top: int) -> str:
     return "".join([*parts, "V100Z"])
 
 
-def lanes(predicted: Timeline, measured: Timeline | None = None) -> dict[str, Any]:
-    """Spans for the page's script, in microseconds; strings are numbers into the list `words`. What was measured is
-    drawn below what is predicted.
-    """
+def lanes(predicted: Timeline) -> dict[str, Any]:
+    """Spans for the page's script, in microseconds; strings are numbers into the list `words`."""
     words: dict[str, int] = {}
 
     def number(word: str) -> int:
         return words.setdefault(word, len(words))
 
-    shown = [(predicted, "")] if measured is None else [(predicted, ""), (measured, ", measured")]
     rows = [
         {
-            "title": f"{run.shown(stream)}{of}",
-            "kind": "axis" if stream in run.axes else WAIT if stream == WAIT else COMPUTE,
+            "title": predicted.shown(stream),
+            "kind": "axis" if stream in predicted.axes else WAIT if stream == WAIT else COMPUTE,
             "start": [round(s.start_us, 3) for s in spans],
             "us": [round(s.us, 3) for s in spans],
             "node": [s.name for s in spans],
@@ -165,9 +162,9 @@ def lanes(predicted: Timeline, measured: Timeline | None = None) -> dict[str, An
             "module": [number(s.module) for s in spans],
             "bytes": [s.size_bytes for s in spans],
         }
-        for run, of in shown for stream in run.streams for spans in [[s for s in run.spans if s.stream == stream]]
+        for stream in predicted.streams for spans in [[s for s in predicted.spans if s.stream == stream]]
     ]  # fmt: skip
-    return {"step": round(max(run.simulated.step_us for run, _ in shown), 3), "lanes": rows, "words": list(words)}
+    return {"step": round(predicted.simulated.step_us, 3), "lanes": rows, "words": list(words)}
 
 
 @dataclass(frozen=True)

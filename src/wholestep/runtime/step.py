@@ -48,7 +48,6 @@ from .program import Phase, Program
 from .progress import Stages
 from .repeated_capture import Verification
 from .size_check import other_dims
-from .stage_profile import StageProfile
 from .step_inputs import BatchSharder, BatchSizes, GivenSizes, KnownSizes, StepInputs, batch_shapes, batch_sharder
 
 MOST_VALUES = TUNING.most_captures
@@ -231,16 +230,16 @@ class CompiledStep:
             >>> print(profile), profile.save("step.json")
 
         Raises:
-            PlanError: the schedule is across steps, there is no hardware to predict for, or it has stages on GPUs.
+            PlanError: the schedule is across steps, there is no hardware to predict for, or the step has stages.
         """
         self(*args, **kwargs)
         program = self.programs[-1]
         if isinstance(program.run, CrossStepRunner):
             text = "a step that ends in the next one (schedule='across_steps') has no timeline of its own"
             raise PlanError(text, "a schedule within the step", 'compile it with schedule="auto" to profile it')
-        if program.local.stage_axis and program.world.device.startswith("cuda"):
-            text = "step.profile of a Pipeline on GPUs: the clock of the host times blocks"
-            raise PlanError(text, "a Pipeline on CPUs", "use torch.profiler, and ws.timeline for what is simulated")
+        if program.local.stage_axis:
+            text = "step.profile of a Pipeline, whose ranks wait for each other"
+            raise PlanError(text, "no stages", "use torch.profiler, and ws.timeline for what is simulated")
         hardware = hardware or (self.schedule.hardware if self.schedule else None)
         if hardware is None:
             needed = "hardware to predict for"
@@ -249,23 +248,15 @@ class CompiledStep:
         inputs = program.gather_inputs(take_apart((args, kwargs)).leaves)
         program.run = self._installer.compiled(program.local, world, inputs, clock)
         timelines: list[Timeline] = []
-        stages = StageProfile(program, world) if program.local.stage_axis else None
         try:
             for _ in range(repeat + 1):  # the first one checks strides, and does not count
                 clock.clear()
-                if stages is not None:
-                    stages.meet()
                 begin = time.perf_counter()
                 self(*args, **kwargs)
                 took = time.perf_counter() - begin
-                if stages is not None:
-                    stages.note(clock, begin, took)
-                else:
-                    timelines.append(measured_timeline(program.local, clock.spans, begin, took))
+                timelines.append(measured_timeline(program.local, clock.spans, begin, took))
         finally:
             program.run = usual
-        if stages is not None:
-            return Profile(stages.measured(), stages.predicted(hardware))
         middle = sorted(timelines[1:], key=lambda measured: measured.simulated.step_us)[(repeat - 1) // 2]
         kernels = measured_kernels(program.local, middle)
         return Profile(replace(middle, title="measured"), timeline(program.local, hardware), kernels)
