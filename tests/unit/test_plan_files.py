@@ -167,14 +167,9 @@ def test_the_command(tmp_path: Path) -> None:
         out = str(tmp_path / f"{style}.json")
         assert CliRunner().invoke(app, ["plan", step, "--style", style, "--json", out]).exit_code == 0
     files = [str(tmp_path / f"{style}.json") for style in ("replicate", "zero1")]
-    code, said = diffed(*files, step)
+    code, said = diffed(*files)
     assert code == 0, said
     assert "layers.*.weight/exp_avg " in said
-    rows = [line for line in said.splitlines() if line.startswith(str(tmp_path))]
-    assert len(rows) == 2
-    assert diffed(*files, "--hardware", "dgx-h100") == (
-        2, "wholestep: --hardware without a model: needed MODEL or --hf, to simulate a step\n",
-    )  # fmt: skip
     code, said = diffed(files[0], str(tmp_path / "other.json"))
     assert code == 2
     assert "other.json cannot be read" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -165,9 +165,7 @@ def style_of(step: SharedOptions, mesh: str) -> str:
     return (step.style or (ZERO1 if STAGES in ws.Mesh(mesh).names else FULLY_SHARD)).value
 
 
-def capture(
-    shown: Screen, target: Target, stage: str = "capture", options: ws.CaptureOptions | None = None
-) -> ws.TrainGraph:
+def capture(shown: Screen, target: Target, stage: str, options: ws.CaptureOptions) -> ws.TrainGraph:
     """The step as one graph."""
     with shown.stage(stage) as details:
         graph = ws.capture(target.step, *target.args, options=options, **target.kwargs)
@@ -176,17 +174,15 @@ def capture(
 
 
 def captured(shown: Screen, request: PlanRequest) -> ws.TrainGraph:
-    """The step of a request as one graph, in its precision."""
+    """The step of a request as one graph, in its precision; a model of `--hf` from few of its layers where all are
+    equal.
+    """
     target, hardware = request.target, request.hardware
-    return captured_of(shown, target, hardware, request.options.capture_options(target, hardware))
-
-
-def captured_of(shown: Screen, target: Target, hardware: ws.Hardware, options: ws.CaptureOptions) -> ws.TrainGraph:
-    """Of a model of `--hf` from few of its layers where all are equal."""
+    options = request.options.capture_options(target, hardware)
     make, model = target.with_layers, target.args[0]
     layers = None if make is None else getattr(model.config, "num_hidden_layers", None)
     if make is None or not isinstance(layers, int):
-        return capture(shown, target, options=options)
+        return capture(shown, target, "capture", options)
 
     def short(count: int) -> ws.TrainGraph:
         some = target if count == layers else make(count)
@@ -378,17 +374,3 @@ def simulated(shown: Screen, request: PlanRequest) -> tuple[ws.Timeline, Figures
 def batches_of(plan: ws.Plan) -> int:
     """Captured batches in one step of the mesh."""
     return batches(plan.strategies, plan.mesh) if plan.strategies else 1
-
-
-def costs_of(shown: Screen, target: Target, plans: Mapping[Path, ws.Plan], hardware: ws.Hardware) -> str:
-    """A table of simulated costs with a row for each plan, of the step in its precision."""
-    rows, graphs = list[PlanRow](), dict[ws.MixedPrecision | None, ws.TrainGraph]()
-    for path, plan in plans.items():
-        mixed, kernels = plan.mixed_precision, "cuda" if hardware.has_gpus else None
-        if mixed not in graphs:
-            options = ws.CaptureOptions(mixed_precision=mixed, kernels=kernels)
-            graphs[mixed] = captured_of(shown, target, hardware, options)
-        graph = graphs[mixed]
-        with shown.stage(f"simulate {path}"):
-            rows.append(PlanRow(str(path), batches_of(plan), costs(ws.partition(graph, plan), plan, hardware)))
-    return show(rows, "plan")

@@ -37,8 +37,6 @@ RETURNS = "(train_step, model, optimizer, batch), or (train_step, arguments) wit
 Hf = Annotated[
     str | None, typer.Option("--hf", help="In place of MODEL: a transformers config, by preset name or file.")
 ]
-Batch = Annotated[int, typer.Option(min=1, help="With --hf: sequences for each rank.")]
-Seq = Annotated[int | None, typer.Option(min=2, help="With --hf: tokens in each (2048, or the model's limit if less).")]
 Layers = Annotated[int | None, typer.Option(min=1, help="With --hf: number of layers to keep.")]
 AsyncTp = Annotated[
     bool, typer.Option("--async-tp", help="Fuse products and collectives of it, on GPUs of a node; rounded otherwise.")
@@ -92,11 +90,11 @@ def refuse(text: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def check_given(target: str | None, hf: str | None, needed: bool = True) -> None:
-    """Refuse two models, and none if one is needed."""
+def check_given(target: str | None, hf: str | None) -> None:
+    """Refuse two models, and none."""
     if target is not None and hf is not None:
         refuse(f"both {target} and --hf {hf}: needed one of them")
-    if needed and target is None and hf is None:
+    if target is None and hf is None:
         refuse("no model: needed MODEL, as my_script.py:build, or --hf, as --hf gpt2")
 
 
