@@ -22,6 +22,7 @@ from wholestep.backend.inductor.inductor_backend import Inductor
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.errors import BackendError
 from wholestep.graph import meta
+from wholestep.graph.counted_rows import counts_rows
 from wholestep.graph.graph import LocalGraph, Output
 from wholestep.graph.meta import TensorMeta
 from wholestep.graph.nodes import is_collective
@@ -34,16 +35,18 @@ from wholestep.rules.aten.rows_in_groups import received_groups, sent_rows
 
 pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)
 
+ROOM = 200  # more rows than a rank has
 SENT = [TOKENS, ws.ExpertParallel("dp", "rows")]
+IN_ROOM = [TOKENS, ws.ExpertParallel("dp", "rows", host_reads=False)]
 
 
 @cache
-def _exchange(ranks: int, groups: int) -> LocalGraph:
+def _exchange(ranks: int, groups: int, apart: int = 0) -> LocalGraph:
     """A program that sends rows to their groups, adds the group to each, and sends them back."""
     graph, mesh = Graph(), Mesh(f"dp={ranks}")
     first, count = Extent(groups, (("dp", ranks),), start=True), extent(groups, ["dp"], mesh)
     rows, of = graph.placeholder("rows"), graph.placeholder("of")
-    meta.set_tensors(rows, [TensorMeta((8,), (1,), torch.int64, "cpu")])
+    meta.set_tensors(rows, [TensorMeta((ROOM,), (1,), torch.int64, "cpu")])
     meta.set_tensors(of, meta.tensors(rows))
 
     def call(target: Any, *args: Any) -> Any:
@@ -51,32 +54,39 @@ def _exchange(ranks: int, groups: int) -> LocalGraph:
         meta.set_tensors(node, meta.tensors(rows))
         return node
 
-    there = call(sent_rows, False, rows, of, first, count, groups, "dp")
-    keys = call(received_groups, of, first, count, groups, "dp")
-    back = call(sent_rows, True, call(torch.add, there, keys), of, first, count, groups, "dp")
+    there = call(sent_rows, False, rows, of, first, count, groups, "dp", apart)
+    keys = call(received_groups, of, first, count, groups, "dp", apart)
+    back = call(sent_rows, True, call(torch.add, there, keys), of, first, count, groups, "dp", apart)
     graph.output((back, there, keys))
     with_rows_sent(graph, mesh)
-    (counts,) = graph.find_nodes(op="call_function", target=rows_by_rank)
+    counts = graph.find_nodes(op="call_function", target=rows_by_rank)
+    assert len(counts) == (not apart), "the host reads once, or never"
     (end,) = graph.find_nodes(op="output")
-    end.args = ((*end.args[0], counts),)
-    outputs = tuple(Output("result", name) for name in ("back", "there", "keys", "counts"))
+    end.args = ((*end.args[0], *counts),)
+    outputs = tuple(Output("result", name) for name in ("back", "there", "keys", "counts")[: 3 + len(counts)])
     return LocalGraph(graph, mesh, (), outputs, ())
 
 
 def _check_exchange(ranks: int, groups: int, routing: list[Tensor]) -> None:
-    """Rows have distinct numbers, which come to the rank of their group and back; as many travel as the counts say."""
+    """Rows have distinct numbers, which come to the rank of their group and back; as many travel as the counts say.
+    With room for all rows, zeros come behind them.
+    """
     numbers = [100_000 * (rank + 1) + 100 * torch.arange(len(of)) for rank, of in enumerate(routing)]
     results = run_all(_exchange(ranks, groups), [*map(list, zip(numbers, routing, strict=True))], bound_arguments)
     pieces = [chunk_range(groups, ranks, rank) for rank in range(ranks)]
     group_of = {int(n): int(g) for n, g in zip(torch.cat(numbers), torch.cat(routing), strict=True)}
     matrix = [[sum(a <= int(g) < a + n for g in of) for a, n in pieces] for of in routing]
+    with_room = run_all(_exchange(ranks, groups, 1), [*map(list, zip(numbers, routing, strict=True))], bound_arguments)
+    for (back, there, keys, _), room in zip(results, with_room, strict=True):
+        assert all(map(torch.equal, (back, there, keys), (room[0], *(x[: len(there)] for x in room[1:]))))
+        assert not room[1][len(there) :].any()
     for rank, (back, there, keys, counts) in enumerate(results):
         assert torch.equal(back, numbers[rank] + routing[rank])
         first, count = pieces[rank]
         expected = sorted(n for n, group in group_of.items() if first <= group < first + count)
         assert sorted(there.tolist()) == expected
         assert [group_of[n] for n in there.tolist()] == keys.tolist() == sorted(keys.tolist())
-        assert counts == [matrix[rank], [row[rank] for row in matrix]]
+        assert counts.tolist() == [matrix[rank], [row[rank] for row in matrix]]
 
 
 def _routing(random: Random, ranks: int, groups: int) -> list[Tensor]:
@@ -125,11 +135,13 @@ def _with_load(load: list[list[int]]) -> OneDevice:
     return OneDevice(make, mean_square, [(batch(experts),) for experts in load])
 
 
+@pytest.mark.parametrize("parallel", [SENT, IN_ROOM], ids=["counted", "in room"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("load", LOADS)
-def test_any_load(load: str, ranks: int) -> None:
-    comparison = compare(_with_load(LOADS[load]), f"dp={ranks}", SENT)
+def test_any_load(load: str, ranks: int, parallel: list[Any]) -> None:
+    comparison = compare(_with_load(LOADS[load]), f"dp={ranks}", parallel)
     assert comparison.worst < 1e-10, f"{comparison.where} differs by {comparison.worst:.1e}"
+    assert (counts_rows(comparison.local.graph) is None) == (parallel is IN_ROOM)
 
 
 def test_the_host_reads_once_a_layer() -> None:

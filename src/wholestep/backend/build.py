@@ -12,6 +12,7 @@ from ..errors import BackendError, shown
 from ..graph import meta
 from ..graph.counted_rows import counts_rows
 from ..graph.graph import Input
+from ..partition.rows_by_rank import rows_by_rank
 from .eager import Eager
 from .inductor.inductor_backend import Inductor
 from .protocol import Backend, NodeClock, Run
@@ -66,7 +67,8 @@ def compiled(
     if (counts := counts_rows(graph)) is not None and not isinstance(backend, Eager):
         problem = f"the step counts rows while it runs, with backend {backend.name!r}"
         needed = "backend 'eager', or a step in which all sizes are known before"
-        raise BackendError(problem, needed, 'use backend="eager"', meta.source_line(counts))
+        uncounted = ", or ExpertParallel(..., host_reads=False)" if counts.target is rows_by_rank else ""
+        raise BackendError(problem, needed, f'use backend="eager"{uncounted}', meta.source_line(counts))
 
     def compile(graph: Graph, example_inputs: Sequence[Any]) -> Run:
         outputs = len(cast(Sequence[Any], next(node for node in graph.nodes if node.op == "output").args[0]))

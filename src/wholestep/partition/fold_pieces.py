@@ -32,6 +32,7 @@ from .accumulators import add_up, keep_piece, kept_piece, put_piece
 from .loop_body import LoopBody
 from .rank_ops import RANK_DEPENDENT, draws_numbers, take_chunk
 from .rank_ops import contiguous as contiguous_copy
+from .rows_by_rank import numbers_of, readers_of
 
 aten = torch.ops.aten
 
@@ -178,9 +179,10 @@ class _Fold:
             if node not in self.looped:
                 continue
             cheap = is_pointwise(node.target) or node.target in CHEAP or node.target in RANK_DEPENDENT
+            cheap = cheap or node.target is numbers_of
             if cheap and all(operand in again or not self._in_loop(operand) for operand in node.all_input_nodes):
                 again.add(node)
-            elif any(user.op != "output" and self.stage[user] > self.stage[node] for user in node.users):
+            elif any(user.op != "output" and self.stage[user] > self.stage[node] for user in readers_of(node)):
                 saved.add(node)
                 again.add(node)
         return saved

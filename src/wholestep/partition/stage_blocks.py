@@ -26,6 +26,7 @@ from ..graph.stage_part import TOTAL, Action, Held, Message, StageBlock, StagePa
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
+from .rows_by_rank import numbers_of, readers_of
 from .stage_actions import actions_of
 
 aten = torch.ops.aten
@@ -299,6 +300,9 @@ class StageCut:
         def read(node: Node) -> Node:
             if node in inside:
                 return inside[node]
+            if node.target is numbers_of:
+                inside[node] = copy_node(node, body, read)
+                return inside[node]
             if node.op == "placeholder" or node in writers or (node.target is transfer and node.args[2] == stage):
                 new = body.create_node("placeholder", node.name, name=node.name)
                 meta.copy(node, new)
@@ -312,7 +316,8 @@ class StageCut:
         sent = {node_at(send, 0) for send in self._sent(stage)}
         gives = [
             node for node in nodes
-            if node in sent or node in self.ends or any(user in writers and writers[user] != key for user in node.users)
+            if node in sent or node in self.ends
+            or (node.target is not numbers_of and any(writers.get(user, key) != key for user in readers_of(node)))
         ]  # fmt: skip
         body.output(tuple(inside[node] for node in gives))
         first = next(iter(body.nodes))

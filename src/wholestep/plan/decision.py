@@ -42,7 +42,8 @@ class Options:
     reductions, None for the dtype of the gradient. `reduces_each_piece`: with micro-batches, the gradient of each
     piece is reduced over ranks and accumulates as a shard; else it accumulates whole and is reduced once.
     `order`: of the blocks of stages, as `Pipeline.schedule`. `regathered_along`: axes along which activations are
-    re-gathered for the backward. `balanced`: calls of causal attention for which ranks exchange queries.
+    re-gathered for the backward. `balanced`: calls of causal attention for which ranks exchange queries. `host_reads`:
+    the host counts rows that are sent to experts.
     """
 
     keep_gathered_bytes: int | None = None
@@ -53,6 +54,7 @@ class Options:
     order: str = ""
     regathered_along: tuple[str, ...] = ()
     balanced: tuple[str, ...] = ()
+    host_reads: bool = True
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ class ExpertParallel(OneAxis):
     Args:
         axis: the mesh axis.
         method: what travels. `"rows"`: rows are sent to the ranks of their experts, and results back, as many as ranks
-            count in each call, which the host reads once a layer. `"gather_rows"`: each rank gathers the tokens of all,
-            multiplies those of its own experts, and results are summed over ranks. `"weights"`: experts are stored and
+            count in each call, which the host reads once a layer; or, without `host_reads`, as many as one rank may
+            have for another at most, zeros behind those that it has. `"gather_rows"`: each rank gathers the tokens of
+            all, multiplies those of its experts, and results are summed over ranks. `"weights"`: experts are stored and
             gathered as other parameters are. `"auto"`: of these that are possible, for each layer, the one that sends
             fewest bytes if experts have as many rows each.
-        host_reads: whether `"auto"` may choose `"rows"`.
+        host_reads: whether the host may read how many rows there are: without it, a step with `"rows"` has one size for
+            all loads, which Inductor and CUDA graphs need, and `"auto"` does not choose it.
 
     Example:
         >>> both = [ws.DataParallel("fully_shard", semantics="global"), ws.ExpertParallel()]
@@ -61,10 +63,12 @@ class ExpertParallel(OneAxis):
         return Layout(((self.axis, *(axis for axis in first if axis != self.axis)), *rest), owned=layout.owned)
 
     def sorts(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
-        """The axis, and whether rows are sent, by sort of rows by expert. Raises PlanError for a layer whose experts
-        cannot be apart.
+        """The axis, and how rows come to their experts, by sort of rows by expert. Raises PlanError for a layer whose
+        experts cannot be apart.
         """
-        return {rows.sort.name: (self.axis, method == "rows") for rows, method in self._rows(graph, mesh)}
+        sent = "counted" if self.host_reads else "bounded"
+        layers = self._rows(graph, mesh)
+        return {rows.sort.name: (self.axis, sent if method == "rows" else "gathered") for rows, method in layers}
 
     def _rows(self, graph: TrainGraph, mesh: Mesh) -> list[tuple[SortedRows, str]]:
         """The rows of each layer whose experts are apart, and the method."""
@@ -89,7 +93,7 @@ class ExpertParallel(OneAxis):
 
     def _cheapest(self, rows: SortedRows, ranks: int) -> str:
         """The method that sends fewest bytes."""
-        sent = _sent_bytes(rows, ranks)
+        sent = _sent_bytes(rows, ranks, self.host_reads)
         return min((n for n in sent if n != "rows" or self.host_reads), key=sent.__getitem__)
 
     def _problem(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
@@ -121,18 +125,20 @@ class ExpertParallel(OneAxis):
     def notes(self, graph: TrainGraph, planned: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
         """How many layers of experts of `graph` are apart in the planned step, and what each method sends for them."""
         ranks, in_any_order = mesh.axis_size(self.axis), list(sorted_rows(graph.graph))
-        prices = [_sent_bytes(rows, ranks) for rows in in_any_order] if ranks > 1 else []
+        prices = [_sent_bytes(rows, ranks, self.host_reads) for rows in in_any_order] if ranks > 1 else []
         each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
         layers = len(in_any_order) + len(sorts_in_one_order(graph.graph, in_any_order))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
         sent = [n for n in planned.graph.nodes if n.target is received_groups]
-        text = f", in {len(sent)} of them rows are sent to experts, with sizes as if each had as many" if sent else ""
+        sizes = "with sizes as if each had as many" if self.host_reads else "with room for all that may come"
+        text = f", in {len(sent)} of them rows are sent to experts, {sizes}" if sent else ""
         sends = [f"a rank sends for each of {count} layers of experts {texts}" for texts, count in each.items()]
         return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}{text}", *sends)
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
-        return f"experts on {self.axis} by {self.method}"
+        uncounted = "" if self.host_reads or self.method != "rows" else " that the host does not count"
+        return f"experts on {self.axis} by {self.method}{uncounted}"
 
 
 def _before_repeated(node: Node) -> tuple[str, str] | None:
@@ -146,15 +152,19 @@ def _before_repeated(node: Node) -> tuple[str, str] | None:
     return place
 
 
-def _sent_bytes(rows: SortedRows, ranks: int) -> dict[str, int]:
+def _sent_bytes(rows: SortedRows, ranks: int, counted: bool) -> dict[str, int]:
     """What a rank sends by each method, forward and backward: tokens that are gathered and summed, or weights and their
-    gradients; or of rows those that it has, if it may.
+    gradients; or of rows those that it has, if it may, or room for as many as may come.
     """
     sent = {
         "gather_rows": 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources}),
         "weights": 2 * sum(int(meta.size_bytes(n)) for n in {*_params(rows)}),
     }
-    sent |= {"rows": rows.sent_bytes // ranks} if rows.may_be_sent else {}
+    sent |= (
+        {"rows": rows.sent_bytes * rows.share("counted" if counted else "bounded", ranks) // ranks}
+        if rows.may_be_sent
+        else {}
+    )
     return {name: n * (ranks - 1) // ranks for name, n in sent.items()}
 
 

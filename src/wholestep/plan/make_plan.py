@@ -32,7 +32,7 @@ from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
 from .repeated_work import repeated_work
-from .rows_in_any_order import check_rows, shares_rows, with_rows_in_any_order
+from .rows_in_any_order import Apart, check_rows, shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
@@ -95,7 +95,10 @@ def make_plan(
     exchanged: tuple[str, ...] = ()
     if context is not None:
         decisions, exchanged = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
-    chosen = Options(keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged)
+    chosen = Options(
+        keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged,
+        strategies.experts is None or strategies.experts.host_reads,
+    )  # fmt: skip
     notes = differences(graph) if per_rank else ()
     notes += strategies.experts.notes(start.graph, planned, mesh) if strategies.experts else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
@@ -147,8 +150,8 @@ def _with_rows(
     their own experts; None where none do. Rows are sent where each rank has all of some tokens.
     """
     sorts = strategies.sorts_apart(start.graph, start.mesh).items()
-    apart = {name: (axis, sends and sent) for name, (axis, sent) in sorts}
-    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, ("", False)), start.mesh)
+    apart: dict[str, Apart] = {name: (axis, come if sends else "gathered") for name, (axis, come) in sorts}
+    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, ("", "gathered")), start.mesh)
     shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
     if graph is start.graph or not (apart or shares):
         return None
@@ -156,7 +159,7 @@ def _with_rows(
     try:
         check_rows(planned, decisions)
     except PlanError:  # some op has other pieces
-        if any(sent for _, sent in apart.values()):
+        if any(come != "gathered" for _, come in apart.values()):
             return _with_rows(start, strategies, sends=False)
         if apart:
             raise

@@ -111,7 +111,7 @@ class Plan:
         graph = for_pieces(graph) if self.mesh.pieces > 1 or self.owners else graph
         graph = with_lists_by_owner(graph, self.owners) if self.owners else graph
         graph = with_updates_by_owner(graph, self.update_owners) if self.update_owners else graph
-        graph = with_shared_rows(graph, self.decisions, self.mesh)
+        graph = with_shared_rows(graph, self.decisions, self.mesh, self.options.host_reads)
         graph = expand(graph, frozenset(self.decomposed)) if self.decomposed else graph
         mark_units(graph, self.storage)
         return graph

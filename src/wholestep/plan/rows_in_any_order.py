@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -31,6 +31,7 @@ from ..rules.aten.rows_in_groups import (
     FORWARD,
     groups_first,
     inverse_rows,
+    most_rows,
     own_rows,
     product_of_groups,
     product_of_rows,
@@ -48,8 +49,10 @@ from .decision import Decision
 aten = torch.ops.aten
 _CONSTANTS = frozenset({"new_zeros", "zeros_like", "zeros", "ones_like", "full_like", "new_full", "full"})
 _PRODUCTS = {FORWARD, BACKWARD, str(aten._grouped_mm.default)}
-Apart = tuple[str, bool]
-"""The axis whose ranks have groups of their own, and whether they are sent the rows of these alone."""
+Apart = tuple[str, Literal["gathered", "counted", "bounded"]]
+"""The axis whose ranks have groups of their own, and whether all rows are there, or sent to them: as many as the host
+counts, or with room for all that may come.
+"""
 
 
 def with_rows_in_any_order(graph: TrainGraph, apart: Callable[[SortedRows], Apart], mesh: Mesh) -> TrainGraph:
@@ -86,8 +89,10 @@ def _vectors(sort: Node) -> set[Node]:
     return reached([sort], lambda node: node.users, lambda node: all(len(t.shape) < 2 for t in meta.tensors(node) if t))
 
 
-def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh) -> TrainGraph:
-    """`graph` as decisions are about it: some ranks sort their own rows, or those of their own groups first."""
+def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh, counted: bool) -> TrainGraph:
+    """`graph` as decisions are about it: some ranks sort their own rows, or those of their own groups first. `counted`:
+    the host counts rows that are sent.
+    """
     shared = _shared(decisions, graph)
 
     def apart(rows: SortedRows) -> Apart:
@@ -96,7 +101,7 @@ def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh:
         takes = decisions[first.name].operands if first.name in decisions else ()
         along = takes[1].dims[0] if len(takes) > 1 and takes[1].dims and rows.may_be_sent else ()
         axis = shared.get(rows.sort.name, "")
-        return (axis, False) if axis or not along else (along[0], True)
+        return (axis, "gathered") if axis or not along else (along[0], "counted" if counted else "bounded")
 
     return with_rows_in_any_order(graph, apart, mesh) if shared else graph
 
@@ -254,27 +259,36 @@ class SortedRows:
         """Bytes of all rows that are sent, there and back."""
         return sum(int(meta.size_bytes(x)) for x in {*self.arrive, *self.leave.values()}.difference(self.groups))
 
-    def rewrite(self, axis: str, sent: bool, mesh: Mesh) -> None:
+    def share(self, come: str, ranks: int) -> int:
+        """How many times the rows that a rank multiplies it has, where groups are of one size."""
+        apart = self._apart()
+        most = ranks * most_rows(apart, apart, self.number, ranks) // apart
+        return {"gathered": ranks, "counted": 1, "bounded": most}[come]
+
+    def rewrite(self, axis: str, come: str, mesh: Mesh) -> None:
         """Give ops the functions that have rules for own rows, and note which dims are rows; along `axis`, if any, for
-        ranks that have groups, to which rows are `sent`.
+        ranks that have groups, to which rows `come`.
         """
         ranks, axes = (mesh.axis_size(axis), [axis]) if axis else (1, [])
+        sent, share = come != "gathered", self.share(come, ranks)
         first, count = Extent(self.number, ((axis, ranks),), start=True), extent(self.number, axes, mesh)
         if axis:
             for node in self.products:
-                target = product_of_groups(node.target, self.number, 1 if sent else ranks)
+                target = product_of_groups(node.target, self.number, share)
                 self.calls[node] = target, (first, count, *self.calls[node][1])
             self.calls |= self.sized if sent else {}
         if axis and not sent:
             self.calls[self.sort] = groups_first(self.sort.target, self.number), (first, *self.sort.args)
-            for node, rows in self.sums.items():
-                for x in rows:
-                    self.chosen[x] = self.chosen.get(x) or self._chosen(x, node, first, count)
         for node, (target, args) in self.calls.items():
             node.target, node.args = target, args
             node.kwargs = {} if target in (sum_of_rows, inverse_rows) else node.kwargs
             meta.set_known_rule(node, None)
-        exchanges = self._send(first, count, axis) if sent else []
+        for node, rows in self.sums.items() if axis and come != "counted" else ():
+            for x in rows if not (sent and node in self.leave) else ():
+                self.chosen[x] = self.chosen.get(x) or self._chosen(x, node, first, count)
+                node.replace_input_with(x, self.chosen[x])
+        rest = first, count, self.number, axis, self._apart() if come == "bounded" else 0
+        exchanges = self._send(rest) if sent else []
         noted = {**dict.fromkeys((*self.calls, *self.groups, *self.sums), (None,)), **self.dims}
         noted |= dict.fromkeys((*self.index, *self.inverse), (0,))
         for node, dims in noted.items():
@@ -288,13 +302,23 @@ class SortedRows:
         elif axis:
             self._note_states(axis)
 
-    def _send(self, first: Extent, count: Extent | int, axis: str) -> list[Node]:
+    def _apart(self) -> int:
+        """How many rows, one after the other before the sort, have different groups: those that topk chose at once."""
+        keys = node_at(self.sort, 0)
+        while packet_name(keys.target) in ("view", "_unsafe_view", "reshape", "clone", "_to_copy"):
+            keys = node_at(keys, 0)
+        source = node_at(keys, 0) if _torch.is_getitem(keys.target) else keys
+        shape = meta.one_tensor(keys).shape
+        last = packet_name(source.target) == "topk" and source.args[2:3] in ((), (-1,), (len(shape) - 1,))
+        return shape[-1] if last and shape else 1
+
+    def _send(self, rest: tuple[Any, ...]) -> list[Node]:
         """Send rows that arrive to the ranks of their groups, and back those that leave."""
         graph, exchanges, groups = self.sort.graph, list[Node](), self.groups[0]
         keys = (n for n in self.groups if n in self.arrive or _torch.is_getitem(n.target))
 
-        def exchange(target: Any, x: Node, *rest: Any) -> Node:
-            new = add_node(graph, "call_function", target, (*rest, first, count, self.number, axis), {}, None)
+        def exchange(target: Any, x: Node, *read: Any) -> Node:
+            new = add_node(graph, "call_function", target, (*read, *rest), {}, None)
             meta.copy(x, new)
             self.dims[new] = (0,)
             exchanges.append(new)
@@ -326,8 +350,6 @@ class SortedRows:
         rows, cut = {*self.dims, *self.index, *self.inverse}, sharded_along(0)
         alike = {*self.counts, *self.constants}
         for node in (self.sort, *self.products, *self.sums, *alike):
-            for x in self.sums.get(node, ()):
-                node.replace_input_with(x, self.chosen[x])
             matrices, dims = self.products.get(node), self.dims.get(node, (None,) * len(meta.tensors(node)))
             takes = tuple(cut if n is matrices else VARIES if n in rows else REPLICATED for n in operands(node))
             total = cut if node in self.products else REPLICATED if node in alike else partial_by("sum")

@@ -197,8 +197,9 @@ class Strategies:
 
     def without_host_reads(self) -> Strategies:
         """These strategies, of which none chooses that the host reads numbers of rows."""
-        parts = (replace(p, host_reads=False) if isinstance(p, ExpertParallel) else p for p in self.parts)
-        return Strategies(tuple(parts))
+        auto = (p for p in self.parts if isinstance(p, ExpertParallel) and p.method == "auto")
+        chosen = {id(p): replace(p, host_reads=False) for p in auto}
+        return Strategies(tuple(chosen.get(id(p), p) for p in self.parts))
 
     def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
         """Sorts of rows by expert of which each rank has those of its own experts. Raises PlanError."""
@@ -207,10 +208,6 @@ class Strategies:
     def _have_one_batch(self, graph: TrainGraph, mesh: Mesh) -> bool:
         """Whether ranks of experts have parts of one batch. Raises PlanError if they do not, and should."""
         axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
-        if method == "rows" and (self.micro_batches or self.pipeline):
-            needed = "one program of a step, in which the host reads how many rows are sent"
-            next_step = 'give method="gather_rows", or leave out micro-batches and stages'
-            raise PlanError('ExpertParallel(method="rows") with micro-batches or stages', needed, next_step)
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
         data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()

@@ -73,8 +73,10 @@ def _chosen(call: Call) -> Bind:
     return Bind(f"{term}, {dims[cast(int, call.args[4])]} -> {term}", linear="0")
 
 
-def sent_rows(back: bool, x: Tensor, of: Tensor, first: int, count: int, groups: int, axis: str) -> Tensor:
-    """Rows, sorted by groups `of`, at the ranks of these along `axis`, sorted by group; or `back` where they were."""
+def sent_rows(back: bool, x: Tensor, of: Tensor, first: int, count: int, groups: int, axis: str, apart: int) -> Tensor:
+    """Rows, sorted by groups `of`, at the ranks of these along `axis`, sorted by group; or `back` where they were. The
+    host counts them; or there is room for all, of which `apart` in a row have different groups, and it is not 0.
+    """
     return x
 
 
@@ -84,8 +86,15 @@ def _sent(call: Call) -> str:
     return f"t {rest}, t -> t {rest}"
 
 
-def received_groups(of: Tensor, first: int, count: int, groups: int, axis: str) -> Tensor:
-    """The groups of the rows that `sent_rows` brings."""
+def most_rows(rows: int, apart: int, groups: int, ranks: int) -> int:
+    """How many of `rows` one rank has groups of at most: of rows in a row of `apart` different groups, all or as many
+    as it has groups.
+    """
+    return rows // apart * min(apart, -(-groups // ranks)) if rows % apart == 0 else rows
+
+
+def received_groups(of: Tensor, first: int, count: int, groups: int, axis: str, apart: int) -> Tensor:
+    """The groups of the rows that `sent_rows` brings; behind them, of those for which there is room only, another."""
     return of
 
 
