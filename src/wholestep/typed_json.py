@@ -12,10 +12,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import WholestepError, shown
+from .errors import PlanError, WholestepError, shown
 
 MOST_DEPTH = 64
 MOST_NUMBER = 1 << 63
@@ -26,6 +27,16 @@ Readers = Mapping[Any, Callable[[Any, str], Any]]
 _NO_READERS: Readers = {}
 
 _NEEDED = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", NoneType: "null"}
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file; missing folders are created. Raises PlanError, which names the path."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # also a null in the name
+        problem = f"{shown(str(path), 4096)} cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise PlanError(problem, "a path to write to", "correct it") from error
 
 
 class MalformedError(Exception):

@@ -1,5 +1,6 @@
 """What a user meets who gives something of another type: the whole text, for one of each door."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,14 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
         lambda graph: ws.simulate(ws.partition(graph, ws.plan(graph, "dp=2")), "dgx-h100"),
         "simulate(hardware='dgx-h100')\n  needed: hardware of type Hardware\n  next: correct hardware=",
     ),
+    "software": (
+        lambda graph: ws.simulate(ws.partition(graph, ws.plan(graph, "dp=2")), ws.Hardware.default(), software=None),
+        "simulate(software=None)\n  needed: software of type Software\n  next: correct software=",
+    ),
+    "an infinite bucket": (
+        lambda graph: ws.ddp_backend(bucket_cap_mb=math.inf),
+        "bucket_cap_mb=inf\n  needed: a finite number\n  next: leave it out: DDP's size is taken",
+    ),
     "a rule of many brackets": (
         lambda graph: ws.rule(torch.ops.aten.mm, "(" * 100_000),
         f"rule '{'(' * 75} ... has 100000 characters\n  needed: at most 4000\n  next: write a function of the shapes",
@@ -100,10 +109,17 @@ def test_text(graph: ws.TrainGraph, door: str) -> None:
     assert str(caught.value).startswith(text)
 
 
-def test_a_plan_that_cannot_be_written_is_named(graph: ws.TrainGraph, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plan", "hardware", "kernels", "timeline", "page"])
+def test_what_cannot_be_written_is_named(graph: ws.TrainGraph, tmp_path: Path, kind: str) -> None:
+    plan, hardware = ws.plan(graph, "dp=2"), ws.Hardware.default()
+    write: dict[str, Callable[[Path], object]] = {
+        "plan": plan.save, "hardware": hardware.save, "kernels": ws.KernelTimes(()).save,
+        "timeline": ws.timeline(ws.partition(graph, plan), hardware).save,
+        "page": lambda path: ws.report(path, plan, graph, hardware),
+    }  # fmt: skip
     (tmp_path / "file").write_text("")
-    with pytest.raises(ws.PlanError, match=r"file/plan\.json' cannot be written"):
-        ws.plan(graph, "dp=2").save(tmp_path / "file" / "plan.json")
+    with pytest.raises(ws.PlanError, match=r"file/a\.json' cannot be written: (Not a directory|File exists)\n"):
+        write[kind](tmp_path / "file" / "a.json")
 
 
 def test_half_a_character_is_shown(graph: ws.TrainGraph) -> None:

@@ -264,21 +264,33 @@ def test_manifest_names_all_tensors_and_files(trained: Any) -> None:
 
 
 class Gain(nn.Module):
-    """Counts its calls in `n`, and keeps `kept` beside it."""
+    """Counts its calls in `n`, has the `largest` entry of late in an attribute, and keeps `kept` beside it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w, self.n, self.kept = nn.Parameter(torch.ones(4)), 0, object()
+        self.largest = torch.zeros((), dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.n += 1
-        return x * self.w * (1 + 0.1 * self.n)
+        self.largest = torch.maximum(0.9 * self.largest, x.detach().abs().max())
+        return x * self.w * (1 + 0.1 * self.n) / (1 + self.largest)
 
     def get_extra_state(self) -> Any:
-        return {"n": self.n, "kept": self.kept}
+        return {"n": self.n, "largest": self.largest, "kept": self.kept}
 
     def set_extra_state(self, state: Any) -> None:
-        self.n, self.kept = state["n"], state["kept"]
+        self.n, self.largest, self.kept = state["n"], state["largest"].clone(), state["kept"]
+
+
+class Attribute(Gain):
+    """Says nothing of what it keeps: a step has found its tensor."""
+
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = 0
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("into", ["step", "called step", "model", "copies"])
@@ -312,6 +324,23 @@ def test_what_a_module_keeps_comes_back(into: str, tmp_path: Path) -> None:
     found = [step(model, optimizer, x).item() for x in batches[3:]]
     torch.testing.assert_close(found, expected[3:], rtol=1e-12, atol=0)
     assert same(model[1].kept, [torch.ones(2), "text", {"a": 1.5}])
+
+
+def test_tensors_in_attributes_of_modules_come_back_into_the_model_alone(tmp_path: Path) -> None:
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+    models = [nn.Sequential(Attribute()).double() for _ in range(3)]
+    expected = [train_step(models[0], torch.optim.SGD(models[0].parameters(), lr=0.1), x).item() for x in batches]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    step = ws.compile(train_step)
+    for x in batches[:2]:
+        step(models[1], optimizers[1], x)
+    ws.save(tmp_path, step)
+    ws.load(tmp_path, model=models[2], optimizer=optimizers[2])
+    resumed = [train_step(models[2], optimizers[2], x).item() for x in batches[2:]]
+    torch.testing.assert_close(resumed, expected[2:], rtol=1e-12, atol=0)
+    models[2][0].largest = None
+    with pytest.raises(ws.CheckpointError, match=r"0\.largest: float64\[\] in the checkpoint, missing here"):
+        ws.load(tmp_path, model=models[2])
 
 
 def test_what_a_module_keeps_is_data_and_belongs_to_it(tmp_path: Path) -> None:

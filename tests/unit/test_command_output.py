@@ -65,7 +65,7 @@ def test_the_plan_is_said_though_it_cannot_be_kept(
     monkeypatch.setattr(Path, "write_text", full)
     code, said = run("plan", STEP, "--mesh", "dp=2", option, str(tmp_path / "x"))
     assert code == 2
-    assert f"{tmp_path / 'x'} cannot be written: No space left on device" in said
+    assert f"{str(tmp_path / 'x')!r} cannot be written: No space left on device" in said
     assert "stored as" in said
 
 

@@ -236,6 +236,8 @@ def load(
     root = durable.folder_at(directory)
     while True:
         folder, record, content = _open(root, ranks, strict)
+        if state is not None and step is None:
+            state = snapshot.with_attributes(state, record)
         try:
             restore = _staged(folder, record, state, ranks) if state is not None else None
             components = {**objects, **(extra_states(state.modules) if state is not None else {})}

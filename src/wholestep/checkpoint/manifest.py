@@ -33,7 +33,9 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor. `role`: param, buffer, state (`owner`, `key`, `optimizer` are set), or rank: one rank alone had it."""
+    """A tensor. `role`: param, buffer, state (`owner`, `key`, `optimizer` are set), or rank: one rank alone had it. A
+    buffer that is the attribute `key` of a module says which: `owner`.
+    """
 
     role: str
     shape: tuple[int, ...]

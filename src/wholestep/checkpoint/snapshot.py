@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..capture.call_structure import walk
+from ..capture.locations import Location
 from ..capture.optimizer_entries import Entry
 from ..capture.scheduled_numbers import note
-from ..capture.state import StepState
+from ..capture.state import StepState, carry
 from ..distributed.full_tensors import copy
 from ..distributed.launch import job
 from ..errors import CheckpointError
@@ -46,9 +48,13 @@ def take(state: StepState) -> Snapshot:
     """A snapshot by reference: nothing is copied. Tied parameters appear once."""
     saved: dict[str, CheckpointTensor] = {}
     tensors: dict[str, torch.Tensor] = {}
+    owners = {id(vars(module)): path for path, module in walk(state.modules)}
     for role, table in (("param", state.params), ("buffer", state.buffers)):
         for name, step_tensor in table.items():
-            tensors[name], saved[name] = step_tensor.tensor.detach(), CheckpointTensor.of(role, step_tensor.tensor)
+            holder, key = step_tensor.places[0]
+            of_module = (owners[id(holder)], key) if id(holder) in owners else ()
+            tensors[name] = step_tensor.tensor.detach()
+            saved[name] = CheckpointTensor.of(role, step_tensor.tensor, *of_module)
     values: dict[str, dict[str, dict[Any, Any]]] = {}
     for label, optimizer in state.optimizers.items():
         entries = cast(dict[Any, Any], optimizer.state)
@@ -70,6 +76,19 @@ def take(state: StepState) -> Snapshot:
         for label, o in state.optimizers.items()
     }
     return Snapshot(tensors, saved, optimizers, options, values)
+
+
+def with_attributes(state: StepState, manifest: Manifest) -> StepState:
+    """State of modules alone, and the attributes of modules (`self.ema`) that were state of the step that was saved."""
+    holders = {path: vars(module) for path, module in walk(state.modules)}
+    attributes = {
+        name: (held, Location(name, holders[saved.owner], saved.key))
+        for name, saved in manifest.tensors.items()
+        if saved.role == "buffer" and saved.key and name not in state.buffers
+        and isinstance(held := holders.get(saved.owner, {}).get(saved.key), torch.Tensor)
+    }  # fmt: skip
+    carry(both := replace(state, buffers=dict(state.buffers)), attributes)
+    return both
 
 
 def _unless_tensor(value: Any) -> Any:

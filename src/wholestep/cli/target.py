@@ -141,7 +141,7 @@ def write_output(screen: Screen, path: Path | None, write: Callable[[Path], obje
     try:
         write(path)
     except (OSError, ValueError) as error:  # also a null in the name
-        refuse(f"{path} cannot be written: {_reason(error)}")
+        refuse(f"{str(path)!r} cannot be written: {_reason(error)}")
     screen.note(f"written to {path}")
 
 

@@ -19,7 +19,7 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.nodes import operands
 from ..graph.op_kinds import PRODUCTS, arithmetic, packet_name
-from ..typed_json import MalformedError, as_list, as_object, parse, read, wrong
+from ..typed_json import MalformedError, as_list, as_object, parse, read, write_text, wrong
 
 Shapes = tuple[tuple[int, ...], ...]
 _DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
@@ -75,8 +75,7 @@ class KernelTimes:
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON, for `load` and `wholestep simulate --profile`; missing folders are created."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> KernelTimes:

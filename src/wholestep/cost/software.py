@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch.fx import Graph, Node
 
@@ -18,6 +18,7 @@ from .kernel_times import KernelTimes
 Fills = Literal["none", "own", "all"]
 
 
+@runtime_checkable
 class Software(Protocol):
     """The kernels that exist, the host that starts them, the overlap that a step has, and the allocator. Functions that
     predict take `software=`; without it they predict wholestep, op by op.

@@ -18,6 +18,7 @@ from ..graph.nodes import is_collective, is_wait, node_at
 from ..graph.op_kinds import ARRIVALS, HOST_COPIES
 from ..graph.text import human, seconds
 from ..hardware.hardware import Hardware
+from ..typed_json import write_text
 from .memory import PeakMemory, bytes_held, peak_memory
 from .simulation import SimulationResult, kind_of, priced, result_of, steady_start, whole_bytes
 from .software import OWN, Software
@@ -104,8 +105,7 @@ class Timeline:
         folders are created.
         """
         events = [event for number, trace in enumerate((self, *others)) for event in _events(trace, number)]
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
         step = self.simulated.step_us

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -152,6 +153,8 @@ def ddp_backend(
     Example:
         >>> model = torch.compile(DistributedDataParallel(net), backend=ws.ddp_backend(inner="aot_eager"))
     """
+    if bucket_cap_mb == inf:
+        raise BackendError("bucket_cap_mb=inf", "a finite number", "leave it out: DDP's size is taken")
     if inner == NAME:
         raise BackendError(f"inner={NAME!r} is this backend itself", "a backend that compiles", 'inner="inductor"')
     backend = DdpBackend(inner, None if bucket_cap_mb is None else int(bucket_cap_mb * MIB), first_bucket_cap)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import PlanError
 from ..mesh import TIME, Mesh
 from ..tuning import TUNING
+from ..typed_json import write_text
 from .curves import KINDS, CollectiveCost, Curve, Regime, curve_us, sent_bytes
 from .device import Device, MeasuredDevice, Work, item_bytes
 
@@ -193,8 +194,7 @@ class Hardware:
         """Write the hardware as JSON; missing folders are created."""
         from .hardware_file import to_json
 
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(to_json(self), indent=1) + "\n")
+        write_text(path, json.dumps(to_json(self), indent=1) + "\n")
 
     @property
     def ranks_per_node(self) -> int:

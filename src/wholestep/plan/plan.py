@@ -17,7 +17,7 @@ from ..hardware.presets import one_host
 from ..layout import Layout
 from ..mesh import Mesh
 from ..precision import MixedPrecision, StepPrecision
-from ..typed_json import MalformedError, hints_of, parse
+from ..typed_json import MalformedError, hints_of, parse, write_text
 from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .for_pieces import for_pieces
@@ -191,13 +191,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file for `load`; missing folders are created."""
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(self.to_json(), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise PlanError(
-                f"{shown(str(path), 4096)} cannot be written: {error}", "a path to write to", "correct it"
-            ) from error
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:

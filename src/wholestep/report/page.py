@@ -20,6 +20,7 @@ from ..passes.order_stages import partition
 from ..plan.plan import Plan
 from ..planner.recompute_kinds import passes_of
 from ..planner.staged_plan import staged
+from ..typed_json import write_text
 from .compare import PlanRow
 from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
 
@@ -72,8 +73,7 @@ def report(
     shown |= {"sent": sent(local, predicted), "lanes": lanes(predicted), "ops": by_op(predicted)}
     shown["alternatives"] = list(zip(alternatives, verdicts(alternatives, capacity), strict=True))
     shown |= {"rows": _ROWS, "stages": stages, "model": model or "training step", "hardware": hardware.name}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(rendered(_TEMPLATES / "page.html", {**shown, "chosen": chosen}), encoding="utf-8")
+    write_text(path, rendered(_TEMPLATES / "page.html", {**shown, "chosen": chosen}))
 
 
 def rendered(template: Path, shown: Mapping[str, Any]) -> str:
