@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.tp_models import VOCAB, Llama, next_token, step_of
+from tests.unit.test_context_parallel import DIM, MASKS, Again
 from wholestep.errors import RankMismatchError
 
 of_tokens = step_of(next_token)
@@ -18,10 +20,12 @@ LENGTHS = [(2, 16), (2, 12), (2, 13), (2, 3), (2, 29), (1, 13), (3, 8)]
 SHARES = [(8, 8), (5, 7), (13, 0), (1, 2), (15, 14), (6, 7), (4, 4)]
 
 
-def _setup() -> tuple[Any, Any, Any, Any]:
+def _setup(window: bool = False) -> tuple[Any, Any, Any, Any]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model = Llama(layers=1)
+    model: Any = Llama(layers=1)
+    if window:
+        model = nn.Sequential(nn.Embedding(VOCAB, DIM), Again(MASKS["window"]), nn.Linear(DIM, VOCAB))
     other = copy.deepcopy(model)
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
     return model, optimizer, other, plain
@@ -40,7 +44,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, list[int]]:
-    model, optimizer, other, plain = _setup()
+    model, optimizer, other, plain = _setup(method == "window")
+    method = "ring" if method == "window" else method
     options: Any = {"method": "gather", "balance": True} if method == "exchanged" else {"method": method}
     step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel(inputs=inputs, **options))
     worst, captures = 0.0, list[int]()
@@ -57,9 +62,9 @@ def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, lis
     return worst, captures
 
 
-@pytest.mark.usual("gather-local", "heads-global", "exchanged-global", "ring-local")
+@pytest.mark.usual("gather-local", "heads-global", "exchanged-global", "ring-local", "window-global")
 @pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize("method", ["gather", "heads", "exchanged", "ring"])
+@pytest.mark.parametrize("method", ["gather", "heads", "exchanged", "ring", "window"])
 def test_lengths_that_change(method: str, inputs: str) -> None:
     """Pieces of any lengths, none included. One program serves all lengths of two rows, from the second one on."""
     for worst, captures in run_ranks(_trains, 2, method, inputs):

@@ -166,7 +166,7 @@ def _padded(length: int) -> dict[str, Tensor]:
 
 def test_what_is_refused() -> None:
     masks = {**MASKS, "padding": _padded}
-    for mask, balance in (("window", None), ("bias", None), ("padding", None), ("causal", True)):
+    for mask, balance in (("documents", None), ("prefix", None), ("padding", None), ("causal", True)):
         model = Attends(masks[mask])
         graph = ws.capture(mean_square, model, AdamW(model.parameters()), torch.ones(2, 8).long())
         with pytest.raises(PlanError) as caught:

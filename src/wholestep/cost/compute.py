@@ -71,6 +71,10 @@ def work(node: Node) -> Work | None:
         _moved(node), flops(node), dtype, None, _attention(node, backward) if attends else None, causal, backward,
         streams(node.target), node.target in BUCKET_COPIES,
     )  # fmt: skip
+    if call.attention is not None and not causal and isinstance(keys := node.args[0], OfOwner):  # by rank
+        *sizes, count, width = call.attention
+        largest = max(map(int, keys.numbers))
+        return replace(call, flops=call.flops * largest / max(count, 1), attention=(*sizes, largest, width))
     if not causal or node.target not in op_kinds.IN_PLACE_OF:
         return call
     ranges = (number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2])

@@ -84,6 +84,35 @@ def tokens_first(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([key.movedim(2, 0), value.movedim(2, 0)], -1).contiguous()
 
 
+def rows_at(x: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
+    """Ranges of dim 0 one after another, as a contiguous copy; a range may have rows of another one."""
+    return torch.cat([x.narrow(0, start, length) for start, length in zip(starts, lengths, strict=True)]).contiguous()
+
+
+def between(x: Tensor, around: Tensor, before: int) -> Tensor:
+    """Return `x` with the first rows of `around` before it, and the others behind."""
+    return torch.cat([around[:before], x, around[before:]]).contiguous()
+
+
+def plus_rows(x: Tensor, first: int, size: int, rows: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
+    """Return `size` rows of `x` from `first` on, and to these ranges of them add `rows`, of one after another."""
+    out = x.narrow(0, first, size).clone()
+    parts: tuple[Tensor, ...] = torch.split(rows, lengths)
+    for start, part in zip(starts, parts, strict=True):
+        out.narrow(0, start, part.shape[0]).add_(part)
+    return out
+
+
+def columns(x: Tensor, start: int, length: int) -> Tensor:
+    """A range of the last dim of a mask, as a copy: kernels want each row to begin at a multiple of 16 bytes. A dim
+    that repeats one entry still does.
+    """
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride()[:-1])
+    part = x[once].narrow(-1, start, length)
+    copy = part.new_zeros((*part.shape[:-1], -(-length // 16) * 16)).narrow(-1, 0, length)
+    return copy.copy_(part).expand(*x.shape[:-1], length)
+
+
 def only_first(x: Tensor, coordinate: int) -> Tensor:
     """Return a contiguous `x` on the first rank of the axis, zeros on others: a replicated value as a partial sum."""
     return x.contiguous() if coordinate == 0 else x.new_zeros(x.shape)

@@ -1,11 +1,12 @@
 """Calls of attention in a ring: a rank attends to its own keys and values, and then to those that arrive from the rank
-before it, which it passes on while it computes. Gradients of keys and values go to the rank that has them.
+before it, which it passes on while it computes. Gradients of keys and values go to the rank that has them. By a mask
+that is a window, ranks send each other what is within reach, before a call, and its gradients after it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,10 +16,10 @@ from torch.fx.node import map_arg
 
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
-from ..graph.nodes import add_node
+from ..graph.nodes import add_node, operands
 from ..layout import OfOwner, has_extent
 from ..plan.plan import Plan
-from ..plan.ring_attention import Ring, ring_of
+from ..plan.ring_attention import END, FIRST, LAST, START, ZERO, Ring, ring_of
 from ..rules.aten.query_pieces import key_piece
 from . import rank_ops
 from .collectives import Emitter, note_owner
@@ -30,11 +31,15 @@ _IN_ROWS = rank_ops.tokens_first, rank_ops.after, funcol.all_to_all_single.defau
 
 @dataclass
 class RingCalls:
-    """Writes such calls. `results`: what they return, by the call of the step and the place."""
+    """Writes such calls. `results`: what they return, by the call of the step and the place. `near`: what ranks have of
+    keys and values, in windows.
+    """
 
     emit: Emitter
     plan: Plan
     results: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
+
+    near: dict[Hashable, list[Node]] = field(default_factory=dict[Hashable, "list[Node]"])
 
     def ring(self, node: Node) -> Ring | None:
         """The ring of a call of the step."""
@@ -44,16 +49,21 @@ class RingCalls:
         """Write a call, with its operands and results on a rank. Returns what has the results that are not `results`:
         what a kernel notes for its backward.
         """
-        keys, first = arguments[ring.key : ring.key + 2], None
+        keys, first, arguments = arguments[ring.key : ring.key + 2], None, list(arguments)
         outputs = cast("list[TensorMeta]", tensors[: 3 if ring.backward else 2])
         accumulated = [_wide(tensor) for tensor in outputs[: 1 if ring.backward else 2]]
-        message, pieces = self._joined(node, keys), list(keys)
+        if ring.reach:
+            pieces, arguments[ring.mask] = self._near(node, ring, keys), self._columns(node, ring, arguments[ring.mask])
+            message = pieces[0]
+        else:
+            message, pieces = self._joined(node, keys), list(keys)
         merged, total, coming = list[Node](), list[Node](), list[Node]()
-        for step in range(ring.parts):
-            ahead = self._sent(node, ring, message, step, 1) if step + 1 < ring.parts else None
-            operands = [*arguments[: ring.key], *pieces, *arguments[ring.key + 2 :]]
+        steps = 1 if ring.reach else ring.parts
+        for step in range(steps):
+            ahead = self._sent(node, ring, message, step, 1) if step + 1 < steps else None
+            arguments[ring.key : ring.key + 2] = pieces
             of_keys = list(map(one_tensor, pieces)) if ring.backward else list(tensors[2:] if step == 0 else ())
-            new = self._step(node, ring.attended(step), operands, merged, [*accumulated, *of_keys])
+            new = self._step(node, ring.attended(step), arguments, merged, [*accumulated, *of_keys])
             first = first or new
             merged = [self._call(node, operator.getitem, (new, i), tensor) for i, tensor in enumerate(accumulated)]
             if ring.backward:
@@ -66,17 +76,54 @@ class RingCalls:
                 args = self._waited(node, ahead), (total or merged)[0]
                 message = self._call(node, rank_ops.after, args, one_tensor(ahead))
                 pieces = self._parted(node, message, keys)
+        total = [self._returned(node, ring, whole) for whole in total] if ring.reach else total
         merged += [part for whole in self._added(node, total, coming) for part in self._parted(node, whole, keys)]
         for place, (value, tensor) in enumerate(zip(merged, outputs, strict=True)):
             self.results[node, place] = self._cast(node, value, tensor)
         return cast(Node, first)
 
+    def _near(self, node: Node, ring: Ring, keys: Sequence[Node]) -> list[Node]:
+        """Keys and values within reach of the queries of a rank, once for forward and backward."""
+        at = slice(ring.key, ring.key + 2)
+        key = tuple(operands(node)[at]), self.plan.decisions[node.name].operands[at], ring.reach
+        if key not in self.near:
+            message, (starts, there, here) = self._joined(node, keys), ring.shared()
+            sent = self._exchanged(node, self._rows(node, message, starts, there), there, here)
+            before, count = ring.keys_between(FIRST, START, start=True), ring.keys_between(FIRST, LAST).numbers[0]
+            whole = self._call(node, rank_ops.between, (message, sent, before), _with_rows(message, count))
+            self.near[key] = self._parted(node, whole, keys)
+        return self.near[key]
+
+    def _returned(self, node: Node, ring: Ring, total: Node) -> Node:
+        """The sum of the gradients of a rank's own keys and values: `total` has those of all within reach."""
+        starts, there, here = ring.shared()
+        sides = ring.keys_between(FIRST, START), ring.keys_between(END, LAST)
+        firsts, size = (0, ring.keys_between(FIRST, END, start=True)), ring.keys_between(START, END)
+        back = self._exchanged(node, self._rows(node, total, firsts, sides), here, there)
+        args = total, replace(sides[0], start=True), size, back, starts, there
+        return self._call(node, rank_ops.plus_rows, args, _with_rows(total, size.numbers[0]))
+
+    def _rows(self, node: Node, rows: Node, starts: Sequence[Any], lengths: Sequence[OfOwner]) -> Node:
+        shape = _with_rows(rows, sum(part.numbers[0] for part in lengths))
+        return self._call(node, rank_ops.rows_at, (rows, [*starts], [*lengths]), shape)
+
+    def _exchanged(self, node: Node, rows: Node, there: list[OfOwner], here: list[OfOwner]) -> Node:
+        shape = _with_rows(rows, sum(part.numbers[0] for part in here))
+        args = rows, here, there, there[0].axis
+        return self._waited(node, self._call(node, funcol.all_to_all_single.default, args, shape))
+
+    def _columns(self, node: Node, ring: Ring, mask: Node) -> Node:
+        """What a mask says of the keys within reach."""
+        first, count = ring.keys_between(ZERO, FIRST, start=True), ring.keys_between(FIRST, LAST)
+        shape = contiguous((*one_tensor(mask).shape[:-1], count.numbers[0]), one_tensor(mask))
+        return self._call(node, rank_ops.columns, (mask, first, count), shape)
+
     def _step(
-        self, node: Node, attended: tuple[OfOwner, OfOwner], operands: Sequence[Node], merged: Sequence[Node],
+        self, node: Node, attended: tuple[OfOwner, OfOwner], reads: Sequence[Node], merged: Sequence[Node],
         tensors: Sequence[TensorMeta | None],
     ) -> Node:  # fmt: skip
         """Attention to one piece of the keys, with what earlier steps have merged."""
-        ready = iter(operands)
+        ready = iter(reads)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
         kwargs = {**kwargs, "merged": list(merged)} if merged else kwargs
         name, target = node.name, key_piece(node.target)
@@ -144,3 +191,8 @@ class RingCalls:
 def _wide(tensor: TensorMeta) -> TensorMeta:
     """Of numbers in single precision at least."""
     return replace(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _with_rows(node: Node, rows: int) -> TensorMeta:
+    """As what a node gives, with this size of the first dim."""
+    return contiguous((rows, *one_tensor(node).shape[1:]), one_tensor(node))

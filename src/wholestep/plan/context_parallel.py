@@ -19,9 +19,10 @@ from ..layout import AxisState
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
 from ..rules.rule import Group
+from .attention_windows import mask_of, near_tokens
 from .data_parallel import BatchDim, batch_dim, stored
 from .decision import Decision
-from .op_strategies import RING, ring
+from .op_strategies import NEAR, RING, ring
 from .storage_styles import style_named
 from .strategy import BatchCut, Pins, Resting
 
@@ -40,6 +41,7 @@ class ContextParallel:
             and values, with as many heads as they have. `"heads"`: all tokens of some heads, by an all-to-all before
             and after. `"ring"`: as `"gather"`, but keys and values go from rank to rank, so that a rank never has all
             of them. `"auto"`: of the first two the one that sends less; "gather" where the heads of keys do not divide.
+            Of all but `"heads"`, a mask that is proved to be a window sends the keys and values within it alone.
         input_dim: the dim of batch tensors that counts tokens; or by argument, as `DataParallel.input_batch_dim`.
         inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
         style: how ranks of the axis store parameters and optimizer state, as `DataParallel.style`; None: as the
@@ -99,13 +101,17 @@ class ContextParallel:
         parts = mesh.axis_size(self.axis)
         lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
         if self.method == "ring":
-            rings = self._rings(graph, lengths) if parts > 1 else ()
+            rings = self._rings(graph, lengths, parts) if parts > 1 else ()
             return Pins(op_strategies={name: {self.axis: (RING,)} for name in rings})
         reads, strategies = dict[tuple[str, str], dict[str, AxisState]](), dict[str, dict[str, tuple[str, ...]]]()
-        for node, group in _attention(graph) if parts > 1 and self.method != "gather" else ():
+        for node, group in _attention(graph) if parts > 1 else ():
             query = next(i for i, term in group.operands.items() if _QUERIES in term)
             dim = group.operands[query].index(_QUERIES)
-            if _size(node, group, query, _QUERIES) not in lengths or not self._by_heads(node, group, query, parts):
+            if _size(node, group, query, _QUERIES) not in lengths:
+                continue
+            near = near_tokens(node, parts)
+            if not self._by_heads(node, group, query, parts, near):
+                strategies |= {node.name: {self.axis: (NEAR,)}} if near is not None else {}
                 continue
             strategies[node.name] = {self.axis: (f"cut {_HEADS}",)}
             for item in node.users:
@@ -115,7 +121,7 @@ class ContextParallel:
                     reads |= {(name, item.name): {self.axis: AxisState("S", dim)} for name in others}
         return Pins(reads=reads, op_strategies=strategies)
 
-    def _rings(self, graph: TrainGraph, lengths: set[int]) -> list[str]:
+    def _rings(self, graph: TrainGraph, lengths: set[int], parts: int) -> list[str]:
         """Calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
         names = list[str]()
         for node in filter(_attends, graph.graph.nodes):
@@ -124,18 +130,21 @@ class ContextParallel:
             query, key = (meta.one_tensor(operands(node)[operation.backward + i]).shape for i in (0, 1))
             if query[-2] not in lengths or key[-2] not in lengths:
                 continue
-            if rule is None or not any(ring(rule, group) for group in rule.groups[:1]) or self.balance:
+            serves = rule is not None and any(ring(rule, group) for group in rule.groups[:1]) and not self.balance
+            if not serves or (mask_of(node) is not None and near_tokens(node, parts) is None):
                 problem = f"ContextParallel(method='ring'): %{node.name} ({op_name(node)})"
                 needed = "no mask, dropout or balance=True, and a kernel of CPUs, FlashAttention or cuDNN"
                 raise PlanError(problem, needed, "give method='gather'", meta.source_line(node))
             names.append(node.name)
         return names
 
-    def _by_heads(self, node: Node, group: Group, query: int, parts: int) -> bool:
-        """Whether heads are sharded: by bytes, keys and values to each rank against an all-to-all of each operand and
-        of the result.
+    def _by_heads(self, node: Node, group: Group, query: int, parts: int, near: int | None) -> bool:
+        """Whether heads are sharded: by bytes, keys and values to each rank, or those of `near` tokens, against an
+        all-to-all of each operand and of the result.
         """
-        if not group.splits(_HEADS, (parts,)):
+        if self.method == "gather":
+            return False
+        if _HEADS not in group.factors or not group.splits(_HEADS, (parts,)):
             if self.method == "auto":
                 return False
             problem = f"ContextParallel(method='heads') over {parts} ranks: the heads of %{node.name} do not divide"
@@ -143,7 +152,9 @@ class ContextParallel:
             raise PlanError(problem, needed, "give method='gather', or fewer ranks", meta.source_line(node))
         key = next(i for i, term in group.operands.items() if _HEADS in term and _QUERIES not in term)
         queries, keys = _size(node, group, query, _HEADS), _size(node, group, key, _HEADS)
-        return self.method == "heads" or parts * keys > queries + keys
+        tokens = int(_size(node, group, query, _QUERIES))
+        got = tokens * (parts - 1) if near is None else near * parts
+        return self.method == "heads" or got * keys * parts > tokens * (queries + keys) * (parts - 1)
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Nothing more is promised: what ranks repeat is in `Plan.repeated`."""
@@ -164,7 +175,7 @@ def _attention(graph: TrainGraph) -> Iterator[tuple[Node, Group]]:
     for node in graph.graph.nodes:
         rule = find_rule(node) if _attends(node) else None
         for group in rule.groups if rule else ():
-            if {_QUERIES, _HEADS} <= {*group.factors}:
+            if _QUERIES in group.factors:
                 yield node, group
 
 

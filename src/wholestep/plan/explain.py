@@ -19,7 +19,7 @@ from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..reshard import reshard
 from ..rules.rule import Group
-from .op_strategies import RING, OpStrategy
+from .op_strategies import NEAR, RING, OpStrategy
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -41,6 +41,8 @@ def with_names(text: str, names: Sequence[str]) -> str:
 
 def reason(option: OpStrategy, group: Group, nodes: Sequence[Node], states: Sequence[AxisState]) -> str:
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
+    if option.name == NEAR:
+        return "a window: queries stay, and ranks send keys and values to those whose queries are near by the mask"
     if option.name == RING:
         return "a ring: queries stay, and keys and values go from rank to rank"
     if option.factor:

@@ -9,7 +9,7 @@ from itertools import chain
 from ..layout import REPLICATED, AxisState, partial_by, sharded_along
 from ..rules.rule import BoundRule, Group
 
-WHOLE, RING = "whole", "ring"
+WHOLE, RING, NEAR = "whole", "ring", "near"
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class OpStrategy:
     """The states along an axis of the operands (`takes`) and outputs (`gives`) of a group, by position.
 
     `factor` is the sharded factor, or empty. `name` is `whole`, `cut f` for factor f, `partial 0 sum` for sums
-    through the first pass-through of the group, or `ring`.
+    through the first pass-through of the group, `ring`, or `near` with a mask.
     """
 
     name: str
@@ -53,16 +53,19 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
 
 
 def ring(rule: BoundRule, group: Group) -> OpStrategy | None:
-    """Attention of the queries of a rank to a piece of keys and values after another, of all ranks; None for other ops,
-    with a mask, and for kernels that return no sum for each query.
+    """Attention of the queries of a rank, of which each has a piece of keys and values, to those of all ranks, a piece
+    after another, or, by a mask, to those that are near; None for other ops, and for kernels without a mask that
+    return no sum for each query.
     """
-    sides = group.operands, group.outputs
-    dims = {term.index("q") for side in sides for term in side.values() if "q" in term}
-    numbers = len(group.operands), sum("q" in term for side in sides for term in side.values())
-    if "q" not in rule.local or numbers not in ((3, 3), (6, 5)) or dims != {2}:
+    base, sides = cut(group, "q"), (group.operands, group.outputs)
+    backward = any("q" not in term for term in group.outputs.values() if len(term) == 4)
+    sums = [term.index("q") for side in sides for term in side.values() if "q" in term]
+    masked = len(group.operands) > (6 if backward else 3)
+    if "q" not in rule.local or (not masked and sums != [2] * (5 if backward else 3)):
         return None
-    takes, gives = (dict.fromkeys(side, sharded_along(2)) for side in sides)
-    return OpStrategy(RING, takes, gives, "q")
+    cuts = [dict.fromkeys((at, at + 1), sharded_along(2)) for at in (1 + backward, 1)]
+    takes, gives = {**base.takes, **cuts[0]}, {**base.gives, **(cuts[1] if backward else {})}
+    return OpStrategy(NEAR if masked else RING, takes, gives, "q")
 
 
 def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
@@ -78,7 +81,7 @@ def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
 
 def named(rule: BoundRule, group: Group, name: str) -> OpStrategy | None:
     """The strategy with this name; None if the group has none."""
-    if name == RING:
+    if name in (RING, NEAR):
         return ring(rule, group)
     passing = (through(group, number, op) for number, part in enumerate(group.partial) for op in part.ops)
     every = chain([whole(group)], (cut(group, factor) for factor in group.factors), passing)

@@ -36,7 +36,7 @@ from ..tuning import TUNING
 from .decision import Decision
 from .explain import moves, reason, settled, with_names
 from .for_pieces import is_drawn_into
-from .op_strategies import OpStrategy, named, through, whole
+from .op_strategies import NEAR, OpStrategy, named, through, whole
 from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
 from .rows_in_any_order import states_along
@@ -447,6 +447,8 @@ class _CallOnAxis:
         strategy = named(self.rule, group, names[number]) if number < len(names) else None
         if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
+        if strategy.name == NEAR and any(len(self.run.layouts[n][0].dims[2]) > 1 for n in self.inputs[:3]):
+            return None  # other axes share these tokens too
         return strategy if self._splits(number, group, strategy.factor) else None
 
     def _cheapest(self, number: int, group: Group) -> OpStrategy:

@@ -13,15 +13,20 @@ from ..layout import OfOwner, chunk_range
 from ..mesh import Mesh
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
-from ..sizes import most
+from ..sizes import least, most
+from .attention_windows import mask_of, reach_of
 from .decision import Decision
 from .op_strategies import ring
+
+ZERO, FIRST, START, END, LAST = range(5)
+"""Places of keys: the first of all, the first within reach of a rank, the first that it has, and the ends of both."""
 
 
 @dataclass(frozen=True)
 class Ring:
     """A call of which `parts` ranks along `axis` have a piece of `queries` queries, and one of `keys` keys. In step t a
-    rank attends to the keys of the t-th rank before it. `key`: the place of keys among the operands; values follow.
+    rank attends to the keys of the t-th rank before it; or in one step to all that its `mask` lets through, with
+    `reach` how far from a query. `key`, `mask`: places among the operands; values follow keys.
     """
 
     axis: str
@@ -31,6 +36,33 @@ class Ring:
     key: int
     causal: bool
     backward: bool
+    reach: tuple[int, int] | None = None
+    mask: int = 0
+
+    @property
+    def spans(self) -> list[tuple[int, int, int, int, int]]:
+        """For each rank the places `ZERO` to `LAST` of the keys within reach, and of its own."""
+        (before, behind), spans = self.reach or (0, 0), list[tuple[int, int, int, int, int]]()
+        for start, length in (chunk_range(self.keys, self.parts, rank) for rank in range(self.parts)):
+            first, end = most(0, start - least(before, length * before)), start + length
+            spans.append((0, first, start, end, least(self.keys, end + least(behind, length * behind))))
+        return spans
+
+    def keys_between(self, since: int, until: int, start: bool = False) -> OfOwner:
+        """How many keys are between two of these places."""
+        return OfOwner(self.axis, tuple(span[until] - span[since] for span in self.spans), start)
+
+    def shared(self) -> tuple[list[OfOwner], list[OfOwner], list[OfOwner]]:
+        """What a rank sends to each rank of its own keys: starts and numbers; and how many it gets of each."""
+        ranks, starts, numbers = range(self.parts), list[list[int]](), list[list[int]]()  # by receiver and sender
+        for to, (_, first, *_, last) in enumerate(self.spans):
+            begins = [least(most(0, first - start), end - start) for _, _, start, end, _ in self.spans]
+            ends = [least(end, last) - start for _, _, start, end, _ in self.spans]
+            starts.append(begins)
+            numbers.append([0 if i == to else most(0, ends[i] - begins[i]) for i in ranks])
+        of_senders = [OfOwner(self.axis, tuple(row)) for row in numbers]
+        of_receivers = [OfOwner(self.axis, tuple(row[sender] for row in numbers)) for sender in ranks]
+        return [OfOwner(self.axis, tuple(row), start=True) for row in starts], of_senders, of_receivers
 
     def arrived(self, step: int) -> tuple[int, ...]:
         """How many keys each rank has in a step."""
@@ -42,6 +74,7 @@ class Ring:
         for rank in range(self.parts):
             first, length = chunk_range(self.queries, self.parts, rank)
             start, count = chunk_range(self.keys, self.parts, (rank - step) % self.parts)
+            count = self.keys_between(FIRST, LAST).numbers[rank] if self.reach else count
             before.append(most(0, first - start) if self.causal else count)
             lengths.append(most(0, length - most(0, start - first)) if self.causal else length)
         return OfOwner(self.axis, tuple(before), start=True), OfOwner(self.axis, tuple(lengths), start=True)
@@ -53,14 +86,20 @@ def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
     rule = find_rule(node) if operation and operation.kind == "attention" else None
     if operation is None or rule is None or not any(ring(rule, group) for group in rule.groups):
         return None
-    call, query = Call.of(node), int(operation.backward)
-    cut = decision.operands[query + 1].dims[2]
+    call, query, mask = Call.of(node), int(operation.backward), mask_of(node)
+    cut, reach = decision.operands[query + 1].dims[2], reach_of(node)
     if not cut:
         return None
-    axis = cut[0]
+    axis, how = cut[0], "in a ring" if mask is None else "to keys that are near by a mask"
     if {cut, decision.operands[query].dims[2]} != {(axis,)}:
-        problem = f"%{node.name} attends in a ring, and other axes than {axis} share its tokens too"
+        problem = f"%{node.name} attends {how}, and other axes than {axis} share its tokens too"
         raise PlanError(problem, f"tokens that {axis} alone shares", "give method='gather'", meta.source_line(node))
+    if mask is not None and reach is None:
+        problem = f"%{node.name} attends by a mask, and ranks have pieces of the keys"
+        needed = "keys that all ranks have, or a mask that is proved to be a window"
+        raise PlanError(problem, needed, "plan this graph again", meta.source_line(node))
     sizes = call.shape(query)[2], call.shape(query + 1)[2]
     causal = bool(call.argument("is_causal"))
-    return Ring(axis, mesh.axis_size(axis), *sizes, query + 1, causal, operation.backward)
+    return Ring(
+        axis, mesh.axis_size(axis), *sizes, query + 1, causal, operation.backward, reach if mask else None, mask or 0
+    )

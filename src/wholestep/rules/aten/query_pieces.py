@@ -95,7 +95,8 @@ class _Attention:
     def on_zeros(self, *names: str) -> _Attention:
         """The call on one place of zeros."""
         kept = {name: self[name] for name in names if self[name] is not None}
-        return self.changed(**{n: t.new_zeros((*t.shape[:2], 1, *t.shape[3:])) for n, t in kept.items()})
+        zeros = {n: t.new_zeros((*t.shape[:2], 1, *t.shape[3:])) for n, t in kept.items()}
+        return self.changed(**zeros, attn_mask=None, attn_bias=None)
 
     def parts(self, start: int) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """The results for each range of keys that a piece of the queries attends to."""
@@ -151,6 +152,8 @@ def _merged_with_keys(call: _Attention, start: int, length: int, merged: Sequenc
     query, count = call["query"], call["query"].shape[2]
     parts = [part for *_, part in call.of_queries(count - length, count).parts(start)] if length else []
     others: Sequence[Any] = ()
+    if not merged and length == count and len(parts) == 1:
+        return parts[0][0].to(parts[0][1].dtype), *parts[0][1:]
     if not merged:
         first = parts or [part for *_, part in call.on_zeros("query", "key", "value").parts(0)]
         one, sum_of_one, *others = first[0]
