@@ -93,3 +93,59 @@ WAYS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_share_rows(way: str) -> None:
     run_ranks(share_rows, 2, *WAYS[way], timeout=280)
+
+
+def own_batches(rank: int, world: int, style: str, host_reads: bool) -> None:
+    """Each rank has other tokens, in some calls more than the other; gradients are averages over ranks, or sums."""
+    moe: Any = importlib.import_module("transformers.integrations.moe")
+    moe._can_use_grouped_mm = _uses_torch
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    (entry,) = entries(["gpt_oss"])  # with biases of experts
+    built: Any = entry.build()
+    built.set_experts_implementation("grouped_mm")
+    layer = built.model.layers[0].mlp
+    model, other = Alone(Hidden(layer)), Alone(Hidden(copy.deepcopy(layer)))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    reduce: Any = "mean" if host_reads else "sum"
+    parallel: list[Any] = [ws.DataParallel(style, reduce=reduce), ws.ExpertParallel("dp", "rows", host_reads)]
+    step = ws.compile(clipped, mesh=f"dp={world}", parallel=parallel)
+    for call, sizes in enumerate([(2, 2), (2, 2), (3, 1), (1, 2)] if host_reads else [(2, 2), (2, 2)]):
+        draws = torch.Generator().manual_seed(call)
+        batches = [torch.randn(rows, 6, 32, generator=draws) for rows in sizes]
+        step(model, optimizer, batches[rank])
+        clipped(other, plain, *batches, reduce=reduce)
+    held = [p.numel() for p in _local(model)]
+    assert sum(held) < 0.6 * sum(p.numel() for p in other.parameters())
+    with ws.whole(model, writeback=False):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def clipped(model: torch.nn.Module, optimizer: AdamW, *batches: Tensor, reduce: str = "mean") -> Tensor:
+    """A step on the average or sum of the losses of the batches."""
+    optimizer.zero_grad()
+    losses = torch.stack([model(x).square().mean() for x in batches])
+    loss = losses.mean() if reduce == "mean" else losses.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
+
+
+class Hidden(torch.nn.Module):
+    """What a layer that returns scores, too, makes of tokens."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("style", "host_reads"), [("fully_shard", True), ("replicate", False)])
+def test_ranks_send_rows_of_batches_of_their_own(style: str, host_reads: bool) -> None:
+    run_ranks(own_batches, 2, style, host_reads, timeout=280)

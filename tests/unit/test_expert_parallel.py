@@ -122,7 +122,7 @@ def test_composes(mesh: str, parallel: Any, method: Any) -> None:
 WAYS = [ws.ExpertParallel("x", ROWS), ws.ExpertParallel("x", "rows"), ws.ExpertParallel("x", "rows", host_reads=False)]
 
 
-@pytest.mark.usual("experts1-x=2-parts0", "experts2-x=2,pp=2-parts1")
+@pytest.mark.usual("sent-x=2-parts0", "in room-x=2,pp=2-parts1")
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
@@ -131,10 +131,28 @@ WAYS = [ws.ExpertParallel("x", ROWS), ws.ExpertParallel("x", "rows"), ws.ExpertP
         ("dp=2,x=2", [SAMPLES, ws.MicroBatches(2)]),
     ],
 )
-@pytest.mark.parametrize("experts", WAYS)
+@pytest.mark.parametrize("experts", WAYS, ids=["gathered", "sent", "in room"])
 def test_composes_with_micro_batches_and_stages(experts: ws.ExpertParallel, mesh: str, parts: list[Any]) -> None:
     """Also where the loss needs counts of the whole batch, so that the backward is a loop of its own."""
     _check(mixture("mixtral", 8), mesh, [*parts, experts])
+
+
+@pytest.mark.usual("sent-parts1-dp=2", "in room-parts0-dp=2")
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [SAMPLES, ws.MicroBatches(2)],
+        [ws.DataParallel("fully_shard")],
+        [ws.DataParallel("zero2"), ws.MicroBatches(2)],
+    ],
+)
+@pytest.mark.parametrize("experts", [SENT[1], IN_ROOM[1]], ids=["sent", "in room"])
+def test_ranks_of_samples_send_rows(experts: ws.ExpertParallel, parts: list[Any], mesh: str) -> None:
+    """Ranks that have samples of their own, or micro-batches of them."""
+    one = mixture("mixtral", 8)
+    if parts[0] is SAMPLES or mesh == "dp=2":
+        _check(one, mesh, [*parts, experts])
 
 
 def _multiplies(node: Node) -> bool:
@@ -263,7 +281,7 @@ def test_ranks_with_batches_of_their_own(parallel: list[Any]) -> None:
     assert _refused(mixture("mixtral", 4), "dp=2", [*parallel, APART[1]]) == (
         "ExpertParallel along 'dp', of which each rank has a batch or micro-batches of its own\n"
         "  needed: ranks that share one batch: each computes the rows of all for its experts\n"
-        '  next: give DataParallel(..., semantics="global") without MicroBatches, or an axis of its own'
+        '  next: give method="rows", DataParallel(..., semantics="global") without MicroBatches, or another axis'
     )
 
 

@@ -30,8 +30,17 @@ from wholestep.graph.op_kinds import collective_kind
 from wholestep.graph.text import human
 from wholestep.layout import Extent, chunk_range, extent
 from wholestep.mesh import Mesh
-from wholestep.partition.rows_by_rank import rows_by_rank, with_rows_sent
-from wholestep.rules.aten.rows_in_groups import received_groups, sent_rows
+from wholestep.partition.rows_by_rank import (
+    counts_of_groups,
+    groups_from_first,
+    in_room,
+    own_groups_in_room,
+    places_in_room,
+    rows_by_rank,
+    stable_order,
+    with_rows_sent,
+)
+from wholestep.rules.aten.rows_in_groups import inverse_rows, received_groups, sent_rows
 
 pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)
 
@@ -87,6 +96,18 @@ def _check_exchange(ranks: int, groups: int, routing: list[Tensor]) -> None:
         assert sorted(there.tolist()) == expected
         assert [group_of[n] for n in there.tolist()] == keys.tolist() == sorted(keys.tolist())
         assert counts.tolist() == [matrix[rank], [row[rank] for row in matrix]]
+
+
+def test_places_are_computed_without_reading_them() -> None:
+    """Of tensors without values."""
+    of = torch.empty(8, dtype=torch.int64, device="meta")
+    counts = counts_of_groups(of, 6)
+    own = own_groups_in_room(counts.repeat(2), 0, 3, 6, 8)
+    places = places_in_room(of, 6, 2, 8)
+    assert in_room(of, places, 16)[inverse_rows(stable_order(own))][places].shape == of.shape
+    assert groups_from_first(own, 0, 6, of.dtype).shape == (16,)
+    with pytest.raises(NotImplementedError):
+        rows_by_rank(counts, counts.repeat(2), 0, 3)
 
 
 def _routing(random: Random, ranks: int, groups: int) -> list[Tensor]:

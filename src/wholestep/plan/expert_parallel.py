@@ -62,13 +62,13 @@ class ExpertParallel(OneAxis):
         first, *rest = layout.put(self.axis, sharded_along(0)).dims
         return Layout(((self.axis, *(axis for axis in first if axis != self.axis)), *rest), owned=layout.owned)
 
-    def sorts(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
+    def sorts(self, graph: TrainGraph, mesh: Mesh, own: Literal["", "sum", "mean"]) -> dict[str, Apart]:
         """The axis, and how rows come to their experts, by sort of rows by expert. Raises PlanError for a layer whose
-        experts cannot be apart.
+        experts cannot be apart. `own`: ranks have batches of their own, and gradients that are sums or means of these.
         """
         sent = "counted" if self.host_reads else "bounded"
         layers = self._rows(graph, mesh)
-        return {rows.sort.name: (self.axis, sent if method == "rows" else "gathered") for rows, method in layers}
+        return {rows.sort.name: (self.axis, sent if method == "rows" else "gathered", own) for rows, method in layers}
 
     def _rows(self, graph: TrainGraph, mesh: Mesh) -> list[tuple[SortedRows, str]]:
         """The rows of each layer whose experts are apart, and the method."""
@@ -111,7 +111,9 @@ class ExpertParallel(OneAxis):
         """Views of experts are of those that a rank has; what comes back is gathered before it is repeated."""
         strategies, reads = dict[str, dict[str, tuple[str, ...]]](), dict[tuple[str, str], dict[str, AxisState]]()
         gathered = [n for n in graph.graph.nodes if (apart := meta.along(n)) and VARIES in apart[2]]
-        sorts = {rows[0] for n in gathered if (rows := meta.rows(n))}
+        sorts = {
+            rows[0] for n in gathered if (rows := meta.rows(n)) and rows[0] == n.name
+        }  # which differ if all are there
         for node in graph.graph.nodes:
             rows, apart = meta.rows(node), meta.along(node)
             for n in operands(node) if rows and rows[0] in sorts and not _torch.is_getitem(node.target) else ():

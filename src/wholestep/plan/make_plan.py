@@ -32,7 +32,7 @@ from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
 from .repeated_work import repeated_work
-from .rows_in_any_order import Apart, check_rows, shares_rows, with_rows_in_any_order
+from .rows_in_any_order import NOWHERE, Apart, check_rows, shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Resting
@@ -150,8 +150,8 @@ def _with_rows(
     their own experts; None where none do. Rows are sent where each rank has all of some tokens.
     """
     sorts = strategies.sorts_apart(start.graph, start.mesh).items()
-    apart: dict[str, Apart] = {name: (axis, come if sends else "gathered") for name, (axis, come) in sorts}
-    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, ("", "gathered")), start.mesh)
+    apart: dict[str, Apart] = {name: (axis, come if sends else "gathered", own) for name, (axis, come, own) in sorts}
+    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, NOWHERE), start.mesh)
     shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
     if graph is start.graph or not (apart or shares):
         return None
@@ -159,7 +159,7 @@ def _with_rows(
     try:
         check_rows(planned, decisions)
     except PlanError:  # some op has other pieces
-        if any(come != "gathered" for _, come in apart.values()):
+        if any(come != "gathered" and not own for _, come, own in apart.values()):
             return _with_rows(start, strategies, sends=False)
         if apart:
             raise

@@ -49,10 +49,12 @@ from .decision import Decision
 aten = torch.ops.aten
 _CONSTANTS = frozenset({"new_zeros", "zeros_like", "zeros", "ones_like", "full_like", "new_full", "full"})
 _PRODUCTS = {FORWARD, BACKWARD, str(aten._grouped_mm.default)}
-Apart = tuple[str, Literal["gathered", "counted", "bounded"]]
-"""The axis whose ranks have groups of their own, and whether all rows are there, or sent to them: as many as the host
-counts, or with room for all that may come.
+Apart = tuple[str, Literal["gathered", "counted", "bounded"], Literal["", "sum", "mean"]]
+"""The axis whose ranks have groups of their own; whether all rows are there, or sent to them, as many as the host
+counts, or with room for all that may come; and if ranks have batches of their own, what gradients are of these.
 """
+NOWHERE: Apart = "", "gathered", ""
+"""No axis has groups apart."""
 
 
 def with_rows_in_any_order(graph: TrainGraph, apart: Callable[[SortedRows], Apart], mesh: Mesh) -> TrainGraph:
@@ -101,7 +103,11 @@ def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh:
         takes = decisions[first.name].operands if first.name in decisions else ()
         along = takes[1].dims[0] if len(takes) > 1 and takes[1].dims and rows.may_be_sent else ()
         axis = shared.get(rows.sort.name, "")
-        return (axis, "gathered") if axis or not along else (along[0], "counted" if counted else "bounded")
+        if axis or not along:
+            return axis, "gathered", ""
+        averages = any(f"{node.name}_mean" in decisions for node in rows.gradients)
+        own = ("mean" if averages else "sum") if any(along[0] in layout.varies for layout in takes[:1]) else ""
+        return along[0], "counted" if counted else "bounded", own
 
     return with_rows_in_any_order(graph, apart, mesh) if shared else graph
 
@@ -113,10 +119,20 @@ def shares_rows(decisions: Mapping[str, Decision], graph: TrainGraph) -> bool:
 
 def _shared(decisions: Mapping[str, Decision], graph: TrainGraph) -> dict[str, str]:
     """Sorts of which ranks have pieces, or results that differ along an axis where the operand does not; the axis."""
-    sorts = {n.name: decisions.get(n.name) for n in graph.graph.nodes if _sorts_rows(n) or meta.rows(n)}
+    sorts = {
+        n.name: decisions.get(n.name)
+        for n in graph.graph.nodes
+        if _sorts_rows(n) or meta.rows(n) or str(n.target) in _PRODUCTS
+    }
     known = {name: at for name, at in sorts.items() if at is not None and at.operands and at.outputs}
+    own = [
+        name
+        for name, at in known.items()
+        if any(axis in o.shard_axes() for axis in at.operands[0].varies for o in at.operands)
+    ]
     axes = {name: {*at.outputs[0].varies}.difference(*(o.varies for o in at.operands)) for name, at in known.items()}
-    return {name: min(axes[name], default="") for name, at in known.items() if axes[name] or any(at.operands[0].dims)}
+    shared = [name for name, at in known.items() if axes[name] or any(at.operands[0].dims)]
+    return {name: min(axes[name], default="") for name in (*shared, *own)}
 
 
 def states_along(apart: meta.Along, have: Sequence[AxisState]) -> tuple[list[AxisState], list[AxisState]]:
@@ -265,12 +281,18 @@ class SortedRows:
         most = ranks * most_rows(apart, apart, self.number, ranks) // apart
         return {"gathered": ranks, "counted": 1, "bounded": most}[come]
 
-    def rewrite(self, axis: str, come: str, mesh: Mesh) -> None:
+    @property
+    def gradients(self) -> list[Node]:
+        """The gradients of the matrices of groups."""
+        backs = [n for node in self.products if str(node.target) == BACKWARD for n in node.users]
+        return [n for n in (*self.products, *backs) if self.dims.get(n) is None and len(meta.tensors(n)) == 1]
+
+    def rewrite(self, axis: str, come: str, own: str, mesh: Mesh) -> None:
         """Give ops the functions that have rules for own rows, and note which dims are rows; along `axis`, if any, for
-        ranks that have groups, to which rows `come`.
+        ranks that have groups, to which rows `come`, of batches of their `own` or of one.
         """
         ranks, axes = (mesh.axis_size(axis), [axis]) if axis else (1, [])
-        sent, share = come != "gathered", self.share(come, ranks)
+        sent, share, gradients = come != "gathered", self.share(come, ranks), self.gradients
         first, count = Extent(self.number, ((axis, ranks),), start=True), extent(self.number, axes, mesh)
         if axis:
             for node in self.products:
@@ -295,12 +317,24 @@ class SortedRows:
             meta.set_rows(node, (self.sort.name, dims))
         if sent:
             cut, rows = sharded_along(0), {*self.dims, node_at(self.sort, 0)}
-            for node in (self.sort, *exchanges, *self.products):
-                takes = tuple(None if n in rows else cut for n in operands(node))
-                dims = self.dims.get(node, (0,) * len(meta.tensors(node)))
-                meta.set_along(node, (axis, takes, tuple(cut if d is None else None for d in dims)))
+            state = VARIES if own else None
+            for node in (*self.products, *(() if own else (self.sort, *exchanges))):
+                takes = tuple(state if n in rows else cut for n in operands(node))
+                dims = self.dims.get(node, ((0, 0) if node is self.sort else (None,))[: len(meta.tensors(node))])
+                meta.set_along(node, (axis, takes, tuple(cut if d is None else state for d in dims)))
+            for node in gradients if own == "mean" else ():
+                self._divide(node, ranks)
         elif axis:
             self._note_states(axis)
+
+    def _divide(self, x: Node, ranks: int) -> None:
+        """Let a sum over the rows of all ranks be an average of theirs."""
+        with self.sort.graph.inserting_after(x):
+            new = add_node(self.sort.graph, "call_function", aten.div.Scalar, (x, ranks), {}, f"{x.name}_mean")
+        meta.copy(x, new)
+        meta.set_along(new, None)
+        meta.set_rows(new, None)
+        x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def _apart(self) -> int:
         """How many rows, one after the other before the sort, have different groups: those that topk chose at once."""

@@ -178,7 +178,7 @@ class Strategies:
         """
         out = dict(base)
         for part in self.by_storage:
-            if not isinstance(part, ExpertParallel) or self._have_one_batch(graph, mesh):
+            if not isinstance(part, ExpertParallel) or self._may_be_apart(graph, mesh):
                 out = part.resting(graph, mesh, out)
         return out
 
@@ -203,22 +203,33 @@ class Strategies:
 
     def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
         """Sorts of rows by expert of which each rank has those of its own experts. Raises PlanError."""
-        return self.experts.sorts(graph, mesh) if self.experts and self._have_one_batch(graph, mesh) else {}
+        if not self.experts or not self._may_be_apart(graph, mesh):
+            return {}
+        return self.experts.sorts(graph, mesh, self.options.reduce if self._own_batches(mesh) else "")
 
-    def _have_one_batch(self, graph: TrainGraph, mesh: Mesh) -> bool:
-        """Whether ranks of experts have parts of one batch. Raises PlanError if they do not, and should."""
+    def _own_batches(self, mesh: Mesh) -> bool:
+        """Whether each rank of experts has a batch of its own."""
+        data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()
+        return self.experts is not None and self.experts.axis in data
+
+    def _may_be_apart(self, graph: TrainGraph, mesh: Mesh) -> bool:
+        """Whether ranks of experts have parts of one batch, or send rows of their own. Raises PlanError if they have
+        to, and cannot.
+        """
         axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
-        data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()
-        if axis not in data and not any(TIME in axes and axis in axes for axes in cuts):
+        own = self._own_batches(mesh)
+        if not own and not any(TIME in axes and axis in axes for axes in cuts):
             return True
-        if method in ("rows", "gather_rows"):
+        if method == "gather_rows":
             problem = f"ExpertParallel along {axis!r}, of which each rank has a batch or micro-batches of its own"
             needed = "ranks that share one batch: each computes the rows of all for its experts"
-            next_step = 'give DataParallel(..., semantics="global") without MicroBatches, or an axis of its own'
+            next_step = (
+                'give method="rows", DataParallel(..., semantics="global") without MicroBatches, or another axis'
+            )
             raise PlanError(problem, needed, next_step)
-        return False
+        return method == "rows"
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Pins of all strategies."""

@@ -244,7 +244,8 @@ def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
     for node, times in with_bodies(local.graph):
         if communicates(node):
             tensors = [source for operand in operands(node) if (source := meta.tensor(operand)) is not None]
-            shapes = ", ".join(f"{short_dtype(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
+            counted = any(isinstance(argument, Node) for argument in node.args[1:])  # rows, while it runs
+            shapes = ", ".join(f"{short_dtype(tensor.dtype)}{list(tensor.shape[counted:])}" for tensor in tensors)
             rest = ", ".join(str(argument) for argument in node.args[1:-1] if not isinstance(argument, (Node, list)))
             often = f", {times} times" if times > 1 else ""
             lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}){often}")
