@@ -49,6 +49,14 @@ def literals(x: Tensor, y: Tensor) -> Any:
     return x * scale, y * torch.tensor([1.0, float(scale)]).sum()
 
 
+def beside_constants(x: Tensor, y: Tensor) -> Any:
+    joined, first = torch.cat([torch.tensor([[1.0, 2.0, 3.0, 4.0]]), x]), torch.tensor([1.0])
+    first += x[0, 0]
+    x = x.detach().requires_grad_()
+    (F.silu(x)[:, :-1] * torch.where(torch.tensor(True), y, 0.0)[:, 1:]).sum().backward()
+    return joined, first * float(torch.tensor([2.0]) + torch.tensor([1.0])), x.grad
+
+
 def views_in_place(x: Tensor, y: Tensor) -> Any:
     flat = x.clone().unsqueeze_(0).transpose_(1, 2)
     flat.squeeze_(0)[1].add_(y[:, 0])
@@ -112,7 +120,7 @@ def test_it_is_taken(monkeypatch: pytest.MonkeyPatch, own_way: Callable[[], None
     assert not taken
 
 
-STEPS = [literals, views_in_place, several_results, composed, made_without_tensors, differentiated]
+STEPS = [literals, beside_constants, views_in_place, several_results, composed, made_without_tensors, differentiated]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -19,9 +19,9 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor, sym_node
 
 from .attributes import Form, forms_set
-from .fake_results import fake_result, other_fake, snapshot
+from .fake_results import fake_input, fake_result, other_fake, snapshot
 from .op_schemas import identity, is_op, set_operands
-from .symbols import SYMBOLIC, is_size
+from .symbols import REMEMBERED, SYMBOLIC, is_size, remembered
 from .types_shown import FAKE_TYPES
 
 _DEVICE = torch.ops.prim.device.default
@@ -61,6 +61,7 @@ def quick_dispatch(
     if not all(hasattr(_proxies, needed) for needed in _NEEDED):
         return forms_set([(*place, _without_real_tensors(at_op))])
     quick: list[tuple[Any, str, Form]] = [(*place, _fast_dispatch(forms, at_op)), *_with_sizes()]
+    quick.append((fake_tensor.FakeTensorMode, "from_tensor", fake_input))
     if hasattr(fake_tensor, _TAKES_NUMBERS):
         quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
     return forms_set(quick)
@@ -98,6 +99,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 
     return [
         (sym_node.SymNode, "eq", equal),
+        *((sym_node.SymNode, name, partial(remembered, name)) for name in REMEMBERED),
         (_proxies, "fetch_sym_proxy", fetch),
         (_proxies.PythonKeyTracer, "create_arg", create_arg),
         (_proxies.ProxyTorchDispatchMode, "__sym_dispatch__", compute),
@@ -107,7 +109,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
     """Return the dispatch function of one trace; its `slow` is torch's, also for nested traces."""
     outermost: Any = None
-    plain: dict[int, tuple[Any, bool]] = {}  # by the identity of an op, which is kept
+    ways: dict[int, _Way] = {}  # by the identity of an op, which is kept
 
     def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         nonlocal outermost
@@ -116,20 +118,28 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         if outermost is None:
             outermost = mode
             vars(mode).setdefault(TAPE, None)
-        known = plain.get(identity(op))
-        if known is None:
-            known = plain[identity(op)] = op, _is_plain(op, forms)
+        way = ways.get(identity(op))
+        if way is None:
+            way = ways[identity(op)] = _way_of(op, forms)
         named: dict[str, Any] = kwargs or {}
         tape = getattr(mode, TAPE, None)
         try:
-            if mode is not outermost or not known[1]:
+            if mode is not outermost or not way.is_plain or (way.form is not None and tape is not None):
                 raise _SlowPathError
-            nodes = _nodes(mode, args), {key: _nodes(mode, value) for key, value in named.items()}
+            tensors: list[tuple[Any, bool]] = []
+            nodes = _nodes(mode, args, tensors), {key: _nodes(mode, value, tensors) for key, value in named.items()}
+            if not _is_one_node(way, tensors):
+                raise _SlowPathError
         except _SlowPathError:
             if tape is not None:
                 tape.append(None)
             args, named = at_op(op, args, named)
             return slow(mode, op, types, args, named)
+        if way.form is not None:
+            with mode:
+                instead = way.form(*args, **named)
+            if instead is not NotImplemented:
+                return instead
         node = _add_node(mode.tracer.graph, op, nodes, fx_traceback.current_meta.get("custom"))
         out = _record(mode.tracer, node, op, args, named)
         if tape is not None:
@@ -139,26 +149,55 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
     return dispatch
 
 
-def _is_plain(op: Any, forms: Mapping[Any, Any]) -> bool:
-    """Return whether an op becomes one node, and its result depends on shapes only."""
-    if not is_op(op) or op in _SPECIAL or op in forms or _SPECIAL_TAGS & set(op.tags):
-        return False
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+class _Way(NamedTuple):
+    """How an op is recorded: as one node, if `is_plain` and its `form` does not stand for it. Where it `has_parts`, a
+    device without a kernel of its own takes it apart; of one that `makes`, operands that are constants say nothing.
+    """
+
+    op: Any
+    is_plain: bool
+    form: Any = None
+    has_parts: bool = False
+    makes: bool = False
 
 
-def _nodes(mode: Any, value: Any) -> Any:
-    """Replace traced tensors in `value` by their nodes."""
+def _way_of(op: Any, forms: Mapping[Any, Any]) -> _Way:
+    if not is_op(op) or op in _SPECIAL or _SPECIAL_TAGS & set(op.tags):
+        return _Way(op, False)
+    has_parts: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    aliases = any(argument.alias_info for argument in (*op._schema.arguments, *op._schema.returns))
+    return _Way(op, True, forms.get(op), has_parts, not aliases and torch.Tag.nondeterministic_seeded not in op.tags)
+
+
+def _nodes(mode: Any, value: Any, tensors: list[tuple[Any, bool]]) -> Any:
+    """Replace traced tensors in `value` by their nodes; note them in `tensors`, and whether they are constants."""
     kind = _kind(value)
     if kind in FAKE_TYPES:
         slot = mode.tracer.tensor_tracker.get(value)
-        if slot is None or slot.constant is not None:
+        if slot is None:
             raise _SlowPathError
+        tensors.append((value, slot.constant is not None))
         return slot.proxy.node
     if kind in _SEQUENCES:
-        return kind([_nodes(mode, v) for v in value])
+        return kind([_nodes(mode, v, tensors) for v in value])
     if kind not in _VALUES and not is_size(value):
         raise _SlowPathError
     return bool(value) if kind is torch.SymBool else value
+
+
+def _is_one_node(way: _Way, tensors: list[tuple[Any, bool]]) -> bool:
+    """Whether an op of these tensors becomes one node, whose result is no constant."""
+    constants = sum(is_constant for _, is_constant in tensors)
+    if constants and not (way.makes and constants < len(tensors)):
+        return False
+    return not way.has_parts or (bool(tensors) and _has_kernel(way.op, tensors[0][0].device.type))
+
+
+@cache
+def _has_kernel(op: Any, device: str) -> bool:
+    """Whether a device has a kernel of its own for an op: autograd then does not take it apart."""
+    key: Any = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(device))
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def _record(tracer: Any, node: torch.fx.Node, op: Any, args: Any, kwargs: Any) -> Any:

@@ -153,6 +153,17 @@ def other_fake(value: Any, alias: Any = None) -> Any:
         )
 
 
+def fake_input(original: Callable[..., Any], mode: Any, tensor: Any, *options: Any, **named: Any) -> Any:
+    """The fake tensor that a trace makes of a tensor: of a plain fake one that is no view, another like it."""
+    plain = _kind(tensor) in FAKE_TYPES and tensor.fake_mode is mode and kind_of((tensor,)) is not None
+    if not plain or not tensor.is_leaf or tensor._is_view() or tensor.storage_offset():
+        return original(mode, tensor, *options, **named)
+    copied = other_fake(tensor)
+    if getattr(tensor, "_is_param", False):
+        copied._is_param = True
+    return copied.requires_grad_(tensor.requires_grad)
+
+
 def snapshot(value: Any) -> Any:
     """Return another fake tensor of the same storage, whose sizes later changes in place leave as they are."""
     if not is_plain(value):

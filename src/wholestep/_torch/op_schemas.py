@@ -109,6 +109,11 @@ def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
     cast(Any, node)._update_args_kwargs(args, kwargs)
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Set `node.name`, for which torch removes and re-adds the node in its table of ops, where names do not matter."""
+    object.__setattr__(node, "name", name)
+
+
 def is_getitem(target: object) -> bool:
     """Return whether a node selects one output of an op with several."""
     return target is GETITEM

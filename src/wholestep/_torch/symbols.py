@@ -77,6 +77,10 @@ _LOSSES = (
 _TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"
 _NUMBERS = (f"{_TORCH}__init__.py", f"{_TORCH}fx/experimental/", f"{_TORCH}utils/_stats.py", __file__)
 _MODULES = f"{_TORCH}nn{os.sep}"
+REMEMBERED = tuple(
+    f"_{name}" for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
+)
+"""What torch computes of two numbers, by the name of its method (2.11 to 2.13)."""
 _MOST_TEXT = 4000  # characters of an expression; longer ones cost more than a capture
 
 
@@ -193,6 +197,7 @@ class Symbols:
         self._counted: dict[str, torch.SymInt] = {}
         self._plain: dict[Any, SizeInt | SizeFloat] = {}
         self._owned: dict[Any, bool] = {}
+        self.computed: dict[Any, Any] = {}
         self.traced: list[SizeGuard] = []
         self._asked = 0
         self.branch: Callable[[str], bool | None] = lambda text: None
@@ -305,9 +310,10 @@ class Symbols:
 
     def owns(self, value: Any) -> bool:
         """Return whether a symbolic number follows from sizes alone, and not from the value of a tensor."""
-        if not isinstance(value, SYMBOLIC):
-            return False
-        expression = _node(value).expr
+        return isinstance(value, SYMBOLIC) and self.are_sizes(_node(value).expr)
+
+    def are_sizes(self, expression: Any) -> bool:
+        """Return whether an expression is one of the symbols alone."""
         if expression not in self._owned:
             self._owned[expression] = set(map(str, expression.free_symbols)) <= {*self._ints, *self._counted}
         return self._owned[expression]
@@ -399,6 +405,20 @@ def numbers_in_arguments(symbols: Symbols | None) -> Generator[None]:
         if symbols is not None:
             warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
         yield
+
+
+def remembered(method: str, compute: Callable[[Any, Any], Any], number: Any, other: Any) -> Any:
+    """What torch computes of two numbers (`SymNode`) that follow from sizes alone: from the same expressions the same,
+    of which it makes a new one each time, through all modes of a trace.
+    """
+    symbols, pair = getattr(number.shape_env, "sizes", None), (number.expr, other.expr)
+    if symbols is None or not all(map(symbols.are_sizes, pair)):
+        return compute(number, other)
+    flags = (getattr(node, "_optimized_summation", False) for node in (number, other))
+    key = method, *pair, number.pytype, other.pytype, *flags
+    if key not in symbols.computed:
+        symbols.computed[key] = compute(number, other)
+    return symbols.computed[key]
 
 
 def is_size(value: Any) -> bool:

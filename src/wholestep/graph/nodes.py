@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 def is_mutating(node: Node) -> bool:
     """Return whether an op writes into an input."""
-    return _torch.is_op(node.target) and _torch.schema_of(node.target).is_mutable
+    target = node.target
+    return _torch.is_op(target) and target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]  # asked often
 
 
 def written(node: Node) -> list[Node]:
@@ -193,13 +195,10 @@ def add_node(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: s
 
 def name_in_order(graph: Graph, inputs: Sequence[str]) -> None:
     """Give nodes readable names: `inputs` for placeholders, other nodes are named by their op and numbered in order."""
-    for node in graph.nodes:
-        node.name = f"__{node.name}"
     counts: dict[str, int] = {}
 
     def fresh(base: str) -> str:
-        base = re.sub(r"\W+", "_", base).strip("_") or "v"
-        base = f"v{base}" if base[0].isdigit() else base
+        base = _identifier(base)
         counts[base] = counts.get(base, -1) + 1
         name = f"{base}_{counts[base]}" if counts[base] else base
         return name if counts[base] == 0 or name not in counts else fresh(name)
@@ -207,9 +206,15 @@ def name_in_order(graph: Graph, inputs: Sequence[str]) -> None:
     placeholders = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.name = fresh(next(placeholders))
+            _torch.rename(node, fresh(next(placeholders)))
             node.target = node.name
         elif node.op == "call_function":
-            node.name = fresh(getattr(node.target, "__name__", "op").split(".")[0])
+            _torch.rename(node, fresh(getattr(node.target, "__name__", "op").split(".")[0]))
         else:
-            node.name = node.op
+            _torch.rename(node, node.op)
+
+
+@cache
+def _identifier(text: str) -> str:
+    name = re.sub(r"\W+", "_", text).strip("_") or "v"
+    return f"v{name}" if name[0].isdigit() else name
