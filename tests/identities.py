@@ -324,6 +324,15 @@ add(
 )  # fmt: skip
 add("attribute of a batch tensor", batch=tagged, weight=lambda self, x, h: getattr(x, "factor", 1.0))
 add("batch tensor as a key", weight=lambda self, x, h: {x: 2.0}.get(x, 1.0))
+add("addresses of parameters", weight=lambda self, x, h: len({p.data_ptr() for p in self.model.parameters()}) / 4)
+add(
+    "a tensor of the same memory",
+    weight=lambda self, x, h: 1.0 + h.is_set_to(h.view(h.shape)) + 2.0 * h.is_set_to(h[:2]),
+)
+add(
+    "addresses of views", weight=lambda self, x, h: 1.0 + (h.data_ptr() == h.view(-1).data_ptr()) +
+    2.0 * (x.data_ptr() == h.data_ptr()) + 4.0 * (h[1].data_ptr() - h.data_ptr()) / h.element_size(),
+)  # fmt: skip
 add("singledispatch", rule=lambda self, p: kind_of(p), weight=lambda self, x, h: kind_of(h))
 
 

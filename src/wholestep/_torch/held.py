@@ -71,6 +71,16 @@ def storage_key(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def address_of(fake: torch.Tensor) -> int:
+    """A number in place of an address: the same for views that start at the same element, another for other memory."""
+    return (storage_key(fake) << 24) + int(fake.storage_offset()) * fake.element_size()
+
+
+def without_address(fake: torch.Tensor) -> None:
+    """Let torch raise where the address of a fake tensor's storage is read, which is 0."""
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+
+
 def storage_holders(tensor: torch.Tensor) -> int:
     """Return the number of references to the storage of `tensor`, including the one of this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

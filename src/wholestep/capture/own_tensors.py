@@ -37,6 +37,7 @@ class OwnTensors:
     def put(self, name: str, original: torch.Tensor, fake: torch.Tensor, of_batch: bool = False) -> None:
         """Let `fake` stand for the tensor `own`, which has the input `name`."""
         _torch.shown_to_user(fake)
+        _torch.without_address(fake)
         self._batch += [original] * of_batch
         self._fakes[_torch.identity(original)], self._own[_torch.identity(fake)] = fake, original
         vars(fake).update({key: v for key, v in tensor_attributes(original).items() if not hasattr(fake, key)})

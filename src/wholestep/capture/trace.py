@@ -404,6 +404,11 @@ class _TorchCalls(_torch.FunctionMode):
             tensor = self._own.fake_of(args[0])
             if _torch.is_fake(tensor) and not self._numbers.among((tensor,)):
                 return func(tensor, *args[1:])
+        if func is torch.Tensor.data_ptr and _torch.is_fake(tensor := self._own.fake_of(args[0])):
+            return _torch.address_of(tensor)
+        if func is torch.Tensor.is_set_to and all(map(_torch.is_fake, pair := self._own.fake_of(args))):
+            one, other = ((_torch.address_of(t), t.shape, t.stride()) for t in pair)
+            return one == other
         try:
             returned = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
             return _torch.shown_to_user(self._own.of(returned))
