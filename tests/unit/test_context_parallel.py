@@ -1,5 +1,6 @@
 """Ranks of one axis share the tokens of each sequence: every mask, length and method equals one device."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -24,6 +25,7 @@ from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import loop_of
 from wholestep.graph.op_kinds import arithmetic, collective_kind
+from wholestep.graph.text import human
 from wholestep.hardware.device import MeasuredDevice
 from wholestep.rules.aten.query_pieces import key_piece, query_piece
 
@@ -336,6 +338,45 @@ def _attention_bytes(local: LocalGraph, *kinds: str) -> int:
     """Bytes of collectives on tensors of four dims: on what attention reads and returns."""
     nodes = [n for n in local.graph.nodes if n.op == "call_function" and collective_kind(n.target) in kinds]
     return sum(meta.size_bytes(n) for n in nodes if len(meta.one_tensor(n).shape) == 4)
+
+
+def test_what_is_sent_is_printed() -> None:
+    """By the method that calls take, and by each other one: what the programs of these send."""
+    length, size, sent = 64, 8, dict[str, str]()
+    one = _one(lambda: Attends(MASKS["window"]), 1, length)
+    for method, taken in (("heads", "heads"), ("gather", "window")):
+        plan = ws.plan(one.capture.graph, "cp=2", ws.ContextParallel(method=cast(Any, method)))
+        (sent[taken],) = (note for note in plan.notes if "calls of attention" in note)
+        assert f"  note: {sent[taken]}" in str(plan)
+        assert sent[taken].startswith(f"1 calls of attention by {taken}: a rank sends for each ")
+    keys, queries = length * 2 * KEY_HEADS * WIDTH * size, length * HEADS * WIDTH * size
+    each = {"gather": keys, "ring": 3 * keys // 2, "heads": (keys + 2 * queries) // 2, "window": 2 * keys * 2 // length}
+    texts = ", ".join(f"{human(count)} by {method}" for method, count in each.items())
+    assert sent["window"].endswith(texts)
+
+
+class ByHand(Attends):
+    """Attention without its op."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.sizes, -1)
+        q, k, v = (t.view(*x.shape[:2], -1, WIDTH).transpose(1, 2) for t in parts)
+        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v))
+        attended = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("method", ["heads", "ring", "gather", "auto"])
+def test_attention_by_hand_is_said_to_gather(method: Any) -> None:
+    one = _one(lambda: ByHand(MASKS["none"]), 2, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert compare(one, "cp=2", ws.ContextParallel(method=method)).worst < TOLERANCE
+    texts = [text for w in said if (text := str(w.message)).startswith("ContextParallel(method=")]
+    assert bool(texts) == (method in ("heads", "ring"))
+    for text in texts:
+        assert "gathers keys and values of attention by hand: %softmax (aten._softmax) at " in text
+        assert "softmax(-1) @ v" in text
 
 
 def test_keys_travel_with_their_own_heads() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,8 +15,8 @@ from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.nodes import operands
-from ..graph.op_kinds import arithmetic
-from ..graph.text import op_name
+from ..graph.op_kinds import arithmetic, packet_name
+from ..graph.text import human, op_name
 from ..layout import AxisState
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
@@ -157,7 +159,38 @@ class ContextParallel:
         return self.method == "heads" or got * keys * parts > tokens * (queries + keys) * (parts - 1)
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised: what ranks repeat is in `Plan.repeated`."""
+        """Warn of attention that is written by hand where the method is not for it. What ranks repeat is in
+        `Plan.repeated`.
+        """
+        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        for node in graph.graph.nodes if self.method in ("heads", "ring") and mesh.axis_size(self.axis) > 1 else ():
+            shape = meta.one_tensor(node).shape if packet_name(node.target) == "_softmax" else ()
+            if len(shape) == 4 and shape[2] in lengths:
+                where = f"%{node.name} ({op_name(node)}) at {meta.source_line(node)}"
+                problem = (
+                    f"ContextParallel(method={self.method!r}) gathers keys and values of attention by hand: {where}; "
+                )
+                warnings.warn(problem + "use scaled_dot_product_attention, or method='gather'", stacklevel=2)
+
+    def notes(self, graph: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
+        """What a rank sends for calls of attention, forward and backward, by their method and by others."""
+        parts, pinned, counts = mesh.axis_size(self.axis), self.pins(graph, mesh).op_strategies, Counter[str]()
+        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        for node, group in _attention(graph) if parts > 1 else ():
+            query, *keys = operands(node)[:3]
+            tokens = meta.one_tensor(query).shape[2]
+            if (operation := arithmetic(node.target)) is None or operation.backward or tokens not in lengths:
+                continue
+            near, size = near_tokens(node, parts), sum(map(meta.size_bytes, keys))
+            sent = {"gather": 2 * size * (parts - 1) // parts, "ring": 3 * size * (parts - 1) // parts}
+            if _HEADS in group.factors and group.splits(_HEADS, (parts,)):
+                sent["heads"] = 2 * (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts**2
+            sent |= {} if near is None else {"window": 2 * size * near // int(tokens)}
+            (name,) = pinned.get(node.name, {}).get(self.axis, ("gather",))[:1]
+            taken = {RING: "ring", NEAR: "window"}.get(name, "heads" if name.startswith("cut") else "gather")
+            texts = ", ".join(f"{human(count)} by {method}" for method, count in sent.items())
+            counts[f"of attention by {taken}: a rank sends for each {texts}"] += 1
+        return tuple(f"{count} calls {text}" for text, count in counts.items())
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

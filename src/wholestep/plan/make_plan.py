@@ -101,6 +101,7 @@ def make_plan(
     )  # fmt: skip
     notes = differences(graph) if per_rank else ()
     notes += strategies.experts.notes(start.graph, planned, mesh) if strategies.experts else ()
+    notes += context.notes(planned, mesh) if context is not None else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
     repeated = repeated_work(planned, decisions, rest, shared)
