@@ -77,10 +77,6 @@ class PlanError(WholestepError):
     """No plan is possible, or a plan does not fit its graph."""
 
 
-class ConstraintError(PlanError):
-    """A plan violates a constraint of the user: a pinned layout, or a tensor that must not be sharded."""
-
-
 class BudgetError(PlanError):
     """No plan fits the memory budget."""
 

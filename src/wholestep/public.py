@@ -25,7 +25,6 @@ with collector_paused():  # modules are no garbage, and torch has many
         CacheError,
         CaptureError,
         CheckpointError,
-        ConstraintError,
         GraphError,
         LayoutError,
         MeshError,
@@ -70,7 +69,7 @@ with collector_paused():  # modules are no garbage, and torch has many
 
 __all__ = [
     "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
-    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ConstraintError", "ContextParallel",
+    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ContextParallel",
     "DataParallel", "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
     "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
     "NonFiniteError", "OffloadSaved", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",

@@ -1,13 +1,11 @@
 """`Auto` on two ranks: the bits of the template that was chosen, one choice for all, whatever each was told."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
 from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
@@ -183,57 +181,3 @@ def test_a_plan_made_elsewhere_is_applied(tmp_path: Path) -> None:
         assert strategy == made.strategy
     for said in run_ranks(_applied, 2, path, LAYERS + 1):
         assert said.startswith(f"the plan does not fit this step: {LAYERS}.0.weight: absent in the plan, f32[")
-
-
-ASKED: Any = {"pinned": {"0.0.weight": {"data": Replicate()}}, "replicated": {"0.2": "data"}}
-
-
-def _wished(rank: int, world: int, auto: ws.Auto, path: str) -> dict[str, Any]:
-    """Global semantics, each rank its own half of the rows, beside one device on all of them; then its plan again."""
-    torch.set_default_dtype(torch.float64)
-    worst = 0.0
-    for parallel in (auto, ws.Plan.load(path)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)), nn.Linear(48, 48))
-        alone = deepcopy(model)
-        optimizer, other = AdamW(model.parameters(), lr=0.01, eps=1e-4), AdamW(alone.parameters(), lr=0.01, eps=1e-4)
-        step = ws.compile(train, parallel=parallel, mesh="data=2" if parallel is auto else None)
-        for number in range(3):
-            halves = [torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * number + r)) for r in range(2)]
-            loss = step(model, optimizer, halves[rank])
-            worst = max(worst, (loss - train(alone, other, torch.cat(halves))).abs().item() / 100)
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        worst = max(worst, *((whole(a) - b).abs().max().item() for a, b in pairs))
-        assert step.plan is not None
-        rest = {**step.plan.storage, **step.plan.created_storage}
-        cut = {name for name, layout in rest.items() if layout.axes and layout.is_sharded}
-        assert not {name for name in cut if name.startswith("0.2.") or name == "0.0.weight"}, cut
-        assert {"0.0.weight/exp_avg", "0.0.bias", "1.weight"} <= cut, cut
-    return {"worst": worst, "strategy": step.plan.strategy}
-
-
-def test_wishes_are_kept_and_compute_the_same(tmp_path: Path) -> None:
-    """Through compile, and through a file of the plan; the parameter whole and its state cut, a module all whole."""
-    data = ws.DataParallel(semantics="global")
-    auto = ws.Auto(hardware=FAST, styles=("fully_shard",), data=data, solve=False, **ASKED)
-    torch.set_default_dtype(torch.float64)
-    model = nn.Sequential(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)), nn.Linear(48, 48))
-    graph = ws.capture(train, model, AdamW(model.parameters(), lr=0.01, eps=1e-4), torch.randn(16, 48))
-    torch.set_default_dtype(torch.float32)
-    ws.plan(graph, "data=2", auto).save(tmp_path / "plan.json")
-    for found in run_ranks(_wished, 2, auto, str(tmp_path / "plan.json")):
-        assert found["worst"] < 1e-10
-        assert "but for some parameters" in found["strategy"]
-
-
-def _impossible(rank: int, world: int) -> str:
-    try:
-        trained(rank, parallel=ws.Auto(replicated={"no.such": "dp"}))
-    except ws.WholestepError as error:
-        return f"{type(error).__name__}: {error.found}"
-    return ""
-
-
-def test_all_ranks_refuse_a_wish_for_nothing() -> None:
-    first, second = run_ranks(_impossible, 2)
-    assert first == second == "PlanError: the pattern 'no.such' names no module and no parameter"

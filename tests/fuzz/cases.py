@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim import AdamW
 from typer.testing import CliRunner
@@ -445,7 +445,6 @@ def _strategies() -> dict[Any, dict[str, Any]]:
             "memory_bytes": "1GiB",
             "solve": False,
             "styles": ["zero1"],
-            "pinned": {"0.weight": {"tp": Shard(0)}},
         },
     }
 
@@ -599,8 +598,8 @@ def number():
 COMMANDS = (
     ["plan", "step.py:build", "--mesh", "dp=2", "--style", "zero1", "--explain", "0.weight"],
     ["plan", "step.py:build", "--mesh", "dp=2,tp=2", "--tp", "0=colwise", "--tp", "2=rowwise", "--semantics", "global"],
-    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--memory", "1GiB", "--pin", "0.weight=dp:replicate"],
-    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--replicated", "0=dp", "--hardware", "hardware.json"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--memory", "1GiB"],
+    ["plan", "step.py:build", "--mesh", "dp=2", "--auto", "--hardware", "hardware.json"],
     ["plan", "step.py:build", "--mesh", "dp=2", "--program", "--stop-after", "Reinplace"],
     ["plan", "step.py:build", "--mesh", "dp=2", "--compare", "--json", "out.json"],
     ["plan", "--hf", "config", "--batch", "1", "--seq", "8", "--layers", "1", "--mesh", "dp=2"],

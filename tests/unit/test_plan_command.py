@@ -344,19 +344,6 @@ def test_auto_prints_what_it_considered_and_the_winner(tiny: str, tmp_path: Path
     assert made.objective.budget_bytes == 1 << 30
 
 
-def test_wishes_on_the_command_line(step: str, tmp_path: Path):
-    out = tmp_path / "plan.json"
-    code, text = run(
-        f"{step}:four", "--mesh", "dp=2,tp=2", "--auto", "--pin", "0.weight=tp:replicate", "--pin", "0.weight=dp:0",
-        "--replicated", "2=dp,tp", "--json", str(out),
-    )  # fmt: skip
-    assert code == 0, text
-    made = ws.Plan.from_json(out.read_text())
-    assert made.storage["0.weight"].show((32, 16)) == "32@dp 16"
-    assert not made.storage["2.weight"].axes
-    assert made.storage["2.bias"].is_replicated
-
-
 @NEEDS_HF
 @pytest.mark.full
 def test_auto_chooses_the_mesh(tiny: str):
@@ -382,19 +369,8 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
         (["--auto", "--compare"], "--compare with --auto"),
         (["--auto", "--style", "zero1"], "--style with --auto"),
         (["--memory", "1GiB"], "--memory without --auto"),
-        (["--pin", "0.weight=dp:replicate"], "--pin without --auto"),
-        (["--replicated", "0=dp"], "--replicated without --auto"),
         (["--cp"], "--cp without --auto"),
         (["--auto", "--cp"], "--cp on mesh dp=4: needed auto=N"),
-        (["--auto", "--pin", "0.weight=dp"], "--pin 0.weight=dp: needed pattern=axis:replicate, or pattern=axis:dim"),
-        (["--auto", "--pin", "0.weight=dp:x"], "--pin 0.weight=dp:x: needed pattern=axis:replicate"),
-        (
-            ["--auto", "--pin", "0.weight=dp:0", "--pin", "0.weight=dp:replicate"],
-            "--pin 0.weight=dp:replicate: 0.weight is pinned on dp already",
-        ),
-        (["--auto", "--replicated", "0"], "--replicated 0: needed pattern=axis or pattern=axis,axis"),
-        (["--auto", "--replicated", "0=tp"], "axis 'tp' of the constraint on '0' is on no mesh: mesh dp=4"),
-        (["--auto", "--replicated", "no.such=dp"], "the pattern 'no.such' names no module and no parameter"),
         (["--batch", "2"], "--batch without --hf"),
         (["--auto", "--hardware", "dgx-h101"], "there is no hardware 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),

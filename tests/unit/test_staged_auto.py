@@ -86,8 +86,6 @@ def test_compile_takes_its_plan_and_not_itself(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ws.PlanError, match=r"Auto\(pipeline=...\) with pinned= or replicated="):
-        ws.Auto(pipeline=ws.Pipeline(), replicated={"head": "dp"})
     with pytest.raises(ws.WholestepError, match="pp"):
         chosen("dp=2", ws.Pipeline())
 

@@ -8,7 +8,6 @@ import typer
 from wholestep.tuning import table
 
 from .hf import ModelSpec, load
-from .plan_options import constraints
 from .screen import Screen
 from .shared_options import SharedOptions, with_shared_options
 from .target import (
@@ -29,16 +28,6 @@ if TYPE_CHECKING:
 _Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=f"file.py:function or module:function that returns {RETURNS}.")
 ]
-_Pin = Annotated[
-    list[str] | None,
-    typer.Option("--pin", help="With --auto: a layout, as embed.weight=tp:replicate or lm_head=tp:2; repeatable."),
-]
-_Replicated = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--replicated", help="With --auto: axes along which a module stays replicated, as norm=dp,tp; repeatable."
-    ),
-]
 _Explain = Annotated[
     list[str] | None, typer.Option("--explain", help="Explain the layout of a tensor or operation; repeatable.")
 ]
@@ -55,8 +44,6 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
     cp: Annotated[bool, typer.Option("--cp", help="With --auto on mesh auto=N: ranks may share sequences.")] = False,
-    pin: _Pin = None,
-    replicated: _Replicated = None,
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     stop_after: Annotated[
@@ -83,7 +70,7 @@ def plan(
 
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
-    _check_effects(compare, single, auto, step, {"cp": cp, "pin": pin, "replicated": replicated})
+    _check_effects(compare, single, auto, step, cp)
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
@@ -100,8 +87,7 @@ def plan(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
-        chosen_by = constraints(pin or [], replicated or [], cp) if auto else None
-        report = _report(shown, request, spec, compare, chosen_by)
+        report = _report(shown, request, spec, compare, auto, cp)
     typer.echo(report.text)
     if verbose:
         typer.echo(f"\n{table()}")
@@ -119,18 +105,18 @@ def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpe
 
 
 def _report(
-    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, chosen_by: dict[str, Any] | None
+    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, auto: bool, cp: bool
 ) -> "Report":
-    """The work of the command: a comparison, a search within the constraints `chosen_by`, or one plan."""
+    """The work of the command: a comparison, a search, or one plan."""
     from . import planning, staged_setups
 
-    if request.pipeline is not None and chosen_by is None:
+    if request.pipeline is not None and not auto:
         setups = staged_setups.StagedSetups(shown, request, spec)
         return setups.compared() if compare else setups.planned()
     if compare:
         return planning.compared(shown, request)
-    if chosen_by is not None:
-        return planning.chosen(shown, request, planning.chooser(shown, request, chosen_by))
+    if auto:
+        return planning.chosen(shown, request, planning.chooser(shown, request, cp))
     return planning.planned(shown, request)
 
 
@@ -141,13 +127,11 @@ def _check_stages(compare: bool, **of_one: Path | None) -> None:
         refuse(f"--{names[0]} with an axis pp and --compare: needed one of them")
 
 
-def _check_effects(
-    compare: bool, single: dict[str, Any], auto: bool, step: SharedOptions, chosen_by: dict[str, Any]
-) -> None:
+def _check_effects(compare: bool, single: dict[str, Any], auto: bool, step: SharedOptions, cp: bool) -> None:
     """Refuse options that would have no effect, or that contradict each other."""
     if compare and (about_one := [name for name, value in single.items() if value]):
         refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
     if auto and (compare or step.style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    if not auto and (unused := [name for name, value in chosen_by.items() if value]):
-        refuse(f"--{unused[0]} without --auto: it has no effect")
+    if cp and not auto:
+        refuse("--cp without --auto: it has no effect")

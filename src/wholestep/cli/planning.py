@@ -195,17 +195,18 @@ def captured(shown: Screen, request: PlanRequest) -> ws.TrainGraph:
     return graph
 
 
-def chooser(shown: Screen, request: PlanRequest, constraints: dict[str, Any]) -> ws.Auto:
+def chooser(shown: Screen, request: PlanRequest, cp: bool) -> ws.Auto:
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     tensor, data = request.tensor, request.data
     if isinstance(tensor, ws.WholestepError):
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
     refits = request.options.recomputes("auto") == "auto"
-    if request.pipeline is not None:
-        constraints = {**constraints, "pipeline": request.options.open_pipeline()}
-    constraints = {"context": request.context, **constraints}
-    return ws.Auto(request.options.memory, request.hardware, used, data, recompute=refits, **constraints)
+    pipeline = None if request.pipeline is None else request.options.open_pipeline()
+    context = ws.ContextParallel() if cp else request.context
+    return ws.Auto(
+        request.options.memory, request.hardware, used, data, pipeline=pipeline, recompute=refits, context=context
+    )
 
 
 def planned(shown: Screen, request: PlanRequest) -> Report:

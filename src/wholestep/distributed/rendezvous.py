@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from .. import _torch
-from ..errors import BudgetError, ConstraintError, PlanError, RankMismatchError, StoreError
+from ..errors import BudgetError, PlanError, RankMismatchError, StoreError
 from ..graph.meta import last_user_frame
 from .activity import ACTIVITY
 from .peers import doing
@@ -75,7 +75,7 @@ class _Outcome(NamedTuple):
 
 
 _Refusal = tuple[str, tuple[str, str, str, str]]  # a PlanError: the name of its class, and its texts
-_REFUSALS = {kind.__name__: kind for kind in (PlanError, ConstraintError, BudgetError)}
+_REFUSALS = {kind.__name__: kind for kind in (PlanError, BudgetError)}
 
 
 @dataclass(frozen=True)

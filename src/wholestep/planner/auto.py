@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch.distributed.tensor import Replicate, Shard
-
 from ..cost.software import OWN, Software
 from ..errors import MeshError, PlanError, WholestepError, shown
 from ..graph.gc_control import existing_objects_frozen
@@ -27,7 +25,6 @@ from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..typed_values import is_a
 from ..units import parse_bytes
 from .candidates import Template, is_open, meshes, templates
-from .constraints import Pinned, ReplicatedAxes, check_form, constraints_of
 from .evaluate import Evaluator
 from .folded_step import fold_step
 from .ilp.solve import IlpResult
@@ -71,10 +68,6 @@ class Auto:
             templates do best. A program takes seconds, and meshes far behind with templates do not catch up.
         context: ranks may share sequences along its axis: on a mesh with that axis, or `"auto=N"`. There, no integer
             program is solved.
-        pinned: layouts that every plan has, of parameters and of the results of modules, by glob and axis:
-            `{"embed.weight": {"tp": Replicate()}, "lm_head": {"tp": Shard(2)}}`.
-        replicated: axes along which a module (or a parameter) stays replicated, by glob: `{"norm": ("dp", "tp")}`: its
-            parameters with their state, and where ranks of the axis compute together, its forward.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Hardware.preset("dgx-h100")))
@@ -94,18 +87,12 @@ class Auto:
     solve: bool = True
     solved_meshes: int = 3
     context: ContextParallel | None = None
-    pinned: Pinned = field(default_factory=dict[str, Mapping[str, Shard | Replicate]])
-    replicated: ReplicatedAxes = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        check_form(self.pinned, self.replicated)
         if self.solved_meshes < 0:
             raise PlanError(f"Auto(solved_meshes={shown(self.solved_meshes)})", "a number of meshes", "give 3, say")
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", parse_bytes(self.memory_bytes))
-        if self.pipeline is not None and (self.pinned or self.replicated):
-            finding = "Auto(pipeline=...) with pinned= or replicated="
-            raise PlanError(finding, "one of them", "leave out the constraints, or give a Pipeline as parallel=")
         if self.may_cut and self.memory_bytes is None and self.pipeline is None:
             finding = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
             needed = "a budget: the number of pieces is the one that fits"
@@ -174,39 +161,33 @@ class Auto:
         if self.pipeline is not None:
             flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
             return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software))
-        on = self.meshes(mesh.size, hardware) if is_open(mesh) else [mesh]
-        constraints = constraints_of(graph, on, self.pinned, self.replicated)
-        auto = replace(self, tensor=self.tensor and constraints.tensor(self.tensor))
-        folded = fold_step(graph, hardware, placed, constraints.marks(graph), software=software)
+        folded = fold_step(graph, hardware, placed, software=software)
         evaluator = Evaluator(
-            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, constraints, software,
+            graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, software,
             self.micro_batches if self.may_cut else None,
         )  # fmt: skip
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
 
         def programs(on: Mesh, free: str | None = None) -> IlpCandidates:
             """The programs of one mesh: along the axis of `tensor` where the mesh has it, or else along `free`."""
-            axis = free if auto.tensor is None else auto.tensor.axis if auto.tensor.axis in on.names else None
-            tensor = auto.tensor if auto.tensor is not None and auto.tensor.is_open and axis else None
-            tensor = tensor or (constraints.tensor(TensorParallel("auto", axis)) if axis else None)
+            axis = free if self.tensor is None else self.tensor.axis if self.tensor.axis in on.names else None
+            tensor = self.tensor if self.tensor is not None and self.tensor.is_open and axis else None
+            tensor = tensor or (TensorParallel("auto", axis) if axis else None)
             return IlpCandidates(
-                graph, on, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, constraints,
-                symmetrize=symmetrize,
-            )  # fmt: skip
+                graph, on, hardware, self.data, tensor, self.styles, self.budget_bytes, placed, symmetrize=symmetrize
+            )
 
         def rough(on: Mesh, recomputes: bool) -> IlpCandidates:
             return replace(programs(on), recomputes=recomputes, rough=True)
 
-        layouts, solved, program = auto._solved(mesh, same_batches, programs, watch)
+        layouts, solved, program = self._solved(mesh, same_batches, programs, watch)
         solver = MeshSolver(rough, self.solved_meshes, self.recompute and self.memory_bytes is not None, watch)
-        chosen = auto.candidates(mesh, same_batches, hardware, layouts)
-        chosen = [*((on, constraints.template(graph, on, t)) for on, t in chosen), *auto._cut(solved)]
+        chosen = [*self.candidates(mesh, same_batches, hardware, layouts), *self._cut(solved)]
 
         def more(rows: Sequence[Candidate]) -> Candidates:
-            return auto._cut(solver([row for row in rows if not self._shares_sequences(row.mesh)]))
+            return self._cut(solver([row for row in rows if not self._shares_sequences(row.mesh)]))
 
         search = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
-        constraints.check(search.plan, complete=True)
         return replace(search, solved=program or solver.program(search.best.mesh))
 
     def _staged(
@@ -316,7 +297,7 @@ class Auto:
     def describe(self, mesh: Mesh) -> str:
         """One line that is the same on all ranks that ask for the same."""
         among = "all styles" if self.styles is None else ", ".join(self.styles)
-        options = (self.micro_batches, self.context, self.pinned, self.replicated)
+        options = (self.micro_batches, self.context)
         asked = "".join(f", {option!r}" for option in options if option)
         within = "" if self.memory_bytes is None else f" within {self.memory_bytes:,} bytes"
         return f"Auto of {among}{within}{asked}; {self.base(mesh).describe(mesh)}"

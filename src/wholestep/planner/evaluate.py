@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..plan.plan import Plan
 from ..plan.strategies import compose
 from .bounds import Costs, LowerBound, costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
-from .constraints import Constraints
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
 from .piece_counts import piece_counts
@@ -39,9 +38,9 @@ Programs = Sequence[tuple[Plan, LocalGraph]]
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates candidates for one step, whose programs go through `passes`. `recompute`: tensors may be rematerialized
-    to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always. A plan
-    that breaks one of the user's `constraints` is refused. `micro_batches`: batches of candidates that do not fit may
-    be cut into pieces. `may_regather`: to fit, gathered parameters that a candidate keeps may be gathered again.
+    to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always.
+    `micro_batches`: batches of candidates that do not fit may be cut into pieces. `may_regather`: to fit, gathered
+    parameters that a candidate keeps may be gathered again.
     """
 
     graph: TrainGraph
@@ -52,7 +51,6 @@ class Evaluator:
     placed: Mapping[str, Layout] | None = None
     watch: Watch = unwatched
     folded: FoldedStep | None = None
-    constraints: Constraints = field(default_factory=Constraints)
     software: Software = OWN
     micro_batches: MicroBatches | None = None
     may_regather: bool = True
@@ -104,13 +102,12 @@ class Evaluator:
         )
 
     def planned(self, row: Candidate, graph: TrainGraph, doing: str = "") -> tuple[Plan, LocalGraph]:
-        """Plan and program on `graph`, the step or a folded one; raises if there is none, or it breaks a constraint."""
+        """Plan and program on `graph`, the step or a folded one; raises if there is none."""
         strategies = row.strategies if graph is self.graph else row.symmetric
         assert strategies is not None, "it has a plan"
         if doing:
             self.watch(f"{doing}{row.name}")
         step = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
-        self.constraints.check(step.plan)
         return step.plan, written(step.graph, step.plan)
 
     def programs(self, row: Candidate, blocks: tuple[int, int] | None, fewest: Programs = ()) -> Programs:

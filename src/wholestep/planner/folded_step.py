@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from math import ceil, prod
 from typing import cast
 
 from torch import Tensor, nn
-from torch.fx import Node
 
 from ..cost.software import OWN, Software
 from ..errors import GraphError, PlanError, WholestepError
@@ -172,12 +171,12 @@ class FoldedStep:
 
 def fold_step(
     graph: TrainGraph, hardware: Hardware, placed: Mapping[str, Layout] | None = None,
-    marks: Mapping[Node, Hashable] | None = None, layers_left_out: int = 0, software: Software = OWN,
+    layers_left_out: int = 0, software: Software = OWN,
 ) -> FoldedStep | None:  # fmt: skip
     """`graph` as a step that can be folded; None where it has too few equal layers, or they are `placed` differently.
-    Nodes with different `marks` are not equal. `layers_left_out`: equal layers that `graph` was captured without.
+    `layers_left_out`: equal layers that `graph` was captured without.
     """
-    repeats = find_repeats(graph, marks)
+    repeats = find_repeats(graph)
     if repeats is None or layers_left_out % repeats.period:
         return None
     left_out = layers_left_out // repeats.period

@@ -20,7 +20,6 @@ from ..plan.strategy import Strategy
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..tuning import TUNING
 from .candidates import Template
-from .constraints import Constraints
 from .ilp.build_problem import ProblemSpec, problem_spec
 from .ilp.prices import Prices
 from .ilp.solve import IlpResult, solve_layouts
@@ -34,7 +33,7 @@ class IlpCandidates:
     """Solves for layouts along the axis of `tensor`, if given, and for the storage of each parameter over other axes.
 
     Args:
-        styles: the styles that parameters without a constraint may have; all if None.
+        styles: the styles that parameters may have; all if None.
         recomputes: activations may be recomputed, so that their bytes are not counted.
         rough: solve to a larger gap, and use symmetrized solutions only.
         symmetrize: makes equal layers of a solution equal. Unless `rough`, a candidate has both solutions: the
@@ -49,7 +48,6 @@ class IlpCandidates:
     styles: Sequence[str] | None = None
     budget_bytes: int | None = None
     placed: Mapping[str, Layout] | None = None
-    constraints: Constraints = field(default_factory=Constraints)
     recomputes: bool = False
     rough: bool = False
     symmetrize: Callable[[IlpResult], IlpResult] | None = None
@@ -61,7 +59,7 @@ class IlpCandidates:
 
     @property
     def storages(self) -> tuple[StorageOption, ...]:
-        """The storage options of parameters without a constraint."""
+        """The storage options of parameters."""
         named = None if self.styles is None else {reduced_once(style) for style in self.styles}
         options = (s for s in STORAGE_OPTIONS if len(self.axes) > 1 or not s.kind.grouped)
         return tuple(s for s in options if named is None or s.style in named) if self.axes else ()
@@ -106,12 +104,7 @@ class IlpCandidates:
             share = 1 / ranks if self.data.semantics == "global" else 1.0
             axes = tuple(a for a in self.axes if self.mesh.axis_size(a) > 1)
             spec = ProblemSpec(Prices(self.hardware, self.mesh, "", share), axes, rest=dict[str, AxisState]())
-        return replace(spec, storages=self.storages, allowed=self._allowed(), recomputes=self.recomputes)
-
-    def _allowed(self) -> dict[str, tuple[StorageOption, ...]]:
-        """The storage options of parameters with a constraint: of `storages`, or any where none of these is left."""
-        allowed = self.constraints.storages(self.graph, self.mesh, self.axes)
-        return {name: tuple(s for s in options if s in self.storages) or options for name, options in allowed.items()}
+        return replace(spec, storages=self.storages, recomputes=self.recomputes)
 
     def _distinct(self, solutions: Sequence[IlpResult]) -> Iterator[IlpResult]:
         seen: list[tuple[object, ...]] = []

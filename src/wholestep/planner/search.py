@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost.compute import peak_us
-from ..errors import BudgetError, ConstraintError, PlanError, WholestepError
+from ..errors import BudgetError, PlanError, WholestepError
 from ..graph.text import human, human_at_least
 from ..mesh import Mesh
 from ..plan.plan import Plan
@@ -125,7 +125,7 @@ class Search:
         try:
             tried, mark = next(steps)
         except WholestepError as error:
-            if evaluator.folded and row.blocks and not isinstance(error, ConstraintError):  # a pattern names a layer
+            if evaluator.folded and row.blocks:  # a pattern names a layer
                 return self._simulate(replace(row, blocks=None), "all layers: ")
             return replace(row, status=Status.NO_PLAN, why=first_line(error))
         self.bounds[row.mesh, row.key or row.name] = tried.bound_s
@@ -238,11 +238,10 @@ class Search:
         evaluator, budget = self.evaluator, self.evaluator.budget_bytes
         over = [row for row in rows if row.status in (Status.OVER_AT_REST, Status.OVER_AT_PEAK)]
         if not over or budget is None:
-            drop = ", or drop a constraint" if evaluator.constraints.axes else ""
             return PlanError(
                 f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
                 "a template that the model allows",
-                f"give other styles=, another mesh or another tensor={drop}",
+                "give other styles=, another mesh or another tensor=",
             )
         nearest = self._nearest(over)
         short = nearest.needs_bytes - budget

@@ -11,7 +11,7 @@ nothing: every operation, shape, argument and operand is compared (`blocks.check
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,9 +56,9 @@ class Repeats:
         return f"{self.prefix}.{self.first} to {last}{by}: {self.count} blocks of {len(self.blocks[0])} nodes"
 
 
-def find_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> Repeats | None:
-    """The equal layers with the most nodes; None where a step has none. Nodes with different `marks` are not equal."""
-    candidates = [repeats for repeats, _ in all_repeats(graph, marks) if repeats is not None]
+def find_repeats(graph: TrainGraph) -> Repeats | None:
+    """The equal layers with the most nodes; None where a step has none."""
+    candidates = [repeats for repeats, _ in all_repeats(graph) if repeats is not None]
     return max(candidates, key=lambda repeats: len(repeats.places), default=None)
 
 
@@ -70,9 +70,9 @@ def why_not(graph: TrainGraph) -> str:
     return "; ".join(why for _, why in candidates) or f"no list of {LEAST} layers or more with parameters"
 
 
-def all_repeats(graph: TrainGraph, marks: Mapping[Node, Hashable] | None = None) -> list[tuple[Repeats | None, str]]:
+def all_repeats(graph: TrainGraph) -> list[tuple[Repeats | None, str]]:
     """For each list of layers: the blocks, or the reason why there are none."""
-    return [_of_prefix(graph, prefix, marks or {}) for prefix in _prefixes(graph)]
+    return [_of_prefix(graph, prefix) for prefix in _prefixes(graph)]
 
 
 def _prefixes(graph: TrainGraph) -> list[str]:
@@ -86,8 +86,8 @@ def _prefixes(graph: TrainGraph) -> list[str]:
     return [prefix for prefix, numbers in by_prefix.items() if len(numbers) >= LEAST]
 
 
-def _of_prefix(graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -> tuple[Repeats | None, str]:
-    layers = _Layers(graph, prefix, marks)
+def _of_prefix(graph: TrainGraph, prefix: str) -> tuple[Repeats | None, str]:
+    layers = _Layers(graph, prefix)
     try:
         ranges = _ranges(layers.kinds())
     except NoRepeatsError as error:
@@ -134,8 +134,8 @@ def _ranges(kinds: Sequence[object]) -> list[tuple[int, int, int]]:
 class _Layers:
     """The layer of each node, as far as names and operands determine it."""
 
-    def __init__(self, graph: TrainGraph, prefix: str, marks: Mapping[Node, Hashable]) -> None:
-        self.graph, self.prefix, self.marks = graph, prefix, marks
+    def __init__(self, graph: TrainGraph, prefix: str) -> None:
+        self.graph, self.prefix = graph, prefix
         self.nodes = list(graph.graph.nodes)
         self.pattern = re.compile(re.escape(prefix) + r"\.(\d+)(?=[./]|$)")
         self.inputs: dict[Node, Input] = {node: program_input for program_input, node in graph.placeholders()}
@@ -211,7 +211,7 @@ class _Layers:
 
     def shape(self, node: Node) -> tuple[object, ...]:
         """A key that equal nodes share."""
-        return *shape_of(node, self.inputs.get(node), self.names, self.lists), self.marks.get(node)
+        return shape_of(node, self.inputs.get(node), self.names, self.lists)
 
 
 class _Cut:

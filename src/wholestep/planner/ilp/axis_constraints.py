@@ -51,11 +51,11 @@ class AxisConstraints:
 
 
 def axis_constraints(
-    graph: TrainGraph, pins: Mapping[str, Shard | Replicate], replicated: Iterable[str], axis: str = ""
+    graph: TrainGraph, pins: Mapping[str, Shard | Replicate], replicated: Iterable[str]
 ) -> AxisConstraints:
     """The constraints of patterns along one axis: globs of parameters and modules, as `TensorParallel` takes them.
     Raises PlanError if a pattern names nothing (says which names are near), a dim does not exist, or two patterns ask
-    for different things of one tensor. `axis` is named there.
+    for different things of one tensor.
     """
     modules, states, unsharded = Modules(graph), dict[str, tuple[AxisState, str]](), dict[str, str]()
     for pattern, placement in pins.items():
@@ -66,7 +66,7 @@ def axis_constraints(
                 state = _state_of(node, name, placement, pattern)
                 before = states.setdefault(name, (state, pattern))
                 if before[0] != state:
-                    raise _contradiction(before[1], before[0], pattern, state, name, axis)
+                    raise _contradiction(before[1], before[0], pattern, state, name)
     for pattern in replicated:
         for path in _matching(modules, pattern):
             owned = [name for name in modules.params if name == path or name.startswith(f"{path}.")]
@@ -74,7 +74,7 @@ def axis_constraints(
             unsharded |= {n.name: pattern for n in modules.inside(path)}
     for name in unsharded.keys() & states.keys():
         if states[name][0].kind == "S":
-            raise _contradiction(states[name][1], states[name][0], unsharded[name], REPLICATED, name, axis)
+            raise _contradiction(states[name][1], states[name][0], unsharded[name], REPLICATED, name)
     return AxisConstraints(states, unsharded)
 
 
@@ -91,11 +91,10 @@ def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str)
     return AxisState("S", dim % ndim)
 
 
-def _contradiction(pattern: str, has: AxisState, other: str, wants: AxisState, name: str, axis: str) -> PlanError:
-    over = f" over {axis}" if axis else ""
+def _contradiction(pattern: str, has: AxisState, other: str, wants: AxisState, name: str) -> PlanError:
     return PlanError(
-        f"{pattern!r} asks for {name} to be {state_text(has)}{over}, {other!r} for it to be {state_text(wants)}{over}",
-        "one constraint for each tensor and axis",
+        f"{pattern!r} asks for {name} to be {state_text(has)}, {other!r} for it to be {state_text(wants)}",
+        "one constraint for each tensor",
         "drop one of the two, or make its pattern narrower",
     )
 

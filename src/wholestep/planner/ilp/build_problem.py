@@ -47,7 +47,6 @@ class ProblemSpec:
         storages: the storage options of parameters over them.
         rest: states along the solved axis of inputs whose storage layout is given.
         constraints: the user's constraints along the solved axis.
-        allowed: the storage options that constraints leave to some parameters.
         recomputes: activations may be recomputed: bytes from the forward to the backward are not counted.
     """
 
@@ -56,7 +55,6 @@ class ProblemSpec:
     storages: tuple[StorageOption, ...] = ()
     rest: Mapping[str, AxisState] = field(default_factory=dict[str, AxisState])
     constraints: AxisConstraints = field(default_factory=AxisConstraints)
-    allowed: Mapping[str, tuple[StorageOption, ...]] = field(default_factory=dict[str, tuple[StorageOption, ...]])
     recomputes: bool = False
 
 
@@ -126,8 +124,7 @@ class ProblemBuilder:
         return included | (before & of_params)
 
     def _mark(self, param: str) -> Hashable:
-        mark, allowed = self.spec.constraints.mark(param), self.spec.allowed.get(param)
-        return without_numbers(param), tuple(map(str, self._states(param))), mark, allowed
+        return without_numbers(param), tuple(map(str, self._states(param))), self.spec.constraints.mark(param)
 
     def _states(self, param: str) -> list[AxisState]:
         """States along the axis in which a parameter may be stored."""
@@ -181,7 +178,7 @@ class ProblemBuilder:
             grad_bytes = size if grads else 0.0
             update_us = self.update_us * (size + state_bytes) if grads else 0.0
             takes = {1 + number: state for number in range(len(grads))}
-            for storage in spec.allowed.get(param.name, spec.storages) or (None,):
+            for storage in spec.storages or (None,):
                 how = storage or REPLICATE
                 load = storage_load(how, size, state_bytes, grad_bytes, update_us, prices, spec.axes)
                 load = replace(load, saved=0.0) if spec.recomputes else load
