@@ -605,7 +605,6 @@ COMMANDS = (
     ["plan", "--hf", "config", "--batch", "1", "--seq", "8", "--layers", "1", "--mesh", "dp=2"],
     ["simulate", "step.py:build", "--mesh", "dp=2", "--hardware", "loopback", "--trace", "trace.json"],
     ["diff", "a.json", "b.json"],
-    ["passes", "--memory", "1GiB", "--hardware", "dgx-h100", "--backend", "eager", "--across-steps"],
 )
 WORDS = (
     "", "-1", "0", "x", "dp", "dp=3", "=", ":", ",", "--mesh", "--help", "auto", "model", "zero2", "1e9", "nan",

@@ -383,16 +383,6 @@ def test_choices_that_cannot_be_made(step: str, options: list[str], said: str):
     assert said in " ".join(text.split())
 
 
-# -- passes ---------------------------------------------------------------------------------
-def test_passes_are_listed_with_what_they_do():
-    done = CliRunner().invoke(app, ["passes", "--across-steps", "--memory", "1GiB", "--hardware", "dgx-h100"])
-    assert done.exit_code == 0, done.output
-    rows = [line.split(None, 1)[1] for line in done.output.splitlines()]
-    given = ws.default_passes(ws.Hardware.preset("dgx-h100"), schedule="across_steps", memory_bytes="1GiB")
-    assert [row.split()[0] for row in rows] == [type(one).__name__ for one in given]
-    assert all(len(row.split("  ", 1)[1].strip()) > 20 for row in rows), "each says what it does"
-
-
 def test_verbose_prints_the_tuned_thresholds(step: str):
     code, plain = run(f"{step}:four")
     assert code == 0

@@ -8,7 +8,6 @@ import typer
 
 from .checkpoint_command import checkpoint
 from .diff_command import diff
-from .passes_command import passes
 from .plan_command import plan
 from .simulate_command import simulate
 from .target import loaded, refuse
@@ -22,7 +21,6 @@ app = typer.Typer(
 app.command()(loaded(plan))
 app.command()(loaded(simulate))
 app.command()(loaded(diff))
-app.command()(loaded(passes))
 app.command()(loaded(checkpoint))
 _PLUGINS = entry_points(group="wholestep.commands")
 for entry in _PLUGINS:  # groups of typer, of installed packages

@@ -47,7 +47,7 @@ def plan(
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     stop_after: Annotated[
-        str | None, typer.Option(help="With --program: print it after this pass (`wholestep passes` lists them).")
+        str | None, typer.Option(help="With --program: print it after this pass; names them if wrong.")
     ] = None,
     hardware: HardwareName = None,
     html: _Html = None,
