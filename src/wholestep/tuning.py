@@ -1,16 +1,14 @@
-"""Every tuned threshold of the package, each with its unit and its reason: `wholestep plan --verbose` prints them.
+"""Every tuned threshold of the package, each with its unit and its reason.
 
 A value that decides a trade-off (time, memory, quality of a search) is a field of `Tuning`, and the module that uses it
 reads it from `TUNING`. A reason that ends with "a guess" was not measured. Lengths of printed tables, versions of file
 formats, limits of torch and intervals of waiting for other ranks are no trade-offs and stay where they are used.
-
-Imports no torch: the command line reads it before it loads anything.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -126,26 +124,3 @@ class Tuning:
 
 
 TUNING = Tuning()
-
-
-def table() -> str:
-    """All thresholds as text: name, value, unit, decision and reason."""
-    rows = [("threshold", "value", "unit", "decision", "reason")]
-    for threshold in fields(TUNING):
-        about, number = threshold.metadata, threshold.metadata["decision"]
-        value, unit = getattr(TUNING, threshold.name), about["unit"]
-        shown = ", ".join(
-            _shown(v, unit) for v in (cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,))
-        )
-        decision = f"{number:04}" if number else ""
-        rows.append((threshold.name, shown, "" if unit == "bytes" else unit, decision, about["reason"]))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
-    )
-
-
-def _shown(value: Any, unit: str) -> str:
-    if unit != "bytes":
-        return str(value)
-    return f"{value >> 20} MiB" if value >= 1 << 20 else f"{value >> 10} KiB"

@@ -13,7 +13,6 @@ import wholestep as ws
 from wholestep.cli import app, hf
 from wholestep.cli.hf import ModelSpec, build, presets
 from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
-from wholestep.tuning import table
 
 NEEDS_HF = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 
@@ -381,15 +380,6 @@ def test_choices_that_cannot_be_made(step: str, options: list[str], said: str):
     code, text = run(f"{step}:four", "--mesh", "dp=4", *options)
     assert code != 0
     assert said in " ".join(text.split())
-
-
-def test_verbose_prints_the_tuned_thresholds(step: str):
-    code, plain = run(f"{step}:four")
-    assert code == 0
-    assert table() not in plain
-    code, text = run(f"{step}:four", "--verbose")
-    assert code == 0
-    assert text.endswith(f"\n\n{table()}\n")
 
 
 def test_the_program_is_shown_after_a_pass(step: str):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wholestep.tuning import TUNING, table
+from wholestep.tuning import TUNING
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for path in (ROOT / "src" / "wholestep").rglob("*.py") if path.name != "tuning.py"]
@@ -20,11 +20,3 @@ def test_a_threshold_has_a_reason_and_is_read(threshold) -> None:
     decision = threshold.metadata["decision"]
     assert decision is None or len(list((ROOT / "docs" / "decisions").glob(f"{decision:04}-*.md"))) == 1
     assert threshold.name in READ, f"no module reads {threshold.name}"
-
-
-def test_the_table_shows_all_of_them() -> None:
-    lines = table().splitlines()
-    assert lines[0].split() == ["threshold", "value", "unit", "decision", "reason"]
-    assert [line.split()[0] for line in lines[1:]] == [one.name for one in fields(TUNING)]
-    row = next(line for line in lines if line.startswith("keep_gathered_bytes"))
-    assert row.split()[1:4] == ["64", "MiB", "0004"]

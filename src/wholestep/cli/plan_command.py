@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wholestep.tuning import table
-
 from .hf import ModelSpec, load
 from .screen import Screen
 from .shared_options import SharedOptions, with_shared_options
@@ -54,7 +52,6 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the tuned thresholds too.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
     ] = None,
@@ -89,8 +86,6 @@ def plan(
         )  # fmt: skip
         report = _report(shown, request, spec, compare, auto, cp)
     typer.echo(report.text)
-    if verbose:
-        typer.echo(f"\n{table()}")
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(report.as_json))
         if html or trace:
