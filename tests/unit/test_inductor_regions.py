@@ -247,49 +247,9 @@ def test_ops_without_a_tensor_in_common_run_as_they_are() -> None:
     assert [n.name for n in cut.nodes] == [n.name for n in graph.nodes]
 
 
-LAYERS, TENSORS = 6, 6
-
-
-def test_ops_stand_among_their_like() -> None:
-    """An optimizer that scales all gradients, updates all parameters, stores all counters: one function a layer."""
-    sizes = [size for _ in range(LAYERS) for size in range(2, 2 + TENSORS)]
-    given = [
-        torch.tensor(0.5),
-        *(torch.randn(size) for size in sizes),
-        *(torch.randn(size) for size in sizes),
-        *(torch.tensor(float(n)) for n in range(len(sizes))),
-    ]
-
-    def build(graph: Graph, scale: Any, *inputs: Any) -> Sequence[Any]:
-        call, n = graph.call_function, len(sizes)
-        grads, params, counters = inputs[:n], inputs[n : 2 * n], inputs[2 * n :]
-        scaled = [call(aten.mul.Tensor, (grad, scale)) for grad in grads]
-        wide = [call(aten._to_copy.default, (count,), {"dtype": torch.float64}) for count in counters]
-        stored: list[Any] = []
-        for grad, param, count in zip(scaled, params, wide, strict=True):
-            counted = call(aten.add.Tensor, (count, 1))
-            rate = call(aten._to_copy.default, (counted,), {"dtype": torch.float32})
-            call(aten.sub_.Tensor, (param, call(aten.div.Tensor, (grad, rate))))
-            stored.append(counted)
-        rounded = [call(aten._to_copy.default, (one,), {"dtype": torch.float32}) for one in stored]
-        for count, one in zip(counters, rounded, strict=True):
-            call(aten.copy_.default, (count, one))
-        return (scale,)
-
-    graph, values = _graph(build, given)
-    cut, regions = _cut(graph, values, by_layer=True)
-    assert (regions.calls, len(regions.compiled)) == (LAYERS, 1)
-    assert not [n for n in cut.nodes if n.op == "call_function" and n.name != "region" and "region" not in n.name]
-    ours, theirs = ([one.clone() for one in given] for _ in range(2))
-    eager(cut)(ours)
-    eager(graph)(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.full if n >= 4 else ()) for n in range(16)])
 def test_wherever_a_stretch_is_cut_it_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops of tensors and of numbers, views, and writes into inputs, of which some are moved."""
+    """Ops of tensors and of numbers, views, and writes into inputs."""
     draw = random.Random(seed)
     given = [*(torch.randn(4) for _ in range(3)), *(torch.tensor(float(n)) for n in range(3))]
     one = (aten.sin.default, aten.neg.default, aten.exp.default)

@@ -26,11 +26,12 @@ from ...graph.op_kinds import FREE, arithmetic
 from ...graph.sizes_in_graph import sizes_among
 from ...sizes import SizeFloat, SizeGuards, SizeInt, text_of
 from ...tuning import TUNING
-from .affinity import Group, among_their_like, fused, tensors_of
 from .aliases import viewed
 from .sized_regions import SizedRegion, with_symbols
 
 Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+Group = list[Node]
+"""A call and the getitems of its results."""
 
 
 @dataclass
@@ -116,11 +117,36 @@ class _Part:
 
 def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
     for alone, stretch in _stretches(graph, apart):
-        pieces = [stretch] if alone or not by_layer else among_their_like(_cut(stretch, values), values)
+        pieces = [stretch] if alone or not by_layer else _cut(stretch, values)
         for piece in pieces:
             nodes = [node for group in piece for node in group]
-            compiled = not alone and len(fused(nodes, values)) >= TUNING.fewest_fused
+            compiled = not alone and len(_fused(nodes, values)) >= TUNING.fewest_fused
             yield _Part(compiled, nodes, *_read(nodes))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a node makes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors_of(item)]
+
+
+def _fused(nodes: Sequence[Node], values: dict[Node, Any]) -> set[Node]:
+    """Ops of `nodes` that touch a tensor which another one of them touches too: one kernel would move it once.
+
+    Ops that share numbers alone (the norm of each gradient, the rounding of each counter) gain nothing from one kernel.
+    """
+    roots, touch = dict[Node, Node](), defaultdict[Node, set[Node]](set)
+    for node in nodes:
+        sources = [roots.get(operand, operand) for operand in operands(node)]
+        if sources and (_torch.is_getitem(node.target) or node.target in FREE):
+            roots[node] = sources[0]
+        elif not arithmetic(node.target):
+            for root in (node, *sources):
+                touch[root].add(node)
+    shared = (ops for root, ops in touch.items() if any(tensor.numel() > 1 for tensor in _tensors_of(values[root])))
+    return {op for ops in shared if len(ops) > 1 for op in ops}
 
 
 def _read(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
@@ -184,14 +210,14 @@ def _loss(stretch: list[Group], values: dict[Node, Any], repeat: Repeat, first: 
     while position >= max(repeat.start, at - repeat.period) and not arithmetic(stretch[position][0].target):
         for node in stretch[position]:
             if node.target not in FREE and any(user in behind for user in node.users):
-                crossing += sum(tensor.numel() for tensor in tensors_of(values[node]))
+                crossing += sum(tensor.numel() for tensor in _tensors_of(values[node]))
         position -= 1
     return crossing, -((repeat.stop - first) // repeat.period)
 
 
 def _label(group: Group, values: dict[Node, Any]) -> Hashable:
     node = group[0]
-    touched = [meta_of(tensor) for source in (*operands(node), node) for tensor in tensors_of(values[source])]
+    touched = [meta_of(tensor) for source in (*operands(node), node) for tensor in _tensors_of(values[source])]
     shapes = tuple((tuple(map(text_of, tensor.shape)), tensor.dtype) for tensor in touched)
     return node.target, _plain(node.args, {}), _plain(node.kwargs, {}), shapes
 
