@@ -101,7 +101,6 @@ RUNNERS: dict[str, Runner] = {
     "compile:reduce-overhead": Runner(lambda s: torch_runner(s, "reduce-overhead"), inductor=True),
     "wholestep:inductor": Runner(lambda s: wholestep(s, backend="inductor", cuda_graphs=False), inductor=True),
     "wholestep:inductor+graph": Runner(lambda s: wholestep(s, backend="inductor"), inductor=True),
-    "wholestep:whole+graph": Runner(lambda s: wholestep(s, backend=ws.Inductor(scope="whole")), inductor=True),
 }
 
 

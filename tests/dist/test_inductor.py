@@ -28,12 +28,11 @@ class Job:
     semantics: str = "per_rank"
     drop: float = 0.0
     schedule: Any = "auto"
-    scope: str = "region"
     momentum: float = 0.9  # without, the first step is as all others: half as much is compiled
 
     def __str__(self) -> str:
         named = "auto" if self.schedule == "auto" else "small"
-        return f"{self.style}-{self.semantics}-{self.drop}-{named}-{self.scope}"
+        return f"{self.style}-{self.semantics}-{self.drop}-{named}"
 
 
 JOBS = [
@@ -41,9 +40,6 @@ JOBS = [
     *(Job(style, schedule=SMALL) for style in ("replicate", "zero1", "fully_shard")),
     Job("fully_shard", drop=0.5),
     *(Job(style, "global", 0.5) for style in ("replicate", "fully_shard")),
-    Job("zero2", drop=0.5, schedule=SMALL, scope="whole", momentum=0.0),
-    *(Job(style, schedule=SMALL, scope="whole") for style in ("replicate", "zero1", "fully_shard")),
-    Job("fully_shard", "global", 0.5, scope="whole"),
 ]
 USUAL = (Job("fully_shard", "global", 0.5),)
 
@@ -97,7 +93,7 @@ def _train(rank: int, job: Job, backend: Any) -> tuple[list[Tensor], list[str], 
     model = nn.Sequential(nn.Linear(20, 33), nn.ReLU(), first, nn.Linear(33, 33), second, nn.Linear(33, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=job.momentum, weight_decay=0.1)
     parallel = ws.DataParallel(job.style, semantics=job.semantics)  # type: ignore[arg-type]
-    step = ws.compile(train, parallel=parallel, backend=backend, schedule=job.schedule, measure=job.scope == "region")
+    step = ws.compile(train, parallel=parallel, backend=backend, schedule=job.schedule, measure=True)
     torch.manual_seed(10 + rank)
     made: list[Tensor] = []
     order = Order()
@@ -109,7 +105,7 @@ def _train(rank: int, job: Job, backend: Any) -> tuple[list[Tensor], list[str], 
         else:
             made.append(step(model, optimizer, x, y))
         optimizer.param_groups[0]["lr"] *= 0.5
-    assert (step.waited_seconds > 0) == (job.scope == "region")
+    assert step.waited_seconds > 0
     assert step.captures <= 2, step.misses  # one for the first step, which makes the momentum
     return made + [whole(p.detach()) for p in model.parameters()], order.calls, torch.rand(2)
 
@@ -117,9 +113,7 @@ def _train(rank: int, job: Job, backend: Any) -> tuple[list[Tensor], list[str], 
 def _both(rank: int, world: int, jobs: Sequence[Job]) -> list[tuple[float, list[str], list[str], bool]]:
     out = []
     for job in jobs:
-        (a, eager, after), (b, compiled, later) = (
-            _train(rank, job, name) for name in ("eager", ws.Inductor(job.scope))
-        )  # type: ignore[arg-type]
+        (a, eager, after), (b, compiled, later) = (_train(rank, job, name) for name in ("eager", "inductor"))  # type: ignore[arg-type]
         worst = max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
         out.append((worst, eager, compiled, torch.equal(after, later)))
     return out
@@ -154,8 +148,7 @@ def test_two_axes() -> None:
 def test_the_numbers_and_the_order_of_eager(job: Job) -> None:
     for ((worst, eager, compiled, same_draws),) in run_ranks(_both, 2, [job], timeout=290):
         assert worst < 2e-6
-        kept = _collapsed if job.scope == "region" else _collectives
-        assert kept(compiled) == kept(eager)
+        assert _collapsed(compiled) == _collapsed(eager)
         assert same_draws, "the caller's generator was left elsewhere"
         assert "wait_tensor" in " ".join(eager)
         assert "product" in compiled

@@ -35,7 +35,6 @@ def test_an_unknown_option_is_named_with_the_nearest_one(name: str, next_step: s
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"schedule": "across_steps"}, "a schedule across steps with Pipeline"),
-    ({"backend": ws.Inductor(scope="whole")}, "Inductor(scope='whole') with Pipeline"),
     ({"memory_bytes": "1GiB", "offload": "cpu"}, "memory_bytes with offload='cpu'"),
 ])  # fmt: skip
 def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any], says: str) -> None:

@@ -178,7 +178,7 @@ def test_kernels_and_bytes_are_near_those_of_inductor(monkeypatch: pytest.Monkey
     try:
         with config.patch(force_disable_caches=True):
             model = nn.Sequential(Block(), Block())
-            step = ws.compile(train, backend=ws.Inductor(scope="whole"))
+            step = ws.compile(train, backend="inductor")
             step(model, SGD(model.parameters(), lr=0.1), torch.randn(4, 128, 256))
         counted = metrics.nodes_num_elem
         theirs = 4 * sum(count for node, count in counted if "Extern" not in type(node).__name__)

@@ -98,12 +98,6 @@ def test_equal_layers_are_compiled_once(options: dict[str, bool], monkeypatch: p
     assert not any("_fused_adamw" in str(n.target) for module in compiled for n in module.graph.nodes)
 
 
-def test_the_scope_whole_compiles_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = _compiled(monkeypatch)
-    _train(5, ws.Inductor(scope="whole"))
-    assert len(compiled) == 1
-
-
 def _graph(build: Callable[..., Sequence[Any]], given: Sequence[Tensor]) -> tuple[Graph, dict[Any, Any]]:
     """A graph that `build` writes from placeholders, and a value of each node."""
     graph = Graph()
@@ -119,12 +113,10 @@ def _graph(build: Callable[..., Sequence[Any]], given: Sequence[Tensor]) -> tupl
     return graph, values
 
 
-def _cut(
-    graph: Graph, values: dict[Any, Any], apart: Sequence[Any] = (), by_layer: bool = False
-) -> tuple[Graph, CompiledRegions]:
+def _cut(graph: Graph, values: dict[Any, Any], apart: Sequence[Any] = ()) -> tuple[Graph, CompiledRegions]:
     regions = CompiledRegions(lambda module, inputs: module)
     without_aliases(graph, lambda node: node.target in apart)
-    return in_regions(graph, lambda node: node.target in apart, values, regions, by_layer), regions
+    return in_regions(graph, lambda node: node.target in apart, values, regions), regions
 
 
 def _names(regions: CompiledRegions) -> list[list[str]]:
@@ -133,7 +125,9 @@ def _names(regions: CompiledRegions) -> list[list[str]]:
 
 def test_what_runs_by_itself_stays_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """A getitem goes with what made it, however late it stands; the order of the others is that of the graph."""
-    monkeypatch.setattr("wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=0))
+    monkeypatch.setattr(
+        "wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=0, fewest_nodes_of_layer=20)
+    )
     given = [torch.tensor([[1.0, 5.0], [2.0, 3.0]])]
 
     def build(graph: Graph, x: Any) -> Sequence[Any]:
@@ -242,7 +236,7 @@ def test_ops_without_a_tensor_in_common_run_as_they_are() -> None:
         return (total,)
 
     graph, values = _graph(build, [torch.randn(3) for _ in range(20)])
-    cut, regions = _cut(graph, values, by_layer=True)
+    cut, regions = _cut(graph, values)
     assert regions.calls == 0
     assert [n.name for n in cut.nodes] == [n.name for n in graph.nodes]
 
@@ -280,37 +274,7 @@ def test_wherever_a_stretch_is_cut_it_computes_the_same(seed: int, monkeypatch: 
     monkeypatch.setattr("wholestep.backend.inductor.regions._cut", cut_anywhere)
     monkeypatch.setattr("wholestep.backend.inductor.regions.TUNING", SimpleNamespace(fewest_fused=2))
     graph, values = _graph(build, given)
-    cut, _ = _cut(graph, values, by_layer=True)
+    cut, _ = _cut(graph, values)
     ours, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
     for a, b in zip((*eager(cut)(ours), *ours), (*eager(graph)(theirs), *theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_scope_that_does_not_exist() -> None:
-    with pytest.raises(ws.BackendError) as raised:
-        ws.Inductor(scope="layer")  # type: ignore[arg-type]
-    assert str(raised.value) == (
-        "Inductor(scope='layer')\n  needed: scope of type 'region' | 'whole'\n  next: correct scope="
-    )
-
-
-def test_no_compiler_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ws.BackendError) as raised:
-        _train(1, "inductor")
-    assert str(raised.value) == (
-        "backend 'inductor' needs a C++ compiler and found none\n  needed: g++ or clang++ on the PATH\n"
-        '  next: install one, or use backend="eager"'
-    )
-
-
-def test_a_region_that_fails_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        raise RuntimeError("LoweringException: no such thing\nand more")
-
-    monkeypatch.setattr(backend, "_compile", compile)
-    with pytest.raises(ws.BackendError) as raised:
-        _train(1, "inductor")
-    assert str(raised.value).splitlines()[0].startswith("Inductor cannot compile ")
-    assert "LoweringException: no such thing" in str(raised.value)
-    assert str(raised.value).splitlines()[-1] == '  next: use backend="eager"'

@@ -15,7 +15,7 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.simulate import Simulation, cut
 from tests.together import OneDevice, compare
-from wholestep.errors import BackendError, MeshError, PlanError
+from wholestep.errors import MeshError, PlanError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import Loop, loop_of
@@ -531,11 +531,6 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
         (lambda: _final([ws.MicroBatches(2), ws.MicroBatches(3)]), PlanError, "MicroBatches twice"),
         (lambda: _final(ws.MicroBatches(2), "time=2"), MeshError, "mesh time=2 has an axis 'time'"),
         (lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), mesh="time=1"), MeshError, "has an axis 'time'"),
-        (
-            lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), backend=ws.Inductor(scope="whole")),
-            BackendError,
-            "Inductor(scope='whole') with MicroBatches(2)",
-        ),
         (
             lambda: _final([ws.TensorParallel({"qkv": "colwise"}, async_tp=True), ws.MicroBatches(2)], "tp=2"),
             PlanError,

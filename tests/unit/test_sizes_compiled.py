@@ -59,9 +59,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any], object]) -> l
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++")
-@pytest.mark.parametrize("scope", ["region", pytest.param("whole", marks=pytest.mark.full)])
 @pytest.mark.full
-def test_inductor_compiles_each_region_once_for_all_sizes(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_compiles_each_region_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     inductor, compiled = backend._compile, list[int]()
 
     def compile(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -69,7 +68,7 @@ def test_inductor_compiles_each_region_once_for_all_sizes(scope: Any, monkeypatc
         return inductor(module, inputs)
 
     monkeypatch.setattr(backend, "_compile", compile)
-    step = beside_eager(ws.Inductor(scope), dynamic={"x": (0, 1)})
+    step = beside_eager("inductor", dynamic={"x": (0, 1)})
     assert (len(step.programs), step.misses) == (1, [])
     assert set(compiled) <= {0, 2}, "two symbols, or none"
     assert 2 in compiled

@@ -14,7 +14,6 @@ from torch import nn
 from ..backend.build import backend_of
 from ..backend.default_passes import Edit
 from ..backend.eager import Eager
-from ..backend.inductor.inductor_backend import Inductor
 from ..backend.protocol import Backend
 from ..cache.step_cache import folder_of
 from ..capture.call_structure import Modules, Optimizers
@@ -239,10 +238,6 @@ class StepOptions:
             strategies, budget = auto.base(mesh), auto.budget_bytes
         if not isinstance(backend, Eager) or user.cuda_graphs is True:
             strategies = strategies.without_host_reads()
-        whole_step = isinstance(backend, Inductor) and backend.scope == "whole"
-        if strategies.pipeline is not None and whole_step:
-            problem, needed = "Inductor(scope='whole') with Pipeline", "a backend that runs the blocks of a stage"
-            raise BackendError(problem, needed, 'use backend="inductor"')
         if strategies.pipeline is not None and user.cuda_graphs is True:
             problem = f"cuda_graphs=True, but {STAGES_RUN_OP_BY_OP}"
             raise BackendError(problem, "one of them", 'leave out cuda_graphs=True: it is "auto"')
@@ -250,9 +245,6 @@ class StepOptions:
             needed = "a schedule within the step: collectives of a stage run while it waits for others"
             raise PlanError("a schedule across steps with Pipeline", needed, 'give schedule="auto"')
         cut = auto.micro_batches if auto is not None else strategies.micro_batches
-        if cut is not None and cut.pieces != 1 and whole_step:
-            problem = f"Inductor(scope='whole') with MicroBatches({cut.pieces!r})"
-            raise BackendError(problem, "a backend that runs loops", 'use backend="inductor"')
         if cut is not None and cut.pieces == "auto" and backend.name == "inductor":
             problem, needed = "backend 'inductor' with MicroBatches('auto')", "a number: the search runs loops op by op"
             raise BackendError(problem, needed, 'give the number that backend="eager" finds')

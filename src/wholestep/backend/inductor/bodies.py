@@ -32,7 +32,6 @@ class Bodies:
 
     apart: Callable[[Node], bool]
     fakes: Fakes
-    by_layer: bool
     by_graph: dict[Graph, _Body] = field(default_factory=dict["Graph", "_Body"])
 
     def of(self, graph: Graph) -> _Body:
@@ -79,7 +78,7 @@ class _Body:
     def compile(self, regions: CompiledRegions) -> None:
         """Compile each form."""
         for form, values in self._forms.items():
-            graph = in_regions(self._graph, self._bodies.runs_apart, values, regions, self._bodies.by_layer)
+            graph = in_regions(self._graph, self._bodies.runs_apart, values, regions)
             self._compiled[form] = op_by_op(graph)
         self._forms = {}
 

@@ -1,18 +1,18 @@
-"""Runs a bound graph through TorchInductor: by regions, or collectives and all."""
+"""Runs a bound graph through TorchInductor, by regions."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from ... import _torch
-from ...errors import BackendError, first_line, shown
+from ...errors import BackendError, first_line
 from ...graph import meta
 from ...graph.graph import Input
 from ...graph.nodes import communicates, ends_of, function_of, is_wait, node_at, operands
@@ -34,7 +34,6 @@ from .bodies import Bodies, keep_own_memory
 from .regions import CompiledRegions, in_regions
 from .sized_regions import symbolic_fake
 
-Scope = Literal["region", "whole"]
 _IN_PYTHON = (
     drawn, *FUSED, *HOST_COPIES, *ACCUMULATORS, *POINT_TO_POINT, complete, torch.ops.aten._local_scalar_dense.default,
 )  # fmt: skip
@@ -44,31 +43,18 @@ _OPTIONS = {"fallback_random": True, "reorder_for_locality": False}
 
 @dataclass(frozen=True)
 class Inductor:
-    """The backend `inductor`: TorchInductor compiles the arithmetic of a step.
-
-    Args:
-        scope: `"region"` compiles what lies between collectives, equal layers once. `"whole"` compiles the step as one
-            function with its collectives.
+    """The backend `inductor`: TorchInductor compiles what lies between the collectives of a step, equal layers once.
 
     Example:
-        >>> step = wholestep.compile(train_step, backend=wholestep.Inductor(scope="whole"))
+        >>> step = wholestep.compile(train_step, backend=wholestep.Inductor())
     """
 
-    scope: Scope = "region"
     name = "inductor"
     fused_optimizers = True
     in_place_buffers = False
     splits_steps = False
+    times_nodes = True
     recordable = True
-
-    def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise BackendError(f"Inductor(scope={shown(self.scope)})", "'region' or 'whole'", "correct the name")
-
-    @property
-    def times_nodes(self) -> bool:
-        """See `Backend`: a function that is compiled with its collectives has no nodes to time."""
-        return self.scope == "region"
 
     def compile(
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
@@ -76,7 +62,7 @@ class Inductor:
         """Compile `graph` for inputs like `example_inputs`.
 
         What Inductor cannot compile (fused optimizers, copies between devices, numbers read by the host) runs as under
-        `eager`, and with the scope `region` what communicates does too; all of it in the order of the graph.
+        `eager`, and what communicates does too; all of it in the order of the graph.
         """
         _find_compilers(example_inputs)
         keep_own_memory(graph)
@@ -84,12 +70,12 @@ class Inductor:
         without_aliases(graph, self._apart)
         try:
             record = record_of(graph)
-            fakes = _Fakes(record, self._apart, self.scope == "region")
+            fakes = _Fakes(record, self._apart)
             values = fakes.of(graph, example_inputs)
             _insert_shapes(graph, values)
             with _torch.kernels_built_together():
                 regions = CompiledRegions(_compile, record)
-                compiled = in_regions(graph, self._apart, values, regions, self.scope == "region")
+                compiled = in_regions(graph, self._apart, values, regions)
                 fakes.bodies.compile(regions)
             return eager(compiled, clock, fakes.body)
         except BackendError:
@@ -105,7 +91,7 @@ class Inductor:
             return True  # a number that is in the graph of Inductor is a constant
         if any(isinstance(size, SizeFloat) for size in sizes_among([node.args, node.kwargs])):
             return True  # a float is no input of Inductor's
-        return self.scope == "region" and (communicates(node) or is_wait(node))
+        return communicates(node) or is_wait(node)
 
 
 def _find_compilers(example_inputs: Sequence[Any]) -> None:
@@ -130,10 +116,10 @@ class _Fakes:
     run on fakes, too, which shows the inputs that they are called with.
     """
 
-    def __init__(self, record: SizeGuards | None, apart: Callable[[Node], bool], by_layer: bool) -> None:
+    def __init__(self, record: SizeGuards | None, apart: Callable[[Node], bool]) -> None:
         self._record, sizes = record, {} if record is None else dict(zip(record.dims, record.now, strict=True))
         self._symbols = None if record is None else record.symbols.apart(sizes)
-        self.bodies = Bodies(apart, self._run, by_layer)
+        self.bodies = Bodies(apart, self._run)
 
     def of(self, graph: Graph, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Of the nodes of a program with inputs like these."""

@@ -68,16 +68,14 @@ class CompiledRegions:
         return SizedRegion(with_symbols(module, self.record), metas, self.record, self.compile, name)
 
 
-def in_regions(
-    graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], regions: CompiledRegions, by_layer: bool
-) -> Graph:
+def in_regions(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], regions: CompiledRegions) -> Graph:
     """A graph that calls each region of `graph` as one compiled function, in the order of `graph`.
 
     Nodes for which `apart` holds run by themselves, where they stand, and so do regions with little to fuse. `values`
-    has a fake of what each node makes. `by_layer`: equal neighbours are regions of their own. Views are made where they
+    has a fake of what each node makes. Equal neighbours are regions of their own. Views are made where they
     are read, so that regions take and return no aliases.
     """
-    parts = list(_parts(graph, apart, values, by_layer))
+    parts = list(_parts(graph, apart, values))
     read_elsewhere = {node for part in parts for node in part.inputs}
     outer, seen = Graph(), dict[Node, Node]()
 
@@ -115,9 +113,9 @@ class _Part:
     inputs: list[Node]
 
 
-def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any], by_layer: bool) -> Iterator[_Part]:
+def _parts(graph: Graph, apart: Callable[[Node], bool], values: dict[Node, Any]) -> Iterator[_Part]:
     for alone, stretch in _stretches(graph, apart):
-        pieces = [stretch] if alone or not by_layer else _cut(stretch, values)
+        pieces = [stretch] if alone else _cut(stretch, values)
         for piece in pieces:
             nodes = [node for group in piece for node in group]
             compiled = not alone and len(_fused(nodes, values)) >= TUNING.fewest_fused
