@@ -232,7 +232,8 @@ class Rendezvous:
             if appears(self.store, f"{key}/{number}", min(_PATIENCE_S, self.timeout_s / 2)):
                 return
             missing = self._wait_at_barrier(what, f"{key}/{number}")
-            if missing and (waiting := add(self.store, key, -1)) + 1 == full:
+            waiting = add(self.store, key, -1) if missing else full
+            if waiting + 1 == full:
                 add(self.store, key, 1)  # the last rank came at this moment
             elif missing:
                 if waiting == number * self.size:  # nobody waits here any more
