@@ -130,13 +130,13 @@ class Container:
         now = self.now()
         if self.opaque is not None:
             return [("", self.before[""], now[""])] if now != self.before else []
+        pairs = zip(now.items(), self.before.items(), strict=False)
+        if len(now) == len(self.before) and all(k is had and v is was for (k, v), (had, was) in pairs):
+            return []
         now = {
             key: self.before[key] if type(value) is Structure and value == self.before.get(key) else value
             for key, value in now.items()
         }
-        pairs = zip(now.items(), self.before.items(), strict=False)
-        if len(now) == len(self.before) and all(k is had and v is was for (k, v), (had, was) in pairs):
-            return []
         both = ((key, self.before.get(key, MISSING), now.get(key, MISSING)) for key in {**self.before, **now})
         return [(key, before, after) for key, before, after in both if before is not after]
 
