@@ -46,7 +46,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, list[int]]:
     model, optimizer, other, plain = _setup(method == "window")
     method = "ring" if method == "window" else method
-    options: Any = {"method": "gather", "balance": True} if method == "exchanged" else {"method": method}
+    balance = True if method == "exchanged" or (method == "ring" and inputs == "local") else None
+    options: Any = {"method": "gather" if method == "exchanged" else method, "balance": balance}
     step = ws.compile(of_tokens, mesh="cp=2", parallel=ws.ContextParallel(inputs=inputs, **options))
     worst, captures = 0.0, list[int]()
     for call, ((rows, length), shares) in enumerate(zip(LENGTHS, SHARES, strict=True)):
@@ -56,7 +57,7 @@ def _trains(rank: int, world: int, method: Any, inputs: Any) -> tuple[float, lis
         loss = step(model, optimizer, *own)
         worst = max(worst, abs(loss.item() - of_tokens(other, plain, *batch).item()))
         captures.append(step.captures)
-        assert bool(step.plan.options.balanced) == (method == "exchanged")
+        assert bool(step.plan.options.balanced) == bool(balance)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         worst = max(worst, (_whole(a) - b).abs().max().item())
     return worst, captures

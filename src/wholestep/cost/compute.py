@@ -77,8 +77,8 @@ def work(node: Node) -> Work | None:
         return replace(call, flops=call.flops * largest / max(count, 1), attention=(*sizes, largest, width))
     if not causal or node.target not in op_kinds.IN_PLACE_OF:
         return call
-    ranges = (number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2])
-    return most_of_ranks(call, *cast(Any, ranges))
+    starts, lengths = (number if isinstance(number, (list, tuple)) else [number] for number in node.args[:2])
+    return most_of_ranks(call, cast(Any, starts), cast(Any, lengths), cast(Any, node.kwargs.get("keys")))
 
 
 def _moved(node: Node) -> int:
@@ -231,14 +231,16 @@ def _is_causal(node: Node) -> bool:
 _RankNumber = int | Extent | OfOwner
 
 
-def most_of_ranks(call: Work, starts: Sequence[_RankNumber], lengths: Sequence[_RankNumber]) -> Work:
+def most_of_ranks(
+    call: Work, starts: Sequence[_RankNumber], lengths: Sequence[_RankNumber], seen: _RankNumber | None = None
+) -> Work:
     """Causal attention `call` on ranges of the queries, as the rank has it that does most: others wait for it. What is
-    masked counts as computed, as in a call on all queries.
+    masked counts as computed, as in a call on all queries. `seen`: to how many keys at most.
     """
     assert call.attention is not None, "pieces of the queries have four dims"
     batch, heads, _, keys, width = call.attention
     ranges = (tuple(map(_of_hint, numbers)) for numbers in (starts, lengths))
-    queries, before, after = _most_attended(*ranges, int(keys))
+    queries, before, after = _most_attended(*ranges, _of_hint(keys if seen is None else seen))
     count = 4.0 * batch * heads * queries * (2 * before + after) * width * (2.5 if call.backward else 1.0)
     return replace(
         call, flops=count, attention=(batch, heads, queries, round(before + after), width), keys_before=before
@@ -254,7 +256,7 @@ def _of_hint(number: _RankNumber) -> _RankNumber:
 
 @lru_cache(maxsize=1 << 12)
 def _most_attended(
-    starts: tuple[_RankNumber, ...], lengths: tuple[_RankNumber, ...], keys: int
+    starts: tuple[_RankNumber, ...], lengths: tuple[_RankNumber, ...], seen: _RankNumber
 ) -> tuple[int, float, float]:
     """The queries of the rank that attends to most keys; how many keys are before the range of one, and in it, on
     average.
@@ -266,7 +268,7 @@ def _most_attended(
     for places in product(*map(range, axes.values())):
         coordinate = dict(zip(axes, places, strict=True))
         ranges = list(zip(resolve(starts, coordinate), resolve(lengths, coordinate), strict=True))
-        queries = sum(length for _, length in ranges)
+        queries, keys = sum(length for _, length in ranges), resolve(seen, coordinate)
         before = sum(length * min(start, keys) for start, length in ranges)
         after = sum(length * max(min(length, keys - start), 0) for start, length in ranges)
         if queries:

@@ -251,7 +251,7 @@ class _Lowering:
     def _getitem(self, node: Node, region: int) -> Node:
         source = node_at(node, 0)
         if (ready := self.rings.results.get((source, meta.picked(node).start))) is not None:
-            return ready
+            return self.balanced.result(ready, node)
         local = self._local_node(source, region)
         new = add_node(self.graph, "call_function", node.target, (local, node.args[1]), {}, node.name)
         meta.copy(node, new)

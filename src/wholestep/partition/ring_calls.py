@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..graph import meta
-from ..graph.meta import TensorMeta, contiguous, one_tensor
+from ..graph.meta import TensorMeta, contiguous, one_tensor, with_shape
 from ..graph.nodes import add_node, operands
 from ..layout import OfOwner, has_extent
 from ..plan.plan import Plan
@@ -43,7 +43,8 @@ class RingCalls:
 
     def ring(self, node: Node) -> Ring | None:
         """The ring of a call of the step."""
-        return ring_of(node, self.plan.decisions[node.name], self.plan.mesh)
+        ring = ring_of(node, self.plan.decisions[node.name], self.plan.mesh)
+        return replace(ring, balanced=node.name in self.plan.options.balanced) if ring else None
 
     def call(self, node: Node, ring: Ring, arguments: Sequence[Node], tensors: Sequence[TensorMeta | None]) -> Node:
         """Write a call, with its operands and results on a rank. Returns what has the results that are not `results`:
@@ -51,6 +52,9 @@ class RingCalls:
         """
         keys, first, arguments = arguments[ring.key : ring.key + 2], None, list(arguments)
         outputs = cast("list[TensorMeta]", tensors[: 3 if ring.backward else 2])
+        if ring.balanced:
+            rows = ring.arrived(0)[0]
+            outputs = [with_shape(t, (*t.shape[:2], rows, *t.shape[3:])) for t in outputs]
         accumulated = [_wide(tensor) for tensor in outputs[: 1 if ring.backward else 2]]
         if ring.reach:
             pieces, arguments[ring.mask] = self._near(node, ring, keys), self._columns(node, ring, arguments[ring.mask])
@@ -63,7 +67,7 @@ class RingCalls:
             ahead = self._sent(node, ring, message, step, 1) if step + 1 < steps else None
             arguments[ring.key : ring.key + 2] = pieces
             of_keys = list(map(one_tensor, pieces)) if ring.backward else list(tensors[2:] if step == 0 else ())
-            new = self._step(node, ring.attended(step), arguments, merged, [*accumulated, *of_keys])
+            new = self._step(node, ring, step, arguments, merged, [*accumulated, *of_keys])
             first = first or new
             merged = [self._call(node, operator.getitem, (new, i), tensor) for i, tensor in enumerate(accumulated)]
             if ring.backward:
@@ -119,15 +123,15 @@ class RingCalls:
         return self._call(node, rank_ops.columns, (mask, first, count), shape)
 
     def _step(
-        self, node: Node, attended: tuple[OfOwner, OfOwner], reads: Sequence[Node], merged: Sequence[Node],
+        self, node: Node, ring: Ring, step: int, reads: Sequence[Node], merged: Sequence[Node],
         tensors: Sequence[TensorMeta | None],
     ) -> Node:  # fmt: skip
         """Attention to one piece of the keys, with what earlier steps have merged."""
         ready = iter(reads)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
-        kwargs = {**kwargs, "merged": list(merged)} if merged else kwargs
+        kwargs = {**kwargs, **({"merged": list(merged)} if merged else {}), **ring.seen(step)}
         name, target = node.name, key_piece(node.target)
-        new = add_node(self.emit.graph, "call_function", target, (*attended, *args), kwargs, name)
+        new = add_node(self.emit.graph, "call_function", target, (*ring.attended(step), *args), kwargs, name)
         meta.copy(node, new)
         meta.set_tensors(new, tensors)
         return self._noted(new, node)

@@ -18,6 +18,7 @@ from ..layout import Extent, OfOwner, dealt
 from ..mesh import Mesh
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
+from ..sizes import text_of
 from .decision import Decision
 from .ring_attention import ring_of
 
@@ -49,14 +50,18 @@ def queries_of(node: Node, decision: Decision, mesh: Mesh) -> Queries | None:
     group = next((group for group in rule.groups if "q" in group.factors and "q" in rule.local), None) if rule else None
     if operation is None or group is None or not Call.of(node).argument("is_causal"):
         return None
-    if ring_of(node, decision, mesh) is not None:
-        return None
     takes, gives = ({i: t.index("q") for i, t in s.items() if "q" in t} for s in (group.operands, group.outputs))
+    if (ring := ring_of(node, decision, mesh)) is not None:
+        if ring.reach or text_of(ring.queries) != text_of(ring.keys):
+            return None
+        takes |= dict.fromkeys((ring.key, ring.key + 1), 2)
+        gives |= dict.fromkeys((1, 2) if operation.backward else (), 2)
     cuts = {decision.operands[i].dims[d] for i, d in takes.items()} | {
         decision.outputs[i].dims[d] for i, d in gives.items()
     }
     cut = next(iter(cuts))
-    if len(cuts) > 1 or len(cut) != 1 or len(takes) + len(gives) != (5 if operation.backward else 3):
+    of_keys = 0 if ring is None else 4 if operation.backward else 2
+    if len(cuts) > 1 or len(cut) != 1 or len(takes) + len(gives) != (5 if operation.backward else 3) + of_keys:
         return None
     return Queries(cut[0], mesh.axis_size(cut[0]), Call.of(node).shape(0)[takes[0]], takes, gives)
 
@@ -91,5 +96,8 @@ def _prices(node: Node, decision: Decision, queries: Queries, mesh: Mesh, hardwa
     piece = [Extent(queries.size, pieces, start=True)], [Extent(queries.size, pieces)]
     piece_us, exchanged_us = (hardware.work_us(most_of_ranks(local, *ranges)) for ranges in (piece, queries.ranges))
     size = meta.contiguous(shape, tensor).size_bytes
+    if 1 + call.backward in queries.operands and 2 + call.backward in queries.operands:  # keys and values, too
+        key = meta.one_tensor(operands(node)[1 + call.backward])
+        size += int(size * key.numel // tensor.numel)
     sent_us = hardware.collective_us("all_to_all", size, mesh, queries.axis) + 2 * hardware.bytes_us(2 * size)
     return piece_us - exchanged_us, 2 * sent_us

@@ -48,8 +48,8 @@ class ContextParallel:
         inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
         style: how ranks of the axis store parameters and optimizer state, as `DataParallel.style`; None: as the
             `DataParallel` beside it, or `"fully_shard"`.
-        balance: whether ranks exchange queries for causal attention by `"gather"`, where the last rank would attend to
-            most keys; None: where that saves more time than it takes.
+        balance: whether ranks exchange queries for causal attention by `"gather"`, and by `"ring"` keys too, where the
+            last rank would attend to most keys; None: where that saves more time than it takes.
 
     Example:
         >>> step = ws.compile(train_step, mesh="cp=4", parallel=ws.ContextParallel())
@@ -132,10 +132,10 @@ class ContextParallel:
             query, key = (meta.one_tensor(operands(node)[operation.backward + i]).shape for i in (0, 1))
             if query[-2] not in lengths or key[-2] not in lengths:
                 continue
-            serves = rule is not None and any(ring(rule, group) for group in rule.groups[:1]) and not self.balance
+            serves = rule is not None and any(ring(rule, group) for group in rule.groups[:1])
             if not serves or (mask_of(node) is not None and near_tokens(node, parts) is None):
                 problem = f"ContextParallel(method='ring'): %{node.name} ({op_name(node)})"
-                needed = "no mask, dropout or balance=True, and a kernel of CPUs, FlashAttention or cuDNN"
+                needed = "no mask but a window, no dropout, and a kernel of CPUs, FlashAttention or cuDNN"
                 raise PlanError(problem, needed, "give method='gather'", meta.source_line(node))
             names.append(node.name)
         return names

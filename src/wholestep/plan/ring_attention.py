@@ -9,7 +9,7 @@ from torch.fx import Node
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.op_kinds import arithmetic
-from ..layout import OfOwner, chunk_range
+from ..layout import OfOwner, chunk_range, dealt
 from ..mesh import Mesh
 from ..rules.call import Call
 from ..rules.find_rule import find_rule
@@ -26,7 +26,8 @@ ZERO, FIRST, START, END, LAST = range(5)
 class Ring:
     """A call of which `parts` ranks along `axis` have a piece of `queries` queries, and one of `keys` keys. In step t a
     rank attends to the keys of the t-th rank before it; or in one step to all that its `mask` lets through, with
-    `reach` how far from a query. `key`, `mask`: places among the operands; values follow keys.
+    `reach` how far from a query. `key`, `mask`: places among the operands; values follow keys. If `balanced`, queries
+    and keys are dealt (`layout.dealt`), so that all ranks attend to as many in each step.
     """
 
     axis: str
@@ -38,6 +39,7 @@ class Ring:
     backward: bool
     reach: tuple[int, int] | None = None
     mask: int = 0
+    balanced: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int, int, int, int]]:
@@ -66,11 +68,20 @@ class Ring:
 
     def arrived(self, step: int) -> tuple[int, ...]:
         """How many keys each rank has in a step."""
+        if self.balanced:
+            return tuple(sum(self._dealt((rank - step) % self.parts)) for rank in range(self.parts))
         return tuple(chunk_range(self.keys, self.parts, (rank - step) % self.parts)[1] for rank in range(self.parts))
 
     def attended(self, step: int) -> tuple[OfOwner, OfOwner]:
         """How many of these keys are in front of the queries that attend to some of them, and how many queries do."""
         before, lengths = list[int](), list[int]()
+        for rank in range(self.parts if self.balanced else 0):
+            piece = (rank - step) % self.parts
+            (early, late), (_, own_late) = self._dealt(piece), self._dealt(rank)
+            before.append(0 if piece == rank else early if piece < rank else early + late)
+            lengths.append(own_late if piece > rank else sum(self._dealt(rank)))
+        if self.balanced:
+            return OfOwner(self.axis, tuple(before), start=True), OfOwner(self.axis, tuple(lengths), start=True)
         for rank in range(self.parts):
             first, length = chunk_range(self.queries, self.parts, rank)
             start, count = chunk_range(self.keys, self.parts, (rank - step) % self.parts)
@@ -78,6 +89,15 @@ class Ring:
             before.append(most(0, first - start) if self.causal else count)
             lengths.append(most(0, length - most(0, start - first)) if self.causal else length)
         return OfOwner(self.axis, tuple(before), start=True), OfOwner(self.axis, tuple(lengths), start=True)
+
+    def seen(self, step: int) -> dict[str, OfOwner]:
+        """How many of these keys, the first ones, any query of a rank attends to, where that is not all."""
+        return {"keys": self.attended(step)[0]} if self.balanced and step else {}
+
+    def _dealt(self, rank: int) -> tuple[int, int]:
+        """How many places a rank gets from the front, and from the end."""
+        (_, early), (_, late) = dealt(self.keys, self.parts, rank)
+        return early, late
 
 
 def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:

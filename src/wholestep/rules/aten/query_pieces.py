@@ -39,12 +39,20 @@ def query_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
 def key_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
     """What a rank calls in place of `op` for one piece of the keys: its last `length` queries attend to them, of which
     `start` are in front of the first of these queries. `merged`: what calls for other pieces have returned, output and
-    sums, or the gradient of the queries, in single precision at least.
+    sums, or the gradient of the queries, in single precision at least. `keys`: how many are seen, the first ones.
     """
     run = _gradients_of_keys if packet_name(op).endswith("_backward") else _merged_with_keys
 
-    def of_keys(start: int, length: int, *args: Any, merged: Sequence[Tensor] = (), **kwargs: Any) -> tuple[Any, ...]:
-        return run(_Attention(op, args, kwargs), start, length, merged)
+    def of_keys(
+        start: int, length: int, *args: Any, merged: Sequence[Tensor] = (), keys: int | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:  # fmt: skip
+        call = _Attention(op, args, kwargs)
+        hidden = 0 if keys is None else call["key"].shape[2] - keys
+        near = call.changed(**{name: call[name][:, :, :keys] for name in ("key", "value")}) if hidden else call
+        first, *others = run(near, start, length, merged)
+        if run is _gradients_of_keys and hidden:
+            others = [torch.nn.functional.pad(gradient, (0, 0, 0, hidden)) for gradient in others]
+        return first, *others
 
     return called(of_keys, op, "of_keys")
 
