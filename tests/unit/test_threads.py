@@ -374,3 +374,25 @@ def test_an_interruption_at_any_point_leaves_nothing(before: int) -> None:
         at = 20 + events * point // points  # the first events are those of this test
         states, _ = interrupted(before, at)
         assert [same(a, b) for a, b in zip(states, expected, strict=True)] == [True] * CALLS, (at, events)
+
+
+def test_a_handler_of_signals_is_no_part_of_the_step_that_it_interrupts(tmp_path: Path) -> None:
+    model, asked = nn.Linear(2, 1), tmp_path / "asked to end"
+
+    def handle(number: int, frame: object) -> None:
+        asked.write_text(f"{os.environ['PATH']} {time.time()}")
+        os.kill(os.getpid(), 0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGUSR1)
+        return model(x).sum().detach()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        compiled = ws.compile(step, model=model)
+        for n in range(3):
+            x = torch.full((2, 2), n + 1.0)
+            assert compiled(x) == model(x).sum()
+        assert asked.read_text()
+    finally:
+        signal.signal(signal.SIGUSR1, before)

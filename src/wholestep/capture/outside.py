@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -171,12 +172,20 @@ class Outside:
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
         while frame is not None and (_is_ours(frame) or (passes is not None and passes(frame))):
             frame = frame.f_back
-        if frame is None or not is_own_code(frame.f_code.co_filename):
+        if frame is None or not is_own_code(frame.f_code.co_filename) or _is_in_handler(frame):
             return ""
         line = show_line(frame.f_code.co_filename, frame.f_lineno)
         if self._cached.is_running:
             self._cached.reached.append(line)
         return "" if self._cached.is_running else line
+
+
+def _is_in_handler(frame: FrameType | None) -> bool:
+    """Return whether a frame runs for a handler of signals, which interrupts the step and is no part of it."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    while frame is not None and frame.f_code not in handlers:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_ours(frame: FrameType) -> bool:
