@@ -102,6 +102,22 @@ def test_a_rank_never_has_all_keys() -> None:
         assert peaks["ring"] + times * of_layer * (ranks - 4) // ranks <= peaks["gather"]
 
 
+def test_auto_takes_a_ring_where_memory_needs_it() -> None:
+    """And otherwise what is simulated to be quickest; where a mask has no ring, the others are tried."""
+    graph, plans = _layers(1 << 14), list[ws.Plan]()
+    for memory_bytes in (None, 5 << 20):
+        auto = ws.Auto(hardware=H100, context=ws.ContextParallel(), memory_bytes=memory_bytes)
+        plans.append(auto.search(graph, "cp=8").plan)
+    assert [plan.strategies.context.method for plan in plans if plan.strategies and plan.strategies.context] == [
+        "auto",
+        "ring",
+    ]
+    masked = ws.capture(_step, Again(MASKS["documents"]), torch.randn(1, 64, DIM))
+    assert (
+        "attention by auto" in ws.Auto(hardware=H100, context=ws.ContextParallel()).search(masked, "cp=2").plan.strategy
+    )
+
+
 def test_messages_are_hidden() -> None:
     """A rank computes while the next piece is on its way; no more than this piece, and gradients of one, are."""
     graph, programs = _layers(1 << 17), list[LocalGraph]()

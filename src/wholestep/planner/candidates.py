@@ -23,7 +23,7 @@ _OPEN = "auto"
 @dataclass(frozen=True)
 class TemplateKey:
     """A data-parallel style over `axes`, beside tensor parallelism on `tensor_axis` and context parallelism on
-    `context_axis` if these are not empty.
+    `context_axis` if these are not empty, in a `ring` or by what `ContextParallel.method` says.
 
     `regathers`: sharded parameters are all-gathered a second time in the backward; None for styles that shard none.
     """
@@ -33,6 +33,7 @@ class TemplateKey:
     axes: tuple[str, ...] = ()
     tensor_axis: str = ""
     context_axis: str = ""
+    ring: bool = False
 
     @property
     def sending_less(self) -> TemplateKey:
@@ -46,7 +47,8 @@ class TemplateKey:
         how = "" if self.regathers is None else ", re-gathered" if self.regathers else ", kept"
         parts = [f"{self.style}{how}" + (f" on {','.join(self.axes)}" if self.axes else "")] if self.style else []
         parts += [f"tensor parallel on {self.tensor_axis}"] if self.tensor_axis else []
-        parts += [f"context parallel on {self.context_axis}"] if self.context_axis else []
+        ring = " in a ring" if self.ring else ""
+        parts += [f"context parallel on {self.context_axis}{ring}"] if self.context_axis else []
         return " + ".join(parts)
 
 
@@ -107,6 +109,9 @@ def _styles(
         for regathers in (False, True) if style.gathers_parameters else (None,):
             data = replace(base, style=style.name, axis=axes, reshard_after_forward=regathers)
             yield replace(key, regathers=regathers), (data, *filter(None, [context]))
+    if context is not None and context.method == "auto":  # which takes less memory, and hides messages
+        for key, beside in _styles(axes, base, replace(context, method="ring")):
+            yield replace(key, ring=True), beside
 
 
 def batches(strategies: Strategies, mesh: Mesh) -> int:
