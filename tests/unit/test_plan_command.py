@@ -23,6 +23,7 @@ PARAMETERS = {  # as published with each model
     "llama-3-405b": 405_853_388_800,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
 }
 TINY: dict[str, Any] = {
@@ -149,6 +150,18 @@ def test_other_presets_plan(name: str):
     code, text = run("--hf", name, "--layers", "1", "--seq", "8", "--mesh", "dp=4", "--optimizer", "sgd")
     assert code == 0, text
     assert "plan  fully_shard on dp" in text
+
+
+@NEEDS_HF
+def test_experts_stay_on_their_ranks() -> None:
+    """Of batches of their own, ranks send all rows."""
+    model = ["--hf", "qwen3-30b-a3b", "--layers", "1", "--seq", "8", "--mesh", "dp=4", "--optimizer", "sgd"]
+    code, text = run(*model, "--experts", "rows")
+    assert code == 0, text
+    assert "experts on dp by rows" in text
+    assert "note: experts of 1 of 1 layers stay on their ranks of dp, in 1 of them rows are sent to experts" in text
+    code, text = run(*model, "--experts", "rows", "--auto")
+    assert (code, "--experts with --auto: needed one of them" in text) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["four", "three"])

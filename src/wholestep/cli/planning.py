@@ -76,12 +76,18 @@ class PlanRequest:
         if isinstance(self.tensor, ws.WholestepError):
             raise self.tensor
         style: Any = style_of(self.options, self.mesh)
+        names = ws.Mesh(self.mesh).names
         if self.tensor is None and self.pipeline is None and self.context is None:
-            return [replace(self.data, style=style)]
+            return [replace(self.data, style=style), *self._experts(names)]
         used = {self.options.tp_axis if self.tensor is not None else "", STAGES, CONTEXT}
-        axes = tuple(name for name in ws.Mesh(self.mesh).names if name not in used)
+        axes = tuple(name for name in names if name not in used)
         data: list[Strategy] = [replace(self.data, style=style, axis=axes)] if axes else []
-        return [*data, *filter(None, (self.pipeline, self.tensor, self.context))]
+        experts = self._experts(axes or tuple(name for name in names if name != STAGES))
+        return [*data, *filter(None, (self.pipeline, self.tensor, self.context)), *experts]
+
+    def _experts(self, axes: Sequence[str]) -> list[ws.ExpertParallel]:
+        method = self.options.experts
+        return [ws.ExpertParallel(axis, cast(Any, method.value)) for axis in axes[:1]] if method is not None else []
 
     def passes_on(self, hardware: ws.Hardware, tensor_bytes: int | None = None) -> tuple[Pass, ...]:
         """The passes that programs go through, with those of `--recompute`, which fits tensors into so many bytes."""

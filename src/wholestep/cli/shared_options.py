@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wholestep.plan.pipelines import Pipeline
     from wholestep.planner.recompute_kinds import RecomputeKind
 
+Experts = StrEnum("Experts", ["auto", "rows", "gather_rows", "weights"])
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
 Optimizer = StrEnum("Optimizer", ["adamw", "sgd"])
@@ -76,6 +77,9 @@ class SharedOptions:
     semantics: Annotated[Semantics, _option("per_rank: as DDP; global: as one device on the whole batch.")] = (
         Semantics.per_rank
     )
+    experts: Annotated[Experts | None, _option("Ranks of the first axis have experts of their own; what travels.")] = (
+        None
+    )
     tp: Tp = None
     async_tp: AsyncTp = False
     tp_regather: Annotated[
@@ -122,6 +126,8 @@ class SharedOptions:
             refuse(f"--{unused[0].replace('_', '-')} without --hf: the function that returns the step decides that")
         if self.hf is not None and self.batch_tokens is not None:
             refuse("--batch-tokens with --hf: --batch and --seq say it")
+        if self.experts is not None and chooses:
+            refuse("--experts with --auto: needed one of them")
         if self.memory is not None and not chooses and self.recompute is not Recompute.auto:
             refuse("--memory without --auto or --recompute auto: it has no effect")
         for name in ("schedule", "chunks", "placement"):

@@ -124,10 +124,12 @@ class ExpertParallel(OneAxis):
                     strategies[view.name] = {self.axis: (f"cut {_factor(view)}",)}
         return Pins(reads=reads, op_strategies=strategies)
 
-    def notes(self, graph: TrainGraph, planned: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
-        """How many layers of experts of `graph` are apart in the planned step, and what each method sends for them."""
+    def notes(self, graph: TrainGraph, planned: TrainGraph, mesh: Mesh, own: bool) -> tuple[str, ...]:
+        """How many layers of experts of `graph` are apart in the planned step, and what each method sends for them;
+        that can, where ranks have batches of their `own`.
+        """
         ranks, in_any_order = mesh.axis_size(self.axis), list(sorted_rows(graph.graph))
-        prices = [_sent_bytes(rows, ranks, self.host_reads) for rows in in_any_order] if ranks > 1 else []
+        prices = [_sent_bytes(rows, ranks, self.host_reads, own) for rows in in_any_order] if ranks > 1 else []
         each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
         layers = len(in_any_order) + len(sorts_in_one_order(graph.graph, in_any_order))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
@@ -154,19 +156,17 @@ def _before_repeated(node: Node) -> tuple[str, str] | None:
     return place
 
 
-def _sent_bytes(rows: SortedRows, ranks: int, counted: bool) -> dict[str, int]:
-    """What a rank sends by each method, forward and backward: tokens that are gathered and summed, or weights and their
-    gradients; or of rows those that it has, if it may, or room for as many as may come.
+def _sent_bytes(rows: SortedRows, ranks: int, counted: bool, own: bool = False) -> dict[str, int]:
+    """What a rank sends by each method, forward and backward: tokens that are gathered and summed, if ranks have no
+    batches of their `own`, or weights and their gradients; or of rows those that it has, if it may, or room for as many
+    as may come.
     """
-    sent = {
-        "gather_rows": 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources}),
-        "weights": 2 * sum(int(meta.size_bytes(n)) for n in {*_params(rows)}),
-    }
-    sent |= (
-        {"rows": rows.sent_bytes * rows.share("counted" if counted else "bounded", ranks) // ranks}
-        if rows.may_be_sent
-        else {}
-    )
+    tokens = 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources})
+    sent = {} if own else {"gather_rows": tokens}
+    sent |= {"weights": 2 * sum(int(meta.size_bytes(n)) for n in {*_params(rows)})}
+    if rows.may_be_sent:
+        share = rows.share("counted" if counted else "bounded", ranks)
+        sent["rows"] = rows.sent_bytes * share // (1 if own else ranks)
     return {name: n * (ranks - 1) // ranks for name, n in sent.items()}
 
 

@@ -100,7 +100,8 @@ def make_plan(
         strategies.experts is None or strategies.experts.host_reads,
     )  # fmt: skip
     notes = differences(graph) if per_rank else ()
-    notes += strategies.experts.notes(start.graph, planned, mesh) if strategies.experts else ()
+    if strategies.experts is not None:
+        notes += strategies.experts.notes(start.graph, planned, mesh, strategies.own_batches(mesh))
     notes += context.notes(planned, mesh) if context is not None else ()
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]

@@ -205,9 +205,9 @@ class Strategies:
         """Sorts of rows by expert of which each rank has those of its own experts. Raises PlanError."""
         if not self.experts or not self._may_be_apart(graph, mesh):
             return {}
-        return self.experts.sorts(graph, mesh, self.options.reduce if self._own_batches(mesh) else "")
+        return self.experts.sorts(graph, mesh, self.options.reduce if self.own_batches(mesh) else "")
 
-    def _own_batches(self, mesh: Mesh) -> bool:
+    def own_batches(self, mesh: Mesh) -> bool:
         """Whether each rank of experts has a batch of its own."""
         data = self.data.axes(mesh) if self.data and self.data.semantics == "per_rank" else ()
         return self.experts is not None and self.experts.axis in data
@@ -219,7 +219,7 @@ class Strategies:
         axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
-        own = self._own_batches(mesh)
+        own = self.own_batches(mesh)
         if not own and not any(TIME in axes and axis in axes for axes in cuts):
             return True
         if method == "gather_rows":
