@@ -111,7 +111,7 @@ def test_sizes_from_a_list_and_from_a_mask() -> None:
         lambda out, batch: out.sum() if out.sum().item() > 0 else -out.sum(),
         lambda out, batch: out.sum() if float(batch["x"].sum()) > 0 else -out.sum(),
         lambda out, batch: out.sum() * torch.randint(0, 9, ()).item(),
-        lambda out, batch: out.sum() * batch["ids"].clone().copy_(out[0, 0].detach()).sum().item(),
+        lambda out, batch: out.sum() * batch["ids"].double().copy_(out[0, 0].detach()).sum().item(),
         lambda out, batch: out.sum() * float(np.linalg.norm(out.detach())),
         lambda out, batch: out.sum() * complex(out.detach().sum()).real,
         lambda out, batch: out.sum() * (1.0 in out),

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     _constrain_range_for_size,
+    statically_known_true,
 )
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.printers import PythonPrinter
@@ -180,7 +181,7 @@ class _Mode(FakeTensorMode):
 
 class Symbols:
     """The symbols of one capture. `line` returns the line of the user's code that runs. `traced`: what the step itself
-    compares of sizes, which is the same on all ranks. `branch(text)`: what a trace takes a comparison for.
+    compares of sizes, which is the same on all ranks. `branch(text, likely)`: what a trace takes a comparison for.
 
     A symbol is a size of 2 or more: torch treats 0 and 1 apart.
     """
@@ -200,7 +201,8 @@ class Symbols:
         self.computed: dict[Any, Any] = {}
         self.traced: list[SizeGuard] = []
         self._asked = 0
-        self.branch: Callable[[str], bool | None] = lambda text: None
+        self._given = set[str]()
+        self.branch: Callable[..., bool | None] = lambda *_: None
 
     def end_of_trace(self) -> None:
         """What is compared from now on is compared for a plan and a program."""
@@ -268,9 +270,22 @@ class Symbols:
         """
         if (text := self._compared(expression)) is None:
             return None
+        if text in self._given:
+            return True
         outcome = bool(evaluate(text, self.record.hints))
         self.record.note(text, outcome)
         return outcome
+
+    def settled(self, condition: Any) -> bool:
+        """Return what `branch` takes a likely comparison of counted rows for; if true, it is given from then on."""
+        if statically_known_true(condition):
+            return True
+        text = self._compared(condition.node.expr)
+        if text is None or not self.branch(text, True):
+            return False
+        self._given.add(text)
+        torch._check(cast(bool, condition))
+        return True
 
     def for_python(self, expression: Any) -> bool | None:
         """What `branch` takes a comparison of rows that are counted for; None for another expression."""
@@ -285,20 +300,22 @@ class Symbols:
     def assumed(self) -> list[str]:
         """What torch took for given of rows that are counted, which nothing checks."""
         deferred = [check.expr for checks in self.env.deferred_runtime_asserts.values() for check in checks]
-        texts = [f"{symbol} == {other}" for symbol, other in self.env.replacements.items()]
-        return [str(expression) for expression in (*deferred, *(guard.expr for guard in self.env.guards))] + texts
+        equal = [f"{symbol} == {self._printed(other)}" for symbol, other in self.env.replacements.items()]
+        return [self._printed(e) for e in (*deferred, *(guard.expr for guard in self.env.guards))] + equal
 
     def ints(self) -> list[torch.SymInt]:
         """Torch's symbolic ints of the symbols, in order."""
         return list(self._ints.values())
 
-    def plain(self, value: Any) -> Any:
-        """A symbolic number as an int or float that knows its expression; other values unchanged."""
+    def plain(self, value: Any, own_name: bool = False) -> Any:
+        """A symbolic number as an int or float that knows its expression; other values unchanged. `own_name`: also what
+        torch takes for equal to another is called by its own.
+        """
         if not self.owns(value):
             return value
         if isinstance(value, torch.SymBool):
             return bool(value)
-        expression = value.node.expr
+        expression = value.node._expr if own_name else value.node.expr
         if not expression.free_symbols:
             return int(value) if isinstance(value, torch.SymInt) else float(value)
         kind = SizeInt if isinstance(value, torch.SymInt) else SizeFloat

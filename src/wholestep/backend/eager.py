@@ -24,7 +24,7 @@ from ..errors import BackendError
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import function_of, is_mutating, is_wait, node_at, operands
-from ..graph.ops import ROWS_OF
+from ..graph.ops import NUMBERS_OF, ROWS_OF
 from ..graph.region import ByPiece, inputs_of, region_of
 from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluator, text_of
 from .gloo.buffers import Buffers, with_buffers
@@ -232,10 +232,11 @@ class _Eager:
                 lines.append(f"    {line}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(list(cast(Sequence[Any], node.args[0])))}")
-            if node.target is ROWS_OF:
-                number = counted_in(node.args[1])[0]
-                lines.append(f"    {number} = {node.name}.shape[0]")
-                self._counted_here.add(number)
+            if node.target in (ROWS_OF, NUMBERS_OF):
+                numbers = counted_in(node.args[1])
+                values = f"{node.name}.tolist()" if node.target is NUMBERS_OF else f"{node.name}.shape[:1]"
+                lines.append(f"    {', '.join(numbers)}, = {values}")
+                self._counted_here |= {*numbers}
             lines += [f"    {line}" for line in freed]
         return "\n".join(lines) + "\n"
 
@@ -246,13 +247,15 @@ class _Eager:
             region = region_of(node)
             target = self._block(region.body) if region else _torch.directly(function_of(node))
             target = self._clock.timed(node, target) if self._clock else target
-            positional = (node.args[0], 0) if node.target is ROWS_OF else node.args
+            positional: Sequence[Any] = node.args
+            if node.target in (ROWS_OF, NUMBERS_OF):
+                positional = node.args[0], 0 if node.target is ROWS_OF else []
             args = [self._value(a) for a in positional] + [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
             args = [_INPUTS, *args[1:]] if region else args
             call = f"{self._constant(target, 'f')}({', '.join(args)})"
         if node.name in self._wrong:
             call = f"{self._constant(meta.with_stride, 'c')}({call}, {self._value(self._wrong[node.name])})"
-        return f"{node.name} = {call}" if node.users or node.target is ROWS_OF else call
+        return f"{node.name} = {call}" if node.users or node.target in (ROWS_OF, NUMBERS_OF) else call
 
     def _block(self, body: Graph) -> RunBody:
         """The body of a region, compiled once."""

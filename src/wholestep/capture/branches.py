@@ -4,6 +4,8 @@ where the assumption is wrong.
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph.graph import BRANCHES, Input, Output, Role, TrainGraph
 from ..graph.ops import OVER_RANKS
+from ..sizes import evaluate
 from ..tuning import TUNING
 from .capture_options import CaptureOptions
 from .skip_nonfinite import After, Updates
@@ -27,10 +30,13 @@ _USUALLY_TRUE = (aten.all.default, aten.all.dim, aten.mul.Tensor)  # of booleans
 
 @dataclass(frozen=True)
 class TakenBranch:
-    """The truth of a value that a trace assumes, and the user's line that asks for it."""
+    """The truth of a value that a trace assumes, and the user's line that asks for it. `text`: of numbers that the step
+    counts, what is compared.
+    """
 
     expected: bool
     where: str
+    text: str = ""
 
 
 class OtherBranchError(CaptureError):
@@ -67,6 +73,17 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
     )
 
 
+def branch_behind(error: Exception, branches: Sequence[TakenBranch]) -> int | None:
+    """The first branch on numbers that a call has counted, before it raised, which is not as expected."""
+    scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    numbers = {name: value for scope in scopes for name, value in scope.items() if re.fullmatch(r"u\d+", name)}
+    for number, branch in enumerate(branches):
+        counted = branch.text and {*re.findall(r"u\d+", branch.text)} <= numbers.keys()
+        if counted and bool(evaluate(branch.text, numbers)) is not branch.expected:
+            return number
+    return None
+
+
 @dataclass
 class Branches:
     """The branches of one trace, along those of its `options`; `now` returns a value of the batch as it is."""
@@ -82,7 +99,7 @@ class Branches:
         """What values were taken for so far; nothing of a trace with too many."""
         return tuple(branch.expected for branch in self.decided) if len(self.decided) < MOST else ()
 
-    def take(self, value: torch.Tensor, where: str, likely: bool | None = None) -> bool | None:
+    def take(self, value: torch.Tensor, where: str, likely: bool | None = None, text: str = "") -> bool | None:
         """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
         assumed = self.options.branches
         traced = None if assumed is None or _torch.inside_transform() else _torch.traced_node(value)
@@ -97,7 +114,7 @@ class Branches:
         expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
-        self.decided.append(TakenBranch(expected, where))
+        self.decided.append(TakenBranch(expected, where, text))
         return expected
 
     def depends_on_tensors(self, node: Node) -> bool:

@@ -234,8 +234,8 @@ def _captured(
     with _torch.without_onednn(), _torch.without_logs(), effects_refused(state.wrappers):
         try:
             traced = _trace_until_carried(Request(*request, dynamic=dynamic))
-        except CountsRowsError:
-            traced = _traced_with_counts(Request(*request, counts=True))
+        except CountsRowsError as found:
+            traced = _traced_with_counts(Request(*request, counts=True), found.__cause__)
     if new := [call for call in traced.watch.cached.new if call not in repeated]:
         calls = *repeated, *new
         return _captured(fn, args, kwargs, options, numbers, shapes, promoted, dynamic, calls, earlier, repeats, first)
@@ -267,7 +267,7 @@ def _captured(
             graph, checked = skip_nonfinite(graph, traced.fresh_grads, fused)
     symbols, counts = traced.stand_ins.symbols, None
     if symbols is not None and not dynamic:
-        refuse_assumptions(symbols.assumed, graph.graph)
+        refuse_assumptions(traced.places.unchecked(), graph.graph)
         symbols, counts = None, symbols.record
     if symbols is not None:
         symbols.end_of_trace()
@@ -378,10 +378,14 @@ def _in_optimizer(error: BaseException) -> bool:
     return False
 
 
-def _traced_with_counts(request: Request) -> Traced:
+def _traced_with_counts(request: Request, refusal: BaseException | None) -> Traced:
+    """`refusal`: what is said of a step that reads numbers, if it cannot be traced with counts."""
     try:
         return _trace_until_carried(request)
     except CaptureError as error:
+        if isinstance(refusal, CaptureError):
+            refusal.branches, refusal.where = error.branches, refusal.where or error.where
+            raise refusal from None
         error.counts = True
         raise
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.fx import Node
 
 from .. import _torch
 from ..errors import CaptureError
-from ..graph.ops import ROWS_OF
+from ..graph import meta
+from ..graph.ops import NUMBERS_OF, ROWS_OF
 from ..sizes import evaluate
 from .branches import Branches
 from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
 from .fake_inputs import Request
+from .sized_forms import COUNTED
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -30,6 +36,7 @@ class CountedPlaces:
     line: Callable[[], str]
     numbers: dict[Any, torch.SymInt] = field(default_factory=dict[Any, torch.SymInt])
     rows: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    wholes: dict[str, int] = field(default_factory=dict[str, int])
     taken: dict[str, bool | None] = field(default_factory=dict[str, bool | None])
 
     def of(self, mask: torch.Tensor) -> Any:
@@ -57,14 +64,74 @@ class CountedPlaces:
         self.rows.setdefault(str(self.numbers[key]), places)
         return places
 
-    def branch(self, text: str) -> bool | None:
+    def read(self, values: torch.Tensor, refusal: CaptureError) -> list[torch.SymInt] | None:
+        """Return the traced integers `values` as numbers; None where Python gets none. `refusal` says so. They are from
+        0 to the most elements of integers that they follow from, which the graph checks.
+        """
+        traced = None if _torch.inside_transform() else _torch.traced_node(values)
+        integral = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
+        if traced is None or not integral or self.request.options.branches is None:
+            return None
+        if self.request.dynamic:
+            raise SizesFixedError("the step reads integers that it computes", self.line())
+        if self.symbols is None:
+            error = CountsRowsError("the step reads integers that it computes", where=self.line())
+            raise error from refusal
+        most, values = _most(traced[0]), values.detach().reshape(-1)
+        numbers = [self.symbols.count(most) for _ in range(values.numel())]
+        values = NUMBERS_OF(values, numbers)
+        if not self.branches.take(((values >= 0) & (values <= most)).all(), self.line(), True):
+            return None
+        self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
+        return numbers
+
+    def asked(self) -> AbstractContextManager[None]:
+        """Inside this context, a question of Python about numbers of rows is a branch."""
+        return _torch.attributes_set([(self.symbols, "branch", self.branch)] if self.request.counts else [])
+
+    def forms(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Functions, by owner and name, and what runs in their place in a trace that counts."""
+        return [*COUNTED, (torch, "cat", self._joined)] if self.request.counts else []
+
+    def ops(self) -> dict[Any, Callable[..., Any]]:
+        """The same for ops."""
+        return {aten.slice.Tensor: self._cut} if self.request.counts else {}
+
+    def _settled(self, condition: Any) -> bool:
+        return self.symbols is not None and self.symbols.settled(condition)
+
+    def _cut(self, x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+        """Keep a slice; between numbers that were counted, it most often is inside of what it cuts."""
+        size: Any = x.shape[dim]
+        if type(size) is int and (isinstance(start, torch.SymInt) or isinstance(end, torch.SymInt)):
+            first, last = 0 if start is None else start, size if end is None else end
+            if all(map(self._settled, (first >= 0, first <= last, last <= size))):
+                self.wholes[str(last - first)] = size
+        return NotImplemented
+
+    def _joined(self, original: Any, tensors: Any, dim: Any = 0, **named: Any) -> torch.Tensor:
+        """`torch.cat`: pieces of one tensor most often have as many rows together as that one."""
+        out: torch.Tensor = original(tensors, dim, **named)
+        sizes = {self.wholes.get(str(piece.shape[dim])) for piece in tensors} if self.wholes else {None}
+        size, rows = sizes.pop() if len(sizes) == 1 else None, cast(Any, out.shape[dim])
+        if size is None or not self._settled(rows == size):
+            return out
+        return torch.nn.functional.pad(out, [0, 0] * (out.dim() - 1 - dim % out.dim()) + [0, size - rows])
+
+    def unchecked(self) -> list[str]:
+        """What torch took for given, and cannot be a branch of the step."""
+        assumed = [] if self.symbols is None else self.symbols.assumed
+        return [text for text in assumed if not self.branch(f"({text})", True)]
+
+    def branch(self, text: str, likely: bool | None = None) -> bool | None:
         """Return what a comparison of numbers of rows is taken for: the same wherever Python asks again."""
         if text not in self.taken:
             used = {symbol: self.rows[symbol] for symbol in re.findall(r"\w+", text) if symbol in self.rows}
-            numbers = {symbol: rows.new_ones(rows.shape[0]).sum() for symbol, rows in used.items()}
+            numbers = {s: rows.new_ones(rows.shape[0]).sum() if rows.dim() else rows for s, rows in used.items()}
             bounds = {"min": _bound(torch.minimum), "max": _bound(torch.maximum)}
             value = evaluate(text, {**numbers, **bounds})
-            self.taken[text] = self.branches.take(value, self.line(), self._likely(text))
+            likely = self._likely(text) if likely is None else likely
+            self.taken[text] = self.branches.take(value, self.line(), likely, text)
         return self.taken[text]
 
     def _likely(self, text: str) -> bool:
@@ -75,6 +142,18 @@ class CountedPlaces:
             if all(bool(evaluate(other, sizes)) is answer for other, answer in self.taken.items()):
                 return bool(evaluate(text, sizes))
         return bool(evaluate(text, hints))
+
+
+def _most(node: Node) -> int:
+    """The most elements of the integers that those of a node follow from."""
+    most, waiting, seen = 1, [node], set[Node]()
+    while waiting:
+        value = meta.value(node := waiting.pop())
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            most = max(most, value.numel())
+            waiting += [operand for operand in node.all_input_nodes if operand not in seen]
+            seen.update(node.all_input_nodes)
+    return most
 
 
 def _bound(of_two: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -38,7 +39,7 @@ from .own_tensors import OwnTensors
 from .random_numbers import RngReplay, refuse_generators
 from .replacements import fixed_sizes, form_of
 from .rounded_updates import RoundedUpdates
-from .sized_forms import COUNTED, SIZED_OPS, sized_forms
+from .sized_forms import SIZED_OPS, sized_forms
 from .stand_ins import error_of_text, text_of_tensor
 from .state import Hyper, StepState
 from .traced_modules import modules_seen
@@ -51,6 +52,11 @@ _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()", torch.Tensor.__int__: "int()", torch.Tensor.__complex__: "complex()",
     torch.Tensor.__index__: "use as an index",
 }  # fmt: skip
+_NUMBERS: dict[Any, Callable[[Sequence[int], list[Any]], Any]] = {
+    torch.Tensor.item: lambda shape, numbers: numbers[0],
+    torch.Tensor.tolist: lambda shape, numbers: _objects(shape, numbers).tolist(),
+    torch.Tensor.numpy: lambda shape, numbers: _objects(shape, numbers),
+}
 _IN_PLACE: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")
@@ -118,6 +124,7 @@ class Traced:
         first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
         self.numbers = Numbers(fakes.mode, first, self._add_number)
         self.branches = Branches(fakes.inputs, request.options, self.reader.now)
+        self.places = CountedPlaces(request, fakes.symbols, self.branches, self.known, _calling_text)
         self.own = OwnTensors(_calling_text)
         self.watch = Watch(
             request.state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find
@@ -153,21 +160,18 @@ class Traced:
             if linears:
                 float8 = [(torch.nn.functional, "linear", linears.linear)]
             attention = cuda_attention.replaced(self.kernels)
-            sized = sized_forms(self.stand_ins.symbols is not None) + (COUNTED if self.request.counts else [])
+            sized = sized_forms(self.stand_ins.symbols is not None) + self.places.forms()
             loops = optimizer_loops(self.own.fake_of, self._kind_of, self.numbers.count)
             forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention, *loops]
             with (
-                ExitStack() as inside,
+                self.places.asked(),
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
                 _torch.replaced(forms, own_modules()),
                 self.own.entrances(),
             ):
-                places = CountedPlaces(self.request, self.stand_ins.symbols, self.branches, self.known, _calling_text)
-                ops = {**fixed_sizes(self.known, places.of), **SIZED_OPS}
-                asked = [(self.stand_ins.symbols, "branch", places.branch)] if self.request.counts else []
-                inside.enter_context(_torch.attributes_set(asked))
+                ops = {**fixed_sizes(self.known, self.places.of), **SIZED_OPS, **self.places.ops()}
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
@@ -230,6 +234,7 @@ class Traced:
             self.watch.refuse_made(leaves)
             batch = [(i, n) for i, n in enumerate(request.names) if isinstance(request.call.leaves[i], torch.Tensor)]
             self.watch.assign_to_batch({n: (i, fakes[n], n in self.reset) for i, n in batch})
+            self.places.unchecked()
             self.watch.extra += self.branches.values
             finals = self._new_values(fakes)
             self.results = call.structure
@@ -457,12 +462,16 @@ class _TorchCalls(_torch.FunctionMode):
             branch = self._step.branches.take(args[0], _calling_text()) if func is torch.Tensor.__bool__ else None
             if branch is not None:
                 return branch
-            raise _reads_value(
+            refusal = _reads_value(
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {reading} "
                 "while it is being captured",
                 "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step",
             )
+            numbers = self._step.places.read(args[0], refusal) if func in _NUMBERS else None
+            if numbers is None:
+                raise refusal
+            return _NUMBERS[func](args[0].shape, numbers)
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
             file = (_calling_line() or ("",))[0]
@@ -495,6 +504,12 @@ class _TorchCalls(_torch.FunctionMode):
             return func(*args, **named)
         with self, _torch.forms_set(_torch.CHECKS_OF_NUMBERS):
             return form(*args, **{k: v for k, v in named.items() if v is not None})
+
+
+def _objects(shape: Sequence[int], numbers: list[Any]) -> Any:
+    array = np.empty(len(numbers), dtype=object)
+    array[:] = numbers
+    return array.reshape(shape)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

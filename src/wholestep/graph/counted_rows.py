@@ -14,7 +14,7 @@ from ..sizes import SizeGuards, counted_in
 from . import meta
 from .nodes import add_node, is_collective, operands
 from .op_kinds import COUNTS_ROWS
-from .ops import BEHIND, ROWS_OF
+from .ops import BEHIND
 
 aten = torch.ops.aten
 _NEW: dict[Any, Any] = {
@@ -42,8 +42,9 @@ def tie_numbers(graph: Graph) -> None:
         read = [*dict.fromkeys(counted_in((node.args, [*node.kwargs.values()])))]
         if node.target in _SQUEEZES:
             _refuse_squeezed(node)
-        if node.target is ROWS_OF:
-            rows[read[0]] = node
+        if node.target in COUNTS_ROWS:
+            for symbol in read:
+                rows[symbol] = node
             counted[node] |= {*read}
         for symbol in (symbol for symbol in read if symbol not in counted[node]):
             if symbol not in rows or not _tied(node, rows[symbol]):
@@ -93,7 +94,7 @@ def refuse_assumptions(assumed: Sequence[str], graph: Graph) -> None:
             f"the step combines rows that it counts while it runs as if {assumed[0]}",
             "rows that were picked by one mask, or with other shapes that do not depend on their number",
             "compute the mask once, and pick all of them by it; or choose with `torch.where`",
-            meta.source_line(next(iter(graph.find_nodes(op="call_function", target=ROWS_OF)))),
+            meta.source_line(cast(Node, counts_rows(graph))),
         )
 
 

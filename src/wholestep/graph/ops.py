@@ -93,6 +93,21 @@ ROWS_OF = torch.ops.wholestep.rows_of.default
 COUNTS_ROWS.add(ROWS_OF)
 
 
+@torch.library.custom_op("wholestep::numbers_of", mutates_args=())
+def numbers_of(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return a copy of the integers `values`, which Python reads as numbers; `counts` are these in the graph."""
+    return values.clone()
+
+
+@numbers_of.register_fake
+def _(values: Tensor, counts: Sequence[int]) -> Tensor:
+    return torch.empty_like(values)
+
+
+NUMBERS_OF = torch.ops.wholestep.numbers_of.default
+COUNTS_ROWS.add(NUMBERS_OF)
+
+
 @torch.library.custom_op("wholestep::behind", mutates_args=())
 def behind(value: Tensor, rows: Tensor) -> Tensor:
     """Return a copy of `value`, behind the rows that were counted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from .graph import Input, TrainGraph
 from .loop import with_bodies
 from .meta import TensorMeta
 from .nodes import copy_with, node_at
+from .op_kinds import COUNTS_ROWS
 from .region import ByPiece
 from .stage_part import part_of
 
@@ -49,7 +51,7 @@ def _is_whole(node: Node) -> bool:
 def with_plain_sizes(graph: Graph, symbols: _torch.Symbols) -> None:
     """Make symbolic numbers among arguments ints that know their expression."""
     for node in graph.nodes:
-        _replace(node, symbols.plain)
+        _replace(node, partial(symbols.plain, own_name=node.target in COUNTS_ROWS))
 
 
 def symbols_in(value: Any) -> _torch.Symbols | None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..backend.protocol import Run
-from ..capture.branches import other_branch
+from ..capture.branches import branch_behind, other_branch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
 from ..capture.effects import Extra
@@ -25,7 +25,7 @@ from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
 from ..dtensor import placements
-from ..errors import StateError
+from ..errors import CaptureError, StateError
 from ..graph import meta
 from ..graph.graph import BRANCHES, NONFINITE, Input, LocalGraph, Role
 from ..graph.loop import with_bodies
@@ -293,16 +293,25 @@ class Program:
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the program. Raises OtherBranchError: another one has to, and this one has changed nothing."""
-        out = self.run(inputs)
+        try:
+            out = self.run(inputs)
+        except Exception as error:  # of another branch, perhaps, which rows that are counted do not fit
+            number = branch_behind(error, self.capture.branches) if self.world.mesh.size == 1 else None
+            if number is None:
+                raise
+            raise self._other(number, False) from error
         if self.capture.branches:
             differ, same = cast("list[list[float]]", out[self._all_results].tolist())
             number = next((i for i, count in enumerate(differ) if count), None)
             if number is not None:
-                for items, before in self._before:
-                    put_back(items, before)
-                self.phase = Phase.BEFORE
-                raise other_branch(self.capture.branches, number, bool(same[number]))
+                raise self._other(number, bool(same[number]))
         return out
+
+    def _other(self, number: int, differ: bool) -> CaptureError:
+        for items, before in self._before:
+            put_back(items, before)
+        self.phase = Phase.BEFORE
+        return other_branch(self.capture.branches, number, differ)
 
     def follows(self, branches: tuple[bool, ...]) -> bool:
         """Whether the program takes these branches, and may take others behind them."""
