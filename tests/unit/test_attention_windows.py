@@ -70,6 +70,11 @@ MASK_REACHES: dict[str, tuple[Callable[[int], Tensor], tuple[int, int] | None]] 
     "numbers of a mask": (lambda n: _as_transformers(n).double(), None),
     "other steps": (lambda n: 2 * _places(n)[1] < _places(n)[0], None),
     "a sum": (_upper, None),
+    "one row for all": (lambda n: torch.ones(1, n, dtype=torch.bool).tril(3).triu(-2), None),
+    "the first row for all": (lambda n: _as_transformers(n)[..., :1, :].expand(1, 1, n, n), None),
+    "the first key for all": (lambda n: (_places(n)[0] - _places(n)[1][:, :1]).abs() < 3, None),
+    "other dims exchanged": (lambda n: _as_transformers(n).transpose(0, 1), None),
+    "nothing": (lambda n: _as_transformers(n) & (_places(n)[1] > _places(n)[0]), None),
     "documents": (lambda n: MASKS["documents"](n)["attn_mask"], None),
 }  # fmt: skip
 

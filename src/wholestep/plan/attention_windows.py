@@ -75,7 +75,7 @@ def reach_of(node: Node) -> tuple[int, int] | None:
     if learns or not isinstance(mask, _Seen) or not alike:
         return None
     first, last = mask.yes
-    return (max(0, -int(first)), max(0, int(last))) if -inf < first and last < inf else None
+    return (max(0, -int(first)), max(0, int(last))) if -inf < first <= last < inf else None
 
 
 # -- what computes a mask ----------------------------------------------------------------------------------
@@ -87,13 +87,19 @@ def _value(value: Any) -> _Places | _Seen | None:
     if tensor is None or value.op != "call_function":
         return _Seen()
     filled = {"ones": 1, "new_ones": 1, "ones_like": 1, "zeros": 0, "new_zeros": 0, "zeros_like": 0}.get(name)
-    argument = {"scalar_tensor": "s", "full": "fill_value", "new_full": "fill_value", "full_like": "fill_value"}.get(
-        name
-    )
+    argument = "s" if name == "scalar_tensor" else "fill_value" if name in ("full", "new_full", "full_like") else ""
     number = Call.of(value).argument(argument) if argument else filled
     if isinstance(number, (bool, int, float)):
         return _constant(number, tensor.dtype)
-    return _of_call(value, name, tensor.dtype) or _Seen()
+    proved = _of_call(value, name, tensor.dtype) or _Seen()
+    return _where_repeated(proved, {-place for place, size in enumerate(reversed(tensor.shape), 1) if size == 1})
+
+
+def _where_repeated(proved: _Places | _Seen, dims: set[int]) -> _Places | _Seen:
+    """What is proved wherever the single places along `dims` are repeated."""
+    if isinstance(proved, _Places):
+        return _Places({dim: step for dim, step in proved.steps.items() if dim not in dims}, proved.first)
+    return _Seen() if dims & {-1, -2} and proved not in (_TRUE, _FALSE) else proved
 
 
 def _constant(number: float, dtype: torch.dtype) -> _Seen:
@@ -128,7 +134,12 @@ def _of_call(node: Node, name: str, dtype: torch.dtype) -> _Places | _Seen | Non
         if isinstance(inner, _Places) and type(most_apart) is int:
             return _compared((-most_apart + (name == "lt"), most_apart - (name == "lt")), inner)
     first = _value(args[0]) if args else None
-    if name in ("t", "transpose", "permute") and isinstance(first, _Seen) and args[1:] in ([], [0, 1], [[1, 0]]):
+    flips = (
+        name in ("t", "transpose", "permute")
+        and args[1:] in ([], [0, 1], [[1, 0]])
+        and len(meta.one_tensor(node).shape) == 2
+    )
+    if flips and isinstance(first, _Seen):
         return _Seen(*((-last, -start) for start, last in (first.yes, first.no)))
     if name in ("expand", "clone", "alias", "detach") or (name == "_to_copy" and _keeps(args[0], dtype)):
         return first
