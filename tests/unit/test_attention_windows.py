@@ -74,6 +74,8 @@ MASK_REACHES: dict[str, tuple[Callable[[int], Tensor], tuple[int, int] | None]] 
     "the first row for all": (lambda n: _as_transformers(n)[..., :1, :].expand(1, 1, n, n), None),
     "the first key for all": (lambda n: (_places(n)[0] - _places(n)[1][:, :1]).abs() < 3, None),
     "other dims exchanged": (lambda n: _as_transformers(n).transpose(0, 1), None),
+    "not of numbers": (lambda n: _as_transformers(n) | torch.ones(n, n).triu(1).logical_not(), None),
+    "and of numbers": (lambda n: _as_transformers(n) | torch.full((n, n), 2.0).logical_and(torch.ones(n, n)), None),
     "nothing": (lambda n: _as_transformers(n) & (_places(n)[1] > _places(n)[0]), None),
     "documents": (lambda n: MASKS["documents"](n)["attn_mask"], None),
 }  # fmt: skip

@@ -124,10 +124,10 @@ def _of_call(node: Node, name: str, dtype: torch.dtype) -> _Places | _Seen | Non
             return None
         sides = ((-inf, at), (at + 1, inf)) if name == "tril" else ((at, inf), (-inf, at - 1))
         return _chosen(_Seen(*sides), _seen(args[0]), _constant(0, dtype))
-    if name in ("bitwise_and", "logical_and", "bitwise_or", "logical_or") and dtype is torch.bool:
+    if name in ("bitwise_and", "logical_and", "bitwise_or", "logical_or") and _of_booleans(args):
         first, second = map(_seen, args)
         return _chosen(first, second, _FALSE) if name.endswith("and") else _chosen(first, _TRUE, second)
-    if name in ("bitwise_not", "logical_not") and dtype is torch.bool:
+    if name in ("bitwise_not", "logical_not") and _of_booleans(args):
         return _Seen((seen := _seen(args[0])).no, seen.yes)
     if name in ("le", "lt") and isinstance(args[0], Node) and packet_name(args[0].target) == "abs":
         inner, most_apart = _value(args[0].args[0]), args[1]
@@ -197,6 +197,11 @@ def _both(a: _Range, b: _Range) -> _Range:
 
 def _either(a: _Range, b: _Range) -> _Range:
     return min(a[0], b[0]), max(a[1], b[1])
+
+
+def _of_booleans(values: list[Any]) -> bool:
+    """Whether all are booleans: of numbers, what is seen is whether they are above -inf."""
+    return all(isinstance(value, Node) and meta.one_tensor(value).dtype is torch.bool for value in values)
 
 
 def _keeps(value: Any, dtype: torch.dtype) -> bool:
