@@ -120,7 +120,7 @@ class CountedPlaces:
 
     def unchecked(self) -> list[str]:
         """What torch took for given, and cannot be a branch of the step."""
-        assumed = [] if self.symbols is None else self.symbols.assumed
+        assumed = self.symbols.assumed if self.symbols is not None and self.request.counts else []
         return [text for text in assumed if not self.branch(f"({text})", True)]
 
     def branch(self, text: str, likely: bool | None = None) -> bool | None:
