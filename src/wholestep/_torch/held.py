@@ -72,8 +72,10 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def address_of(fake: torch.Tensor) -> int:
-    """A number in place of an address: the same for views that start at the same element, another for other memory."""
-    return (storage_key(fake) << 24) + int(fake.storage_offset()) * fake.element_size()
+    """A number in place of an address: the same for views that start at the same element, another for other memory; 0
+    where there are no elements.
+    """
+    return 0 if 0 in fake.shape else (storage_key(fake) << 24) + int(fake.storage_offset()) * fake.element_size()
 
 
 def without_address(fake: torch.Tensor) -> None:
