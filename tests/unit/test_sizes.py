@@ -22,7 +22,7 @@ from wholestep.capture.call_structure import take_apart
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.capture.capture_options import CaptureOptions
 from wholestep.graph.meta import set_tensors
-from wholestep.graph.sizes_in_graph import is_at_sizes, planned_at
+from wholestep.graph.sizes_in_graph import planned_at
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
 from wholestep.passes.context import Context
@@ -149,7 +149,6 @@ def check_random(seed: int) -> int:
             applies += 1
             fixed = captured(model, rows, length, dynamic=False)
             assert str(planned_at(made.graph, sizes)) == str(fixed.graph), (model.ops, rows, length)
-            assert is_at_sizes(made.graph, sizes, fixed.graph)
     return applies
 
 
@@ -221,7 +220,6 @@ def test_a_list_of_sizes_beside_a_tensor_of_none() -> None:
     model = nn.Linear(4, 4)
     made = at(3, {"x": (0,)})
     assert str(planned_at(made.graph, sizes_in(made, 5, 4))) == str(at(5).graph)
-    assert [is_at_sizes(made.graph, sizes_in(made, 5, 4), at(rows).graph) for rows in (5, 6)] == [True, False]
 
 
 def test_a_dim_of_one_has_a_program_of_its_own() -> None:

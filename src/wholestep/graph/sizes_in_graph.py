@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -89,50 +88,6 @@ def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards |
     copied = _copied(train)
     values = at_sizes(copied.graph, sizes, record)
     return replace(copied, inputs=_inputs(copied, values))
-
-
-_CALL = "call_function"
-_LEAVES = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def is_at_sizes(symbolic: TrainGraph, sizes: Mapping[str, int], fixed: TrainGraph) -> bool:
-    """Whether a graph of calls of ops alone is, at these sizes, another one to the letter. False may be wrong."""
-    values: dict[str, Any] = {}
-
-    def at(number: SizeInt | SizeFloat) -> Any:
-        if number.text not in values:
-            values[number.text] = evaluate(number.text, sizes)
-        return values[number.text]
-
-    if not all(_torch.is_op(n.target) or _torch.is_getitem(n.target) for n in fixed.graph.nodes if n.op == _CALL):
-        return False
-    return all(was == now for was, now in zip_longest(_parts(symbolic, at), _parts(fixed, _shown)))
-
-
-def _shown(number: SizeInt | SizeFloat) -> Any:
-    return int(number) if isinstance(number, SizeInt) else float(number)
-
-
-def _parts(train: TrainGraph, at: Callable[[Any], Any]) -> Iterator[Any]:
-    """What the text of a graph shows, where `at` says what its numbers are."""
-
-    def key(value: Any) -> Any:
-        if isinstance(value, Node):
-            return Node, value.name
-        if isinstance(value, (SizeInt, SizeFloat)):
-            return key(at(value))
-        if isinstance(value, (list, tuple)):
-            return isinstance(value, list), tuple(map(key, cast("Sequence[Any]", value)))
-        if isinstance(value, (float, complex)):
-            return type(value), repr(value)
-        return (type(value), value) if isinstance(value, _LEAVES) else object()  # is no other, as that of a slice
-
-    yield [(source.name, source.role) for source in train.inputs]
-    yield [(output.kind, output.target, key(node)) for output, node in train.results()]
-    for node in train.graph.nodes:
-        shown = [tensor and (tensor.dtype, key(tensor.shape)) for tensor in meta.tensors(node)]
-        notes = meta.module_path(node), meta.is_backward(node), meta.owner(node)
-        yield node.op, node.name, node.target, shown, key(node.args), key([*node.kwargs.items()]), notes
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
