@@ -13,8 +13,8 @@ from rich.table import Table as Shown
 from foresight.accuracy import assumed, collectives, config, gemms, runs
 from foresight.accuracy.read import Case, Left, Row, rows
 from foresight.accuracy.report import Table, errors, far, in_short, left_out, markdown, worst
-from foresight.accuracy.validation import validations
-from wholestep.hardware import validation
+from foresight.accuracy.validation import validations, write
+from wholestep.hardware.validation import FILE
 
 _HEAD = """# How far the cost model is from what was measured
 
@@ -41,7 +41,7 @@ def main() -> None:
         "--most", type=int, default=0, metavar="N", help="runs of a source, spread over it; 0: all of them"
     )
     parser.add_argument(
-        "--validation", type=Path, nargs="?", const=validation.FILE, metavar="FILE.json",
+        "--validation", type=Path, nargs="?", const=FILE, metavar="FILE.json",
         help="write the error bars of simulate and plan here, into the package if no file is given",
     )  # fmt: skip
     given = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
     if given.validation:
         most = f" --most {given.most}" if given.most else ""
         command = f"python -m foresight.accuracy --runs {given.runs.name}{most} --validation"
-        validation.write(given.validation, command, validations(sheet))
+        write(given.validation, command, validations(sheet))
     if given.table:
         files = [f"--{name} {path.name}" for name in ("runs", "collectives", "gemms") if (path := getattr(given, name))]
         most = [f"--most {given.most}"] if given.most else []

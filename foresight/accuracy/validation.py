@@ -1,7 +1,10 @@
 """The error bars that `wholestep simulate` prints: measured by predicted step times, by device."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
 
 from foresight.accuracy.read import Case, data_sheet, hardware_of
 from wholestep.hardware.validation import Validation
@@ -30,3 +33,9 @@ def _row(device: str, cases: list[Case]) -> Validation:
     mean = sum(abs(case.error) for case in cases) / len(cases)
     sources = tuple(sorted({case.source for case in cases}))
     return Validation(device, len(cases), sources, round(mean, 4), at(0.1), at(0.5), at(0.9))
+
+
+def write(path: Path, made_by: str, rows: list[Validation]) -> None:
+    """Write the table: `made_by` is the command."""
+    body = {"made_by": made_by, "devices": [asdict(row) for row in sorted(rows, key=lambda row: row.device)]}
+    path.write_text(json.dumps(body, indent=1) + "\n")

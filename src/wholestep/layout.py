@@ -108,11 +108,6 @@ class Layout:
         return frozenset((*several, *(a for a, _ in self.owned)))
 
     @property
-    def is_replicated(self) -> bool:
-        """True if every rank has the whole, reduced value."""
-        return not self.axes
-
-    @property
     def is_sharded(self) -> bool:
         """True if some axis shards a dim."""
         return any(self.dims)

@@ -102,7 +102,7 @@ def test_an_op_that_takes_its_operand_whole_says_so() -> None:
     graph = ws.capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(7, 3))
     plan = ws.plan(graph, "dp=2", ws.DataParallel("replicate", semantics="global"))
     assert plan.decisions["turned"].why == "discovered"
-    assert plan.decisions["turned"].outputs[0].is_replicated
+    assert not plan.decisions["turned"].outputs[0].axes
     assert "dp: whole: no operand is cut where '" in plan.explain("turned")
     assert "all_gather over dp (" in plan.explain("turned")
     assert "sharded by discovered rules" in str(plan)

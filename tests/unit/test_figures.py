@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +88,7 @@ def test_the_bars_of_the_package_are_printed() -> None:
 
 def test_the_table_of_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Validation("B", 40, ("a", "b", "c"), 0.12, 0.91, 1.02, 1.2), Validation("A", 4, ("a",), 0.1, 0.9, 1.0, 1.1)]
-    validation.write(tmp_path / "table.json", "a command", rows)
+    (tmp_path / "table.json").write_text(json.dumps({"devices": [asdict(row) for row in rows]}))
     monkeypatch.setattr(validation, "FILE", tmp_path / "table.json")
     validation._table.cache_clear()
     assert [validation.validation_of(name) for name in ("A", "B", "C")] == [rows[1], rows[0], None]

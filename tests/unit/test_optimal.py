@@ -284,8 +284,8 @@ def test_results_of_modules_can_be_pinned() -> None:
 def test_modules_can_be_left_whole() -> None:
     tensor = TensorParallel("auto", hardware=QUICK_LINK, replicated=("net1",))
     planned = ws.plan(small(), "tp=2", tensor)
-    assert planned.storage["net1.weight"].is_replicated
-    assert planned.storage["net1.bias"].is_replicated
+    assert not planned.storage["net1.weight"].axes
+    assert not planned.storage["net1.bias"].axes
     assert not any(x.is_sharded for x in planned.decisions["addmm"].operands)
 
 
@@ -373,7 +373,7 @@ def test_the_objective_tells_the_program_s_bound() -> None:
     made = planned.objective
     assert made is not None
     assert 0 < made.model_bound_s <= made.model_s
-    assert made.model_gap <= 0.01
+    assert made.model_bound_s >= 0.99 * made.model_s > 0
     assert any(note.startswith("solved: ") for note in planned.notes)
     assert Plan.from_json(planned.to_json()) == planned
 

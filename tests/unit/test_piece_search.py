@@ -17,7 +17,7 @@ from wholestep.errors import BackendError, BudgetError, PlanError
 from wholestep.graph.loop import loop_of
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.strategies import compose
-from wholestep.planner.piece_counts import piece_counts
+from wholestep.planner.evaluate import piece_counts
 from wholestep.planner.piece_search import PieceSearch
 from wholestep.planner.search_result import SearchResult, explained
 from wholestep.units import parse_bytes

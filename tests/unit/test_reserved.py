@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import wholestep as ws
 from tests.steps import model_file
 from wholestep.cli import app
-from wholestep.cli.device_memory import within_device
+from wholestep.cli.planning import within_device
 from wholestep.cli.screen import Screen
 from wholestep.cost.reserved import Allocator, Block, reserved, reserved_bytes
 from wholestep.cost.software import OWN

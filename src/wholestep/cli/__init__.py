@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from .checkpoint_command import checkpoint
-from .diff_command import diff
-from .plan_command import plan
+from .plan_command import diff, plan
 from .simulate_command import simulate
 from .target import loaded, refuse
 

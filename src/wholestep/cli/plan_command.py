@@ -1,4 +1,6 @@
-"""`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
+"""`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device; and
+`wholestep diff`: those that differ between two plans.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,3 +132,15 @@ def _check_effects(compare: bool, single: dict[str, Any], auto: bool, step: Shar
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
     if cp and not auto:
         refuse("--cp without --auto: it has no effect")
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, of `wholestep plan --json`.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+) -> None:
+    """Show storage layouts and bytes of a rank that differ between two plans."""
+    from wholestep.plan.plan import Plan
+
+    with working():
+        text = str(Plan.load(before).diff(Plan.load(after)))
+    typer.echo(text)

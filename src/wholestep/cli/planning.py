@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import wholestep as ws
 from wholestep.cost.reserved import reserved_bytes
 from wholestep.cost.timeline import timeline as predict_timeline
+from wholestep.graph.text import human
 from wholestep.mesh import CONTEXT, STAGES
 from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
@@ -27,11 +28,13 @@ from wholestep.report.figures import Figures
 from wholestep.report.page import program, step_of
 from wholestep.units import parse_bytes
 
-from .device_memory import within_device
 from .hf import tokens_of
 from .screen import Screen
 from .shared_options import SharedOptions
 from .target import FULLY_SHARD, ZERO1, Target, refuse, write_output
+
+T = TypeVar("T")
+_TRIES = 3  # with less for tensors each time: blocks are packed otherwise
 
 
 @dataclass(frozen=True)
@@ -381,3 +384,33 @@ def simulated(shown: Screen, request: PlanRequest) -> tuple[ws.Timeline, Figures
 def batches_of(plan: ws.Plan) -> int:
     """Captured batches in one step of the mesh."""
     return batches(plan.strategies, plan.mesh) if plan.strategies else 1
+
+
+def within_device(
+    shown: Screen, memory_bytes: int | None, attempt: Callable[[int | None], T], reserved: Callable[[T], int | None]
+) -> T:
+    """What `attempt` makes of a budget for tensors with which it reserves no more than `memory_bytes`. Bytes that it
+    reserves beyond them are taken off the budget. Where that does not help, or nothing says what is `reserved`, the
+    first is returned: its figures say so.
+
+    Raises:
+        PlanError: nothing fits into `memory_bytes`, tensors alone.
+    """
+    first = latest = attempt(memory_bytes)
+    budget = memory_bytes
+    for _ in range(_TRIES):
+        needs = reserved(latest)
+        if memory_bytes is None or budget is None or needs is None or needs <= memory_bytes:
+            return latest
+        budget -= needs - memory_bytes
+        shown.note(
+            f"torch's allocator would reserve {human(needs)} of {human(memory_bytes)}: again with tensors within "
+            f"{human(max(budget, 0))}"
+        )
+        try:
+            latest = attempt(budget)
+        except ws.PlanError:  # nothing fits, or nothing can be recomputed as much
+            break
+    needs = reserved(latest)
+    fits = memory_bytes is None or needs is None or needs <= memory_bytes
+    return latest if fits else first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -51,9 +51,3 @@ def _table() -> Mapping[str, Validation]:
     body: dict[str, list[object]] = json.loads(FILE.read_text())
     validations = [cast(Validation, read(Validation, row)) for row in body["devices"]]
     return {validation.device: validation for validation in validations}
-
-
-def write(path: Path, made_by: str, rows: list[Validation]) -> None:
-    """Write the table: `made_by` is the command."""
-    body = {"made_by": made_by, "devices": [asdict(row) for row in sorted(rows, key=lambda row: row.device)]}
-    path.write_text(json.dumps(body, indent=1) + "\n")

@@ -38,7 +38,6 @@ class RingCalls:
     emit: Emitter
     plan: Plan
     results: dict[tuple[Node, int], Node] = field(default_factory=dict[tuple[Node, int], Node])
-
     near: dict[Hashable, list[Node]] = field(default_factory=dict[Hashable, "list[Node]"])
 
     def ring(self, node: Node) -> Ring | None:

@@ -167,10 +167,9 @@ class ContextParallel:
             shape = meta.one_tensor(node).shape if packet_name(node.target) == "_softmax" else ()
             if len(shape) == 4 and shape[2] in lengths:
                 where = f"%{node.name} ({op_name(node)}) at {meta.source_line(node)}"
-                problem = (
-                    f"ContextParallel(method={self.method!r}) gathers keys and values of attention by hand: {where}; "
-                )
-                warnings.warn(problem + "use scaled_dot_product_attention, or method='gather'", stacklevel=2)
+                problem = f"ContextParallel(method={self.method!r}) gathers keys and values of attention by hand"
+                cure = "use scaled_dot_product_attention, or method='gather'"
+                warnings.warn(f"{problem}: {where}; {cure}", stacklevel=2)
 
     def notes(self, graph: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
         """What a rank sends for calls of attention, forward and backward, by their method and by others."""

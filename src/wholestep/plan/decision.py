@@ -80,11 +80,6 @@ class Objective:
         """The part of `batch_s` above the bound; 0 if nothing could be faster."""
         return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
 
-    @property
-    def model_gap(self) -> float:
-        """The part of `model_s` above its bound; 0 without an integer program."""
-        return max(0.0, 1 - self.model_bound_s / self.model_s) if self.model_s else 0.0
-
     def __str__(self) -> str:
         return (
             f"{seconds(self.batch_s)} for a batch by simulation, at least {seconds(self.bound_s)}, gap {self.gap:.1%}"

@@ -23,11 +23,11 @@ from ..plan.make_plan import stored_bytes
 from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.strategies import compose
+from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
-from .piece_counts import piece_counts
 from .resolve import plan_strategies
 from .search_result import Candidate, Status, Watch, first_line, unwatched
 
@@ -188,3 +188,20 @@ class Evaluator:
 
 def _with_costs(row: Candidate, costs: Costs) -> Candidate:
     return replace(row, costs=costs, batch_s=costs.step_s / row.batches, needs_bytes=costs.peak_bytes)
+
+
+def piece_counts(rows: int) -> list[int]:
+    """The numbers of pieces that are tried for `rows` samples of a rank, growing: those that divide it, and where the
+    next one is more than twice the last, as many as `torch.chunk` makes of twice the last.
+
+    Example:
+        >>> piece_counts(12), piece_counts(13)
+        ([2, 3, 4, 6, 12], [2, 4, 7, 13])
+    """
+    counts, last = list[int](), 1
+    while last < rows:
+        least = max(round(last * TUNING.pieces_growth), last + 1)
+        dividing = (n for n in range(least, min(2 * last, rows) + 1) if rows % n == 0)
+        last = next(dividing, -(-rows // -(-rows // (2 * last))))
+        counts.append(last)
+    return counts
