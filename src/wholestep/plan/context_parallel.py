@@ -21,7 +21,7 @@ from ..layout import AxisState
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
 from ..rules.rule import Group
-from .attention_windows import mask_of, near_tokens
+from .attention_windows import mask_of, near_tokens, reach_of
 from .data_parallel import BatchDim, batch_dim, stored
 from .decision import Decision
 from .op_strategies import NEAR, RING, ring
@@ -103,7 +103,7 @@ class ContextParallel:
         parts = mesh.axis_size(self.axis)
         lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
         if self.method == "ring":
-            rings = self._rings(graph, lengths, parts) if parts > 1 else ()
+            rings = self._rings(graph, lengths) if parts > 1 else ()
             return Pins(op_strategies={name: {self.axis: (RING,)} for name in rings})
         reads, strategies = dict[tuple[str, str], dict[str, AxisState]](), dict[str, dict[str, tuple[str, ...]]]()
         for node, group in _attention(graph) if parts > 1 else ():
@@ -123,7 +123,7 @@ class ContextParallel:
                     reads |= {(name, item.name): {self.axis: AxisState("S", dim)} for name in others}
         return Pins(reads=reads, op_strategies=strategies)
 
-    def _rings(self, graph: TrainGraph, lengths: set[int], parts: int) -> list[str]:
+    def _rings(self, graph: TrainGraph, lengths: set[int]) -> list[str]:
         """Calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
         names = list[str]()
         for node in filter(_attends, graph.graph.nodes):
@@ -133,7 +133,7 @@ class ContextParallel:
             if query[-2] not in lengths or key[-2] not in lengths:
                 continue
             serves = rule is not None and any(ring(rule, group) for group in rule.groups[:1])
-            if not serves or (mask_of(node) is not None and near_tokens(node, parts) is None):
+            if not serves or (mask_of(node) is not None and reach_of(node) is None):
                 problem = f"ContextParallel(method='ring'): %{node.name} ({op_name(node)})"
                 needed = "no mask but a window, no dropout, and a kernel of CPUs, FlashAttention or cuDNN"
                 raise PlanError(problem, needed, "give method='gather'", meta.source_line(node))

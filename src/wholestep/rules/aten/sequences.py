@@ -56,10 +56,14 @@ def attention(call: Call) -> Bind:
 
 
 def _shards_queries(call: Call, name: str) -> bool:
-    """Whether ranks may have pieces of the queries. Kernels draw dropout by local index."""
+    """Whether ranks may have pieces of the queries. Kernels draw dropout by local index, and have no call for a piece
+    of what is both causal and masked.
+    """
+    causal = call.argument("is_causal")
     if name in _MATH:
-        return not call.argument("is_causal")
-    return name in _BY_PIECE and len(call.shape(0)) == 4 and not call.argument("dropout_p")
+        return not causal
+    masked = any(slot.positions for slot in call.slots if _ROLES.get(slot.name) == "bias")
+    return name in _BY_PIECE and len(call.shape(0)) == 4 and not call.argument("dropout_p") and not (causal and masked)
 
 
 def _terms(call: Call, name: str) -> dict[str, str]:
