@@ -134,8 +134,8 @@ def _kinds_of_fields(dataclass: type[Any]) -> dict[str, Any]:
 
 def is_a(value: object, kind: Any) -> bool:
     """True if a value is of a type as annotations write it, entries of collections too. Numbers may be those of numpy.
-    True, False and nan are no numbers, a text is no sequence, a whole number has 64 bits. A protocol takes any value,
-    as its users say better what is missing, unless it can be checked at run time.
+    True, False and nan are no numbers, a text is no sequence, a whole number has 64 bits. A protocol takes any value:
+    its users say better what is missing.
     """
     return _test_of(kind)(value)
 
@@ -162,13 +162,9 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
         return lambda value: value is None
     if kind in (int, float):
         return lambda value: _is_number(plain_number(value), kind)
-    if kind is Any or isinstance(kind, TypeVar) or _takes_all(kind):
+    if kind is Any or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):
         return lambda value: True
     return lambda value: isinstance(value, origin or kind)
-
-
-def _takes_all(kind: Any) -> bool:
-    return getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False)
 
 
 def _are_entries(values: Mapping[object, object], kinds: tuple[Any, ...]) -> bool:

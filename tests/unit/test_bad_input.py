@@ -75,7 +75,7 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
     ),
     "software": (
         lambda graph: ws.simulate(ws.partition(graph, ws.plan(graph, "dp=2")), ws.Hardware.default(), software=None),
-        "simulate(software=None)\n  needed: software of type Software\n  next: correct software=",
+        "software=None\n  needed: software of type Software\n  next: correct software=",
     ),
     "an infinite bucket": (
         lambda graph: ws.ddp_backend(bucket_cap_mb=math.inf),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..cost import simulation
 from ..cost import timeline as timelines
 from ..cost.kernel_times import KernelTimes
@@ -9,6 +11,7 @@ from ..cost.simulation import SimulationResult
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
 from ..cost.timeline import Timeline
+from ..errors import PlanError, shown
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
 from .staged_plan import staged
@@ -36,7 +39,7 @@ def simulate(
     Example:
         >>> print(ws.simulate(local, ws.Hardware.preset("dgx-h100")).step_us)
     """
-    software = software.measured(compiled, profile)
+    software = _checked(software).measured(compiled, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline.simulated
     return simulation.simulate(local, hardware, software)
@@ -62,10 +65,16 @@ def timeline(
     Example:
         >>> print(wholestep.timeline(step.local_graph, wholestep.Hardware.preset("dgx-h100")))
     """
-    software = software.measured(compiled, profile)
+    software = _checked(software).measured(compiled, profile)
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline
     return timelines.timeline(local, hardware, software)
+
+
+def _checked(software: Any) -> Software:
+    if not isinstance(software, Software):
+        raise PlanError(f"software={shown(software)}", "software of type Software", "correct software=")
+    return software
 
 
 def _is_of_all_stages(local: LocalGraph) -> bool:
