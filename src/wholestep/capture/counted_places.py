@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -23,6 +24,11 @@ from .fake_inputs import Request
 from .sized_forms import COUNTED
 
 aten = torch.ops.aten
+_NUMBERS: dict[Any, Callable[[Sequence[int], list[Any]], Any]] = {
+    torch.Tensor.item: lambda shape, numbers: numbers[0],
+    torch.Tensor.tolist: lambda shape, numbers: _objects(shape, numbers).tolist(),
+    torch.Tensor.numpy: lambda shape, numbers: _objects(shape, numbers),
+}
 
 
 @dataclass
@@ -64,26 +70,27 @@ class CountedPlaces:
         self.rows.setdefault(str(self.numbers[key]), places)
         return places
 
-    def read(self, values: torch.Tensor, refusal: CaptureError) -> list[torch.SymInt] | None:
-        """Return the traced integers `values` as numbers; None where Python gets none. `refusal` says so. They are from
-        0 to the most elements of integers that they follow from, which the graph checks.
+    def read(self, function: Any, values: torch.Tensor, refusal: CaptureError) -> Any:
+        """Return what a function of a tensor (`tolist`) makes of the traced integers `values`, as numbers. Raises the
+        `refusal` where Python gets none. They are from 0 to the most elements of integers that they follow from, which
+        the graph checks.
         """
         traced = None if _torch.inside_transform() else _torch.traced_node(values)
         integral = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
-        if traced is None or not integral or self.request.options.branches is None:
-            return None
+        if function not in _NUMBERS or traced is None or not integral or self.request.options.branches is None:
+            raise refusal
         if self.request.dynamic:
             raise SizesFixedError("the step reads integers that it computes", self.line())
         if self.symbols is None:
             error = CountsRowsError("the step reads integers that it computes", where=self.line())
             raise error from refusal
-        most, values = _most(traced[0]), values.detach().reshape(-1)
+        shape, most, values = values.shape, _most(traced[0]), values.detach().reshape(-1)
         numbers = [self.symbols.count(most) for _ in range(values.numel())]
         values = NUMBERS_OF(values, numbers)
         if not self.branches.take(((values >= 0) & (values <= most)).all(), self.line(), True):
-            return None
+            raise refusal
         self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
-        return numbers
+        return _NUMBERS[function](shape, numbers)
 
     def asked(self) -> AbstractContextManager[None]:
         """Inside this context, a question of Python about numbers of rows is a branch."""
@@ -142,6 +149,12 @@ class CountedPlaces:
             if all(bool(evaluate(other, sizes)) is answer for other, answer in self.taken.items()):
                 return bool(evaluate(text, sizes))
         return bool(evaluate(text, hints))
+
+
+def _objects(shape: Sequence[int], numbers: list[Any]) -> Any:
+    array = np.empty(len(numbers), dtype=object)
+    array[:] = numbers
+    return array.reshape(shape)
 
 
 def _most(node: Node) -> int:

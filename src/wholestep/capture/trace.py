@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -52,11 +51,6 @@ _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()", torch.Tensor.__int__: "int()", torch.Tensor.__complex__: "complex()",
     torch.Tensor.__index__: "use as an index",
 }  # fmt: skip
-_NUMBERS: dict[Any, Callable[[Sequence[int], list[Any]], Any]] = {
-    torch.Tensor.item: lambda shape, numbers: numbers[0],
-    torch.Tensor.tolist: lambda shape, numbers: _objects(shape, numbers).tolist(),
-    torch.Tensor.numpy: lambda shape, numbers: _objects(shape, numbers),
-}
 _IN_PLACE: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")
@@ -468,10 +462,7 @@ class _TorchCalls(_torch.FunctionMode):
                 "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step",
             )
-            numbers = self._step.places.read(args[0], refusal) if func in _NUMBERS else None
-            if numbers is None:
-                raise refusal
-            return _NUMBERS[func](args[0].shape, numbers)
+            return self._step.places.read(func, args[0], refusal)
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
             file = (_calling_line() or ("",))[0]
@@ -504,12 +495,6 @@ class _TorchCalls(_torch.FunctionMode):
             return func(*args, **named)
         with self, _torch.forms_set(_torch.CHECKS_OF_NUMBERS):
             return form(*args, **{k: v for k, v in named.items() if v is not None})
-
-
-def _objects(shape: Sequence[int], numbers: list[Any]) -> Any:
-    array = np.empty(len(numbers), dtype=object)
-    array[:] = numbers
-    return array.reshape(shape)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
