@@ -99,7 +99,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 
     return [
         (sym_node.SymNode, "eq", equal),
-        *((sym_node.SymNode, name, partial(remembered, name)) for name in REMEMBERED),
+        *((sym_node.SymNode, n, partial(remembered, n)) for n in REMEMBERED if hasattr(sym_node.SymNode, n)),
         (_proxies, "fetch_sym_proxy", fetch),
         (_proxies.PythonKeyTracer, "create_arg", create_arg),
         (_proxies.ProxyTorchDispatchMode, "__sym_dispatch__", compute),

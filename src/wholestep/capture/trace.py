@@ -406,8 +406,8 @@ class _TorchCalls(_torch.FunctionMode):
         if func is torch.Tensor.data_ptr and _torch.is_fake(tensor := self._own.fake_of(args[0])):
             return _torch.address_of(tensor)
         if func is torch.Tensor.is_set_to and all(map(_torch.is_fake, pair := self._own.fake_of(args))):
-            one, other = ((_torch.address_of(t), t.shape, t.stride()) for t in pair)
-            return one == other
+            places = [(_torch.address_of(tensor), tensor.shape, tensor.stride()) for tensor in pair]
+            return places[0] == places[1]
         try:
             returned = self._run(func, self._own.fake_of(args), self._own.named(kwargs) if kwargs else {})
             return _torch.shown_to_user(self._own.of(returned))

@@ -92,14 +92,14 @@ def own_groups_in_room(counts: Tensor, first: int, count: int, groups: int, room
     return torch.searchsorted(ends, places, right=True).view(-1)
 
 
-def groups_from_first(own: Tensor, first: int, groups: int, dtype: torch.dtype) -> Tensor:
+def groups_from_first(groups_here: Tensor, first: int, groups: int, dtype: torch.dtype) -> Tensor:
     """Groups in order, those of the rank before another that stands for none."""
-    return ((own.sort().values + first) % groups).to(dtype)
+    return ((groups_here.sort().values + first) % groups).to(dtype)
 
 
-def stable_order(own: Tensor) -> Tensor:
-    """The order by group."""
-    return own.argsort(stable=True)
+def stable_order(groups: Tensor) -> Tensor:
+    """The places of rows by group, and within one as they come."""
+    return groups.argsort(stable=True)
 
 
 # -- their nodes ----------------------------------------------------------------------------------------------
