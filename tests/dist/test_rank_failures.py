@@ -167,6 +167,8 @@ if how == "call 2 of mean_square":
 if os.environ["RANK"] == "0":
     if how == "torch's all_reduce":
         dist.all_reduce(torch.ones(8, 4))
+    elif how == "torch's wait_tensor":
+        [p.full_tensor() for p in model.parameters()]
     elif how == "call 2 of mean_square":
         other(twin, others, torch.randn(8, 16))
     elif how == "save":
@@ -184,7 +186,7 @@ for _ in range(3):
     "how",
     [
         pytest.param("save", marks=FULL), pytest.param("load", marks=FULL), pytest.param("export", marks=FULL),
-        pytest.param("torch's all_reduce", marks=FULL), "call 2 of mean_square",
+        pytest.param("torch's all_reduce", marks=FULL), "torch's wait_tensor", "call 2 of mean_square",
     ],
 )  # fmt: skip
 def test_ranks_that_wait_at_different_points_are_named(how: str, tmp_path: Path) -> None:

@@ -29,20 +29,21 @@ _FLIGHT_RECORDER = {  # of NCCL: the last collectives of each rank, written wher
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-_devices: WeakKeyDictionary[Any, dict[tuple[str, str], list[DeviceMesh]]] = WeakKeyDictionary()  # by the job's group
+_devices: WeakKeyDictionary[Any, dict[Any, list[DeviceMesh]]] = WeakKeyDictionary()  # by the job's group
 
 
 @dataclass(frozen=True)
 class World:
     """This rank's place: the mesh, its coordinate, and the process groups by axis (none in a world of one), and by
-    channel where channels between stages have their own (`open_channels`). It computes on `device`; parameters and
-    optimizer state rest on `home`. `timeout_s`: after which the watchdog of a group ends the process, None for torch's.
+    channel where channels between stages have their own (`open_channels`). It computes on `device`; state rests on
+    `home`, on `devices_of_state`. `timeout_s`: after which the watchdog of a group ends the process, None for torch's.
     """
 
     mesh: Mesh
     rank: int
     device: str
     devices: DeviceMesh | None
+    devices_of_state: DeviceMesh | None
     groups: dict[str, str]
     home: str
     timeout_s: float | None = None
@@ -102,30 +103,31 @@ def join(
         next_step = f'give mesh="dp={size}", or start {mesh.size} processes (torchrun --nproc-per-node {mesh.size})'
         raise MeshError(problem, f"axis sizes whose product is {size}", next_step)
     if not dist.is_initialized():
-        return World(mesh, 0, device, None, {}, home or device)
+        return World(mesh, 0, device, None, None, {}, home or device)
     _check_gpu(device)
     _check_library(device)
     watch_peers(timeout_s)
     ranks = Rendezvous.of_job(allowance_s, on_wait)
     ranks.gather(ranks.next_label("join"), True, "the first call of a step", bool)
     with ACTIVITY.waiting("the making of process groups"):
-        devices = _devices_of(mesh, torch.device(device).type)
+        of_state, devices = (_devices_of(mesh, torch.device(device).type, most) for most in (1, _MOST_OWN))
     patience_s = timeout_s + allowance_s if timeout_s is not None and device.startswith("cuda") else None
     if patience_s is not None:
         for group in (dist.group.WORLD, *devices.get_all_groups()):
             _torch.set_group_timeout(group, patience_s)
     groups: dict[str, str] = {axis.name: devices.get_group(axis.name).group_name for axis in mesh.axes}
-    return World(mesh, dist.get_rank(), device, devices, groups, home or device, patience_s)
+    return World(mesh, dist.get_rank(), device, devices, of_state, groups, home or device, patience_s)
 
 
-def _devices_of(mesh: Mesh, kind: str) -> DeviceMesh:
+def _devices_of(mesh: Mesh, kind: str, most: int) -> DeviceMesh:
     """The ranks with groups for a step of its own, else a collective of another step, or of the script, is taken for
-    one of it. Each group over gloo has threads and sockets, so that steps after `_MOST_OWN` share these groups in turn;
-    those over NCCL are dear, and shared by all.
+    one of it; or, with `most` 1, for all state: a script calls `full_tensor()`. Each group over gloo has threads and
+    sockets, so that steps after `most` share these groups in turn; those over NCCL are dear, and shared by all.
     """
-    meshes = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind), [])
     backends: dict[Any, Any] = {name: "gloo" for name in mesh.names if transport(kind) == "gloo"}
-    if len(meshes) < (_MOST_OWN if backends else 1):
+    most = most if backends else 1
+    meshes = _devices.setdefault(dist.group.WORLD, {}).setdefault((str(mesh), kind, most), [])
+    if len(meshes) < most:
         sizes = tuple(axis.size for axis in mesh.axes)
         meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=mesh.names, backend_override=backends))
     else:
@@ -145,8 +147,7 @@ def _check_gpu(device: str | None) -> None:
 
 def _check_library(device: str) -> None:
     """Gloo reads the memory of a GPU as if it were the host's."""
-    backends = dist.get_backend_config().split(",")
-    if device.startswith("cuda") and f"{torch.device(device).type}:gloo" in backends:
+    if device.startswith("cuda") and "cuda:gloo" in dist.get_backend_config().split(","):
         problem = f"the step runs on {device}, and the process group communicates over gloo there"
         next_step = 'call init_process_group("nccl"), or none: wholestep makes the group'
         raise MeshError(problem, "NCCL, with a GPU for each rank", next_step)

@@ -61,8 +61,9 @@ class OwnedTensor(DTensor):
         return _sent(self).redistribute(device_mesh, placements, **options)
 
 
-def wrap(local: torch.Tensor, devices: DeviceMesh, placed: Sequence[Any], shape: Sequence[int]) -> DTensor:
+def wrap(local: torch.Tensor, devices: DeviceMesh | None, placed: Sequence[Any], shape: Sequence[int]) -> DTensor:
     """Return a DTensor of global `shape` with this local tensor, which may be in host memory; no communication."""
+    assert devices is not None, "only a world of several ranks shards"
     kind = OwnedTensor if any(isinstance(placement, Owned) for placement in placed) else DTensor
     return _torch.dtensor(kind, local, devices, placed, shape)
 

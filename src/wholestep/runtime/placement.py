@@ -100,10 +100,9 @@ def _shard_param(state: StepState, param: StepTensor, layout: Layout, world: Wor
 
 def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
     """This rank's piece of a whole tensor, as a DTensor that owns its storage, on `world.home`."""
-    assert world.devices is not None, "only a world of several ranks shards"
     piece = cut(tensor, layout, world.mesh, world.coordinate)
     owned = piece.clone(memory_format=torch.contiguous_format) if is_apart(layout) else piece
-    return wrap(_at_home(owned, world), world.devices, dtensor.placements(layout, world.mesh), tensor.shape)
+    return wrap(_at_home(owned, world), world.devices_of_state, dtensor.placements(layout, world.mesh), tensor.shape)
 
 
 def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -168,9 +167,8 @@ def _resharded(value: torch.Tensor, have: Layout, layout: Layout, world: World) 
     if have.is_sharded or have.owned != layout.owned:
         problem = f"optimizer state stored as {have} where the step has {layout}"
         raise StateError(problem, "state of the same stages", "load it with wholestep.load, or start without it")
-    assert world.devices is not None, "stages are several ranks"
     piece = cut(value.to_local(), layout, world.mesh, world.coordinate).clone(memory_format=torch.contiguous_format)
-    return wrap(_at_home(piece, world), world.devices, dtensor.placements(layout, world.mesh), value.shape)
+    return wrap(_at_home(piece, world), world.devices_of_state, dtensor.placements(layout, world.mesh), value.shape)
 
 
 def find_input(spec: Input, state: StepState) -> tuple[Any, Any]:

@@ -363,9 +363,9 @@ class Program:
             param = state.params[out.owner].tensor
             layout = self.plan.created_storage[name]
             as_param = isinstance(param, DTensor) and tensor.dim()
-            if self.world.devices is not None and (is_apart(layout) or as_param):
+            if self.world.devices_of_state is not None and (is_apart(layout) or as_param):
                 shape = torch.Size(self._created_shapes[name])
-                value = wrap(tensor, self.world.devices, placements(layout, self.world.mesh), shape)
+                value = wrap(tensor, self.world.devices_of_state, placements(layout, self.world.mesh), shape)
             if out.optimizer is None:
                 param.grad = value
             elif name in self._in_containers:
