@@ -280,5 +280,5 @@ def test_auto_fits_stages_by_recomputation() -> None:
     assert found.best.costs is not None
     assert found.best.costs.again_s > free.again_s == 0
     assert StepOptions.of(CompileOptions(parallel=explained(found))).memory_bytes == budget
-    with pytest.raises(ws.PlanError, match="no pipeline fits"):
+    with pytest.raises(ws.PlanError, match="no plan fits"):
         ws.Auto(budget, MACHINE, pipeline=asked, recompute=False).search(wide(), "pp=2")

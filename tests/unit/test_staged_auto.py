@@ -10,6 +10,7 @@ import wholestep as ws
 from tests.unit.test_plan_stages import run
 from tests.unit.test_staged_plan import captured
 from wholestep.cost.stage_costs import BlockPrices
+from wholestep.planner.bounds import lower_bound
 from wholestep.planner.search_result import SearchResult, Status
 from wholestep.planner.staged_plan import costs_of_staged, staged
 from wholestep.runtime.compile_options import CompileOptions, StepOptions
@@ -41,6 +42,12 @@ def test_it_chooses_the_fastest_of_what_it_tried() -> None:
     for style, step_s in again.items():
         assert rows[f"{style} on dp, 1f1b, 2 micro-batches"].batch_s == pytest.approx(step_s)
     assert found.best.batch_s == pytest.approx(min(again.values()))
+    assert 0 < rows["replicate on dp, 1f1b, 2 micro-batches"].bound_s <= found.best.batch_s
+    stages, alone = (
+        lower_bound(ws.partition(graph(), ws.plan(graph(), mesh, how, hardware=HARDWARE)), HARDWARE).computed_us
+        for mesh, how in (("pp=4", ws.Pipeline(micro_batches=2)), ("dp=1", ws.DataParallel("replicate")))
+    )
+    assert stages < alone / 2, "stages share the work"
     assert found.best.status is Status.CHOSEN
     assert [row.status for row in found.rows].count(Status.CHOSEN) == 1
     assert found.plan.strategies is not None
@@ -58,7 +65,7 @@ def test_less_memory_takes_rematerialization_and_then_more_micro_batches() -> No
         assert best.name == name
         assert best.needs_bytes <= bound
         assert (best.batch_s > free.best.batch_s) == (bound < few)
-    with pytest.raises(ws.PlanError, match=r"no pipeline fits: the nearest, 1f1b, \d micro-batches on pp=2, needs"):
+    with pytest.raises(ws.PlanError, match=r"no plan fits: the nearest, 1f1b, \d micro-batches on pp=2, needs"):
         chosen("pp=2", ws.Pipeline(schedule="1f1b"), memory_bytes=1 << 16)
 
 

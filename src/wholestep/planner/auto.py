@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ..cost.software import OWN, Software
 from ..errors import MeshError, PlanError, WholestepError, shown
@@ -31,8 +30,8 @@ from .ilp.solve import IlpResult
 from .ilp_candidates import IlpCandidates, MeshSolver, Symmetrizer
 from .recompute_kinds import passes_of
 from .search import Search
-from .search_result import Candidate, SearchResult, Status, Watch, explained, unwatched
-from .staged_auto import StagedAuto, staged_meshes
+from .search_result import Candidate, SearchResult, Watch, explained, unwatched
+from .staged_auto import StagedCandidates, staged_meshes
 
 Candidates = list[tuple[Mesh, Template]]
 
@@ -158,14 +157,14 @@ class Auto:
         hardware = hardware or self.hardware or Hardware.default()
         passes = tuple(passes_of("none", hardware, software=software) if passes is None else passes)
         watch = watch or unwatched
-        if self.pipeline is not None:
-            flat = partial(replace(self, pipeline=None).search, graph, mesh, placed, same_batches, hardware, passes)
-            return self._staged(graph, mesh, placed, hardware, watch, software, partial(flat, watch, software))
         folded = fold_step(graph, hardware, placed, software=software)
         evaluator = Evaluator(
             graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, software,
             self.micro_batches if self.may_cut else None,
         )  # fmt: skip
+        stages = self._stages(graph, mesh, hardware)
+        if stages is not None and not is_open(mesh):
+            return Search(evaluator).run([], stages=stages.tried)
         symmetrize = Symmetrizer(graph, folded.repeats) if folded is not None else None
 
         def programs(on: Mesh, free: str | None = None) -> IlpCandidates:
@@ -187,37 +186,18 @@ class Auto:
         def more(rows: Sequence[Candidate]) -> Candidates:
             return self._cut(solver([row for row in rows if not self._shares_sequences(row.mesh)]))
 
-        search = Search(evaluator).run(chosen, more if is_open(mesh) and self.solve else None)
+        further = more if is_open(mesh) and self.solve else None
+        search = Search(evaluator).run(chosen, further, stages and stages.tried)
         return replace(search, solved=program or solver.program(search.best.mesh))
 
-    def _staged(
-        self, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None, hardware: Hardware, watch: Watch,
-        software: Software, flat: Callable[[], SearchResult],
-    ) -> SearchResult:  # fmt: skip
-        """The best pipeline; on an open mesh the best of these and of what is found without one, `flat`."""
-        assert self.pipeline is not None, "stages are searched"
+    def _stages(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> StagedCandidates | None:
+        """The pipelines that are tried; on an open mesh beside all that has no stages. None without `pipeline`."""
+        if self.pipeline is None:
+            return None
         if not is_open(mesh):
             mesh.axis_size(self.pipeline.axis)  # raises where there is none
-        staged = StagedAuto(
-            graph, hardware, self.pipeline, self._beside, self.micro_batches, self.budget_bytes, self.recompute, placed,
-            watch, software,
-        )  # fmt: skip
-        if not is_open(mesh):
-            return staged.run([mesh])
-        searches, errors = list[SearchResult](), list[PlanError]()
-        open_meshes = staged_meshes(mesh, self.pipeline.axis, self.meshes(mesh.size, hardware))
-        for run in (flat, partial(staged.run, open_meshes)):
-            try:
-                searches.append(run())
-            except PlanError as error:
-                errors.append(error)
-        if not searches:
-            raise errors[0]
-        best = min(searches, key=lambda search: search.best.rank)
-        beaten = [replace(row, status=Status.SLOWER) if row.status is Status.CHOSEN else row
-                  for search in searches if search is not best for row in search.rows]  # fmt: skip
-        rows = (best.best, *sorted((*best.rows[1:], *beaten), key=lambda row: row.rank))
-        return replace(best, rows=rows, folded=next((search.folded for search in searches if search.folded), None))
+        meshes = staged_meshes(mesh, self.pipeline.axis, self.meshes(mesh.size, hardware))
+        return StagedCandidates(graph, meshes, self.pipeline, self._beside, self.micro_batches)
 
     def _beside(self, mesh: Mesh) -> list[Template]:
         """The templates beside a pipeline: all axes of `mesh`, which has none of stages, are used."""

@@ -139,15 +139,16 @@ class LowerBound:
 
 
 def lower_bound(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> LowerBound:
-    """The lower bound of `local` before passes."""
+    """The lower bound of `local` before passes; of the program of all stages, that of a stage with an equal share."""
     sent: Counter[tuple[str, str]] = Counter()
+    stages = local.mesh.axis_size(local.stage_axis) if local.stage_axis and local.stage is None else 1
     computed, op_us = 0.0, pricing_of(local.graph, hardware, software)
     for node, times in with_bodies(local.graph):
         if is_collective(node):
             sent[str(node.args[-1]), kind_of(node)] += times * whole_bytes(node)
         elif node.op == "call_function" and (flops(node) or is_list_op(node.target)) and not loop_of(node):
             computed += times * op_us(node)
-    return LowerBound(computed, sent)
+    return LowerBound(computed / stages, {key: size / stages for key, size in sent.items()})
 
 
 def fingerprint(local: LocalGraph) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 
 from ..cost.memory import peak_memory
 from ..cost.software import OWN, Software
+from ..cost.stage_costs import BlockPrices
+from ..cost.staged import StagedStep
 from ..errors import PlanError, WholestepError
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.text import human
 from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..partition.lower import written
 from ..passes.base import Pass, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
@@ -26,10 +27,12 @@ from ..plan.strategies import compose
 from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
+from .fit_stages import fit_stages, least_bytes
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
-from .resolve import plan_strategies
+from .resolve import planned_program
 from .search_result import Candidate, Status, Watch, first_line, unwatched
+from .staged_plan import costs_of_staged, fullest_reserves, staged
 
 Programs = Sequence[tuple[Plan, LocalGraph]]
 """Plans and programs: of the whole step, or of the two folded ones."""
@@ -62,6 +65,8 @@ class Evaluator:
         strategies = compose(template.strategies)
         symmetric = compose(template.symmetric) if template.symmetric else strategies
         row = Candidate(template.name, mesh, strategies, template.key, batches(strategies, mesh), symmetric=symmetric)
+        if strategies.pipeline is not None:
+            return row
         try:
             blocks = self.folded.blocks(mesh, symmetric, self.placed) if self.folded else None
             if self.folded and blocks:
@@ -79,7 +84,7 @@ class Evaluator:
 
     def in_more_pieces(self, row: Candidate) -> Candidate | None:
         """`row` in the next larger number of pieces; None where its batch has no more, or is not to be cut."""
-        if self.micro_batches is None or row.strategies is None:
+        if self.micro_batches is None or row.strategies is None or row.strategies.pipeline is not None:
             return None
         rows = row.strategies.in_pieces(self.micro_batches).rows(self.graph, row.mesh)
         number = next((n for n in piece_counts(max(rows, default=1)) if n > row.pieces), None)
@@ -107,8 +112,7 @@ class Evaluator:
         assert strategies is not None, "it has a plan"
         if doing:
             self.watch(f"{doing}{row.name}")
-        step = plan_strategies(graph, row.mesh, strategies, self.placed, self.hardware)
-        return step.plan, written(step.graph, step.plan)
+        return planned_program(graph, row.mesh, strategies, self.placed, self.hardware)
 
     def programs(self, row: Candidate, blocks: tuple[int, int] | None, fewest: Programs = ()) -> Programs:
         """Plans and programs of the steps with so many equal layers, or of the whole; `fewest`: those with `FEWEST`."""
@@ -123,7 +127,8 @@ class Evaluator:
         """
         folded = row.blocks if self.folded else None
         programs = self.programs(row, FEWEST if folded else None)
-        row, itself = self.bounded(row, programs), not folded or row.symmetric == row.strategies
+        itself = row.symmetric == row.strategies if folded else not row.is_staged
+        row = self.bounded(row, programs)
         yield row, hash((*(fingerprint(local) for _, local in programs), "" if itself else row.name))
         if folded not in (None, FEWEST):
             programs = self.programs(row, folded, fewest=programs)
@@ -136,7 +141,11 @@ class Evaluator:
         return replace(row, bound_s=bound.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
     def simulated(self, row: Candidate, programs: Programs) -> Candidate:
-        """With its costs: of the whole step, or extrapolated. The `programs` are not used again."""
+        """With its costs: of the whole step, or extrapolated. The `programs` are not used again. Stages run passes of
+        their own.
+        """
+        if row.is_staged:
+            return self._staged(row, staged(programs[0][1], self._prices(row), row.order), programs[0][1])
         if self.folded and row.blocks:
             return _with_costs(row, self.folded.priced(row.blocks, programs, self.passes))
         return self.priced(row, programs[0][0], run_passes(programs[0][1], self.passes, owned=True))
@@ -159,6 +168,8 @@ class Evaluator:
 
     def fitted(self, row: Candidate, planned: Plan, local: LocalGraph) -> Candidate:
         """Within the budget by rematerialization in the whole step, or with the least bytes that it needs."""
+        if row.is_staged:
+            return self._fitted_stages(row, local)
         fit = self.fitting(row)
         try:
             fitting = fit.choose(local)
@@ -166,6 +177,26 @@ class Evaluator:
             return replace(row, needs_bytes=fit.least(local)[1])
         row = self.priced(row, planned, fit.run(local, fitting))
         return replace(row, status=Status.SLOWER, rematerialized=fitting.names)
+
+    def _prices(self, row: Candidate) -> BlockPrices:
+        return BlockPrices(self.hardware, row.mesh, self.software)
+
+    def _staged(self, row: Candidate, step: StagedStep, local: LocalGraph) -> Candidate:
+        reserved = fullest_reserves(step, local, self.hardware, self.software)
+        return _with_costs(row, replace(costs_of_staged(step), reserved_bytes=reserved))
+
+    def _fitted_stages(self, row: Candidate, local: LocalGraph) -> Candidate:
+        prices = self._prices(row)
+        try:
+            fit = fit_stages(local, self.budget_bytes or 0, prices)
+        except PlanError:
+            return replace(row, needs_bytes=least_bytes(local, prices))
+        row = self._staged(row, fit.step(prices), fit.local)
+        assert row.costs is not None, "it was simulated"
+        return replace(
+            row, costs=replace(row.costs, peak_bytes=fit.peak_bytes), needs_bytes=fit.peak_bytes, status=Status.SLOWER,
+            rematerialized=fit.rematerialized,
+        )  # fmt: skip
 
     def least(self, row: Candidate) -> Candidate:
         """With the least bytes that it needs."""

@@ -19,6 +19,7 @@ from .folded_memory import FoldedFit, FoldedFitting
 from .search_result import INFINITE, Candidate, SearchResult, Status, first_line
 
 Further = Callable[[Sequence[Candidate]], Sequence[tuple[Mesh, Template]]]
+Stages = Callable[[Callable[[Mesh, Template], Candidate]], list[Candidate]]
 SURE, SURE_BYTES = TUNING.sure_share, TUNING.sure_bytes_share
 """Tolerances of extrapolated seconds and bytes: candidates within them of the best are simulated with all layers."""
 
@@ -39,9 +40,12 @@ class Search:
     programs: dict[int, str] = field(default_factory=dict[int, str])
     bounds: dict[tuple[Mesh, TemplateKey | str], float] = field(default_factory=dict[Any, float])
 
-    def run(self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None) -> SearchResult:
-        """The best of `candidates` and of those that `further` derives from their outcomes. Raises PlanError if none
-        can be planned, or none fits; it then names the candidate that needs the fewest bytes.
+    def run(
+        self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None, stages: Stages | None = None
+    ) -> SearchResult:
+        """The best of `candidates`, of those that `further` derives from their outcomes, and of the pipelines that
+        `stages` tries. Raises PlanError if none can be planned, or none fits; it then names the candidate that needs
+        the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)
@@ -50,6 +54,7 @@ class Search:
         if folded is not None:
             rows = self._in_pieces(self._confirm(rows))
         rows += self._keeping_some(rows)
+        rows += stages(lambda mesh, template: self._first(self.evaluator.candidate(mesh, template))) if stages else []
         before = tuple(rows)
         if self.evaluator.recompute and budget is not None:
             if folded is not None:
@@ -78,9 +83,11 @@ class Search:
             return rough_estimate_us(graph, row.mesh, row.strategies, hardware, computing_us) / row.batches
 
         for i in sorted(range(len(rows)), key=estimate_us):
-            if rows[i].status is Status.SLOWER:
-                rows[i] = self._try(rows[i])
+            rows[i] = self._first(rows[i])
         return rows
+
+    def _first(self, row: Candidate) -> Candidate:
+        return self._try(row) if row.status is Status.SLOWER else row
 
     def _confirm(self, rows: list[Candidate]) -> list[Candidate]:
         """Simulates with all layers the candidates that may be the best by extrapolation."""
@@ -136,7 +143,7 @@ class Search:
         self.programs[mark] = row.name
         try:
             tried, plan = next(steps)
-        except PlanError as error:  # by a pass that is given
+        except WholestepError as error:  # by a pass that is given
             return replace(row, status=Status.NO_PLAN, why=first_line(error))
         if evaluator.is_over(tried.needs_bytes):
             return replace(tried, status=Status.OVER_AT_PEAK)

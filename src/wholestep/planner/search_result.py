@@ -74,6 +74,17 @@ class Candidate:
     uncut: str = ""
 
     @property
+    def is_staged(self) -> bool:
+        """True for pipelines."""
+        return self.strategies is not None and self.strategies.pipeline is not None
+
+    @property
+    def order(self) -> str | None:
+        """Of the blocks of a pipeline, by name."""
+        pipe = self.strategies.pipeline if self.strategies else None
+        return None if pipe is None else pipe.schedule
+
+    @property
     def may_regather(self) -> bool:
         """True if gathered parameters are kept, and may be re-gathered to save memory."""
         data = self.strategies.data if self.strategies else None
