@@ -273,4 +273,4 @@ def staged_step(run: Run, hardware: ws.Hardware, rates: ws.KernelTimes = PREDICT
 
 @cache
 def _pipelines(run: Run, hardware: ws.Hardware) -> ShortPipelines:
-    return ShortPipelines(lambda batch, _, layers: _captured(replace(run, micro=batch), layers), 0, hardware)
+    return ShortPipelines(lambda batch, layers: _captured(replace(run, micro=batch), layers), 0, hardware)

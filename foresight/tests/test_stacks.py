@@ -135,7 +135,7 @@ def test_a_stack_without_overlap_gets_passes_without_it() -> None:
 
 @pytest.mark.full
 def test_the_search_of_pipelines_simulates_what_is_fast() -> None:
-    def capture(batch: int, _: int, layers: int) -> ws.TrainGraph:
+    def capture(batch: int, layers: int) -> ws.TrainGraph:
         return captured(batch, layers)
 
     short = ShortPipelines(capture, 8, HARDWARE)

@@ -70,7 +70,7 @@ def both(
     sizes, on = iter(range(sum(layers))), ws.Mesh(mesh)
     named = [[f"layers.{next(sizes)}" for _ in range(count)] for count in layers]
     beside = [ws.DataParallel("zero1", axis="dp")] if "dp" in on.names else []
-    short = ShortPipelines(lambda batch, _, count: captured(batch, count, **options), sum(layers), HARDWARE)
+    short = ShortPipelines(lambda batch, count: captured(batch, count, **options), sum(layers), HARDWARE)
     pipe = ws.Pipeline(micro_batches=pieces, schedule=order, chunks=chunks)
     few = short.step(StagedSetup(on, compose([*beside, pipe]), layers), 2)
     pipe = ws.Pipeline(stages=named, micro_batches=pieces, schedule=order, chunks=chunks)
@@ -113,7 +113,7 @@ def test_short_stages_stand_for_any_number(
 def test_all_layers_of_a_v_are_captured() -> None:
     """Its stages that share a rank are one block, which three short stages do not show."""
     asked = list[int]()
-    short = ShortPipelines(lambda batch, _, count: (asked.append(count), captured(batch, count))[1], 8, HARDWARE)
+    short = ShortPipelines(lambda batch, count: (asked.append(count), captured(batch, count))[1], 8, HARDWARE)
     pipe, on = ws.Pipeline(micro_batches=4, placement="v"), ws.Mesh("pp=2")
     found = short.step(StagedSetup(on, compose([pipe])), 2)
     plan = ws.plan(captured(8, 8), on, pipe, hardware=HARDWARE)

@@ -117,17 +117,17 @@ class GpuPlanner:
             chosen = self.options.recompute
             kinds = ALL_KINDS if chosen in (None, Recompute.auto) else (self.options.recomputes(),)
             styles = None if self.options.style is None else (self.options.style.value,)
-            model, capture = self.model.args[0], partial(self._capture, seq)
+            model, capture = self.model.args[0], partial(self._capture, seq, "none")
             steps = ShortSteps(capture, self.layers, self.hardware, self.options.software, model)
             self.searches[seq] = GpuSearch(
                 steps, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds, styles
             )
         return self.searches[seq]
 
-    def _capture(self, seq: int, batch: int, micro_batches: int, layers: int) -> TrainGraph:
-        spec = replace(self.spec, seq=seq, batch=batch, micro_batches=micro_batches, layers=layers)
-        target = build(spec)
-        stage = f"capture {layers} layers, {micro_batches} x {batch} sequences of {seq}"
+    def _capture(self, seq: int, kind: str, batch: int, micro_batches: int, layers: int) -> TrainGraph:
+        spec = replace(self.spec, seq=seq, batch=batch, micro_batches=micro_batches, layers=layers, recompute=kind)
+        target, checkpoints = build(spec), f", recompute {kind}" if kind != "none" else ""
+        stage = f"capture {layers} layers, {micro_batches} x {batch} sequences of {seq}{checkpoints}"
         return capture(self.screen, target, stage, self.options.capture_options(target, self.hardware))
 
     @property
@@ -167,19 +167,13 @@ class GpuPlanner:
 
     def _staged(self, seq: int, watch: Watch) -> StagedSearch:
         kinds = self._search(seq).kinds
-        short = {kind: ShortPipelines(partial(self._checkpointed, seq, kind), self.layers, self.hardware,
-                                      self.model.args[0])
+        short = {kind: ShortPipelines(lambda batch, layers, kind=kind: self._capture(seq, kind, batch, 1, layers),
+                                      self.layers, self.hardware, self.model.args[0])
                  for kind in kinds}  # fmt: skip
         return StagedSearch(
             short.__getitem__, self.layers, self.hardware, self.memory_bytes, self.tensor, self.param_bytes, kinds,
             self.options.software, watch,
         )  # fmt: skip
-
-    def _checkpointed(self, seq: int, kind: str, batch: int, micro_batches: int, layers: int) -> TrainGraph:
-        spec = replace(self.spec, seq=seq, batch=batch, micro_batches=1, layers=layers, recompute=kind)
-        target = build(spec)
-        stage = f"capture {layers} layers, {batch} sequences of {seq}, recompute {kind}"
-        return capture(self.screen, target, stage, self.options.capture_options(target, self.hardware))
 
     def figures(self, setup: Setup, seq: int, sequences: int) -> Figures:
         """Of a setup that was simulated."""

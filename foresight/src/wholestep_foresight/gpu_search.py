@@ -12,7 +12,6 @@ from wholestep.cost.reserved import reserved_bytes
 from wholestep.cost.staged import StagedStep
 from wholestep.errors import BudgetError, PlanError, WholestepError
 from wholestep.graph.gc_control import collector_paused, existing_objects_frozen
-from wholestep.graph.graph import Role
 from wholestep.graph.text import human, human_at_least, seconds
 from wholestep.hardware.hardware import Hardware
 from wholestep.mesh import Mesh
@@ -24,9 +23,8 @@ from wholestep.planner.candidates import Template, meshes, templates
 from wholestep.planner.recompute_kinds import RecomputeKind
 from wholestep.planner.search_result import Watch, first_line, unwatched
 
-from .micro_batch_bytes import gradients_of, held_between
 from .setup_estimate import SetupEstimate
-from .short_steps import ShortSteps, accumulating, grown, repeated
+from .short_steps import ShortSteps
 
 
 def step_s(setup: Setup) -> float:
@@ -164,19 +162,14 @@ class GpuSearch:
 
     @collector_paused()
     def reserved(self, setup: Setup) -> int | None:
-        """`device_fit.Reserves.reserved`: of one micro-batch, beside the gradients of all. Not of pipelines."""
+        """`device_fit.Reserves.reserved`: of one micro-batch, and what several hold besides. Not of pipelines."""
         if not self.hardware.has_gpus or setup.order:
             return None
         self.watch(f"all layers of {setup}")
-        mesh, strategies, batch = setup.mesh, setup.strategies, setup.batch
-        local, added = self.steps.whole(mesh, strategies, batch, setup.recompute), list[int]()
-        summed = gradients_of(local) if setup.micro_batches > 1 else ()
-        if summed:
-            share = self._accumulated(setup) / self.param_bytes
-            added = [round(i.meta.size_bytes * share) for i in local.inputs if i.role is Role.PARAM]
-            live_bytes = round(self.steps.fewest(mesh, strategies, batch, 2).whole(held_between))
-            added.append(max(live_bytes - sum(added), 0))  # not cut along tensor parallelism before it is complete
-        return reserved_bytes(local, self.hardware, self.steps.software, added, summed)
+        step = setup.mesh, setup.strategies, setup.batch
+        reserved = reserved_bytes(self.steps.whole(*step, setup.recompute), self.hardware, self.steps.software) or 0
+        peaks = [self.steps.costs(*step, count, setup.recompute).peak_bytes for count in (1, setup.micro_batches)]
+        return reserved + max(peaks[1] - peaks[0], 0)
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
@@ -267,7 +260,7 @@ class GpuSearch:
 
     def _accumulated(self, setup: Setup) -> int:
         """Bytes of the gradients that a rank holds at least while it works on a second micro-batch: they are reduced
-        once, at the end, unless a style reduces each. `held_between` has them as the program does.
+        once, at the end, unless a style reduces each.
         """
         data = setup.strategies.data
         ranks = prod(map(setup.mesh.axis_size, data.axes(setup.mesh))) if data and data.kind.shards_gradients else 1
@@ -306,48 +299,23 @@ class GpuSearch:
         """Parameters sharded over all data-parallel ranks, beside the same tensor parallelism."""
         data = replace(DataParallel(), style="fully_shard", axis=setup.strategies.data.axes(setup.mesh),
                        reshard_after_forward=True) if setup.strategies.data else None  # fmt: skip
-        parts = (
-            *([data] if data else []),
-            *(part for part in setup.strategies.parts if part is not setup.strategies.data),
-        )
+        beside = (part for part in setup.strategies.parts if part is not setup.strategies.data)
+        parts = *([data] if data else []), *beside
         return replace(setup, template=replace(setup.template, strategies=parts))
 
     def _simulated(self, setup: Setup, fastest_s: float) -> Setup:
-        """With simulated costs, if it fits. One that is slower than `fastest_s` by its first micro-batch alone is not
-        simulated further.
-        """
+        """With simulated costs, if it fits. One whose ops alone take longer than `fastest_s` is not simulated."""
         self.watch(str(setup))
+        least_s = setup.micro_batches * self.estimate.batch_us(setup.mesh, setup.batch) / 1e6
+        if least_s > fastest_s:
+            return replace(setup, why=f"takes {seconds(least_s)} at least")
         try:
-            costs = self._costs(setup, fastest_s)
+            costs = self.steps.costs(setup.mesh, setup.strategies, setup.batch, setup.micro_batches, setup.recompute)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
-        if not isinstance(costs, Costs):
-            return replace(setup, why=f"takes {seconds(costs)} at least")
         if costs.peak_bytes <= self.memory_bytes:
             return replace(setup, costs=costs)
         return self._holding(setup, costs.peak_bytes, "holds about {} at its peak")
-
-    def _costs(self, setup: Setup, fastest_s: float) -> Costs | float:
-        """Costs with one micro-batch, or of all, from those with one and what a second adds; or a bound above
-        `fastest_s`. What it adds is known from the fewest layers.
-        """
-        mesh, strategies, batch, kind = setup.mesh, setup.strategies, setup.batch, setup.recompute
-        batch_costs = self.steps.made(mesh, strategies, batch, 1).costs(kind)
-        if setup.micro_batches == 1:
-            return batch_costs.costs
-        first = accumulating(batch_costs, self._accumulated(setup))
-        if first.peak_bytes > self.memory_bytes:
-            return first
-        more_us = self.estimate.batch_us(mesh, batch)
-        least_s = first.step_s + (setup.micro_batches - 1) * more_us / 1e6
-        if least_s > fastest_s:
-            return least_s
-        two = self.steps.fewest(mesh, strategies, batch, 2)
-        first = accumulating(batch_costs, round(two.whole(held_between)))
-        if first.peak_bytes > self.memory_bytes:
-            return first
-        once, twice = self.steps.fewest(mesh, strategies, batch).costs(kind).costs, two.costs(kind).costs
-        return repeated(first, grown(first, once, twice), setup.micro_batches)
 
     def nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         """Why no setup is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 from wholestep.cost.compute import flops
@@ -12,14 +13,15 @@ from wholestep.cost.software import pricing_of
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import is_collective
+from wholestep.graph.storage import storages
 from wholestep.hardware.hardware import Hardware
 from wholestep.mesh import Mesh
+from wholestep.passes.forward_backward import forward_backward
 from wholestep.plan.strategies import Strategies
 from wholestep.planner.bounds import data_collectives
 from wholestep.planner.recompute_kinds import RecomputeKind
 
-from .micro_batch_bytes import least_bytes
-from .short_steps import MadeStep, ShortSteps
+from .short_steps import ShortStep, ShortSteps
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class SetupEstimate:
     steps: ShortSteps
     hardware: Hardware
     tensor_axis: str
-    probes: dict[tuple[int, int], MadeStep] = field(default_factory=dict[tuple[int, int], MadeStep])
+    probes: dict[tuple[int, int], ShortStep] = field(default_factory=dict[tuple[int, int], ShortStep])
     profiles: dict[tuple[int, int], BatchTimes] = field(default_factory=dict[tuple[int, int], BatchTimes])
     bytes_by_kind: dict[tuple[int, int, RecomputeKind], BatchBytes] = field(
         default_factory=dict[tuple[int, int, RecomputeKind], BatchBytes]
@@ -74,7 +76,7 @@ class SetupEstimate:
         """The ranks that share a layer."""
         return mesh.axis_size(self.tensor_axis) if self.tensor_axis in mesh.names else 1
 
-    def _profiled(self, step: MadeStep) -> BatchTimes:
+    def _profiled(self, step: ShortStep) -> BatchTimes:
         def summed(part: str) -> float:
             return step.whole(lambda local: self._summed(local, part))
 
@@ -141,6 +143,28 @@ class SetupEstimate:
         waits = [max(us - one_us, 0.02 * us) for us in (each_us, all_us)]
         update_us = profile.update_us * prod(map(mesh.axis_size, replicated_axes))
         return micro_batches * one_us + update_us + (micro_batches - 1) * waits[0] + waits[1]
+
+
+def least_bytes(local: LocalGraph) -> int:
+    """Bytes that a rank holds at least, whatever passes do to `local`: its inputs, and between two ops of the forward
+    and backward, whose order no pass changes, what ops before made and ops behind read. Gathered parameters and
+    gradients come and go as they are scheduled, and do not count.
+    """
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    place = {node: i for i, node in enumerate(calls)}
+    varying, main = forward_backward(local, later_stages=False)
+    ordered = {node for node in calls if node in varying and node in main}
+    changes, rest = [0] * (len(calls) + 1), 0
+    for storage in storages(local.graph):
+        if storage.first < 0:
+            rest += storage.size_bytes
+            continue
+        reads = [place[user] for member in storage.members for user in member.users if user in ordered]
+        last = max(reads, default=0)
+        if storage.node in ordered and last > storage.first + 1:
+            changes[storage.first + 1] += storage.size_bytes
+            changes[last] -= storage.size_bytes
+    return rest + max(accumulate(changes), default=0)
 
 
 def _unscheduled(local: LocalGraph) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from wholestep.cost.software import OWN, Software
-from wholestep.errors import PlanError
 from wholestep.graph.graph import LocalGraph, TrainGraph
 from wholestep.hardware.hardware import Hardware
 from wholestep.mesh import Mesh
@@ -18,25 +18,15 @@ from wholestep.plan.make_plan import stored_bytes
 from wholestep.plan.plan import Plan
 from wholestep.plan.strategies import Strategies
 from wholestep.planner.bounds import Costs, costs_of
-from wholestep.planner.folded_step import FEWEST, CaptureStep, FoldedStep, from_few_layers
+from wholestep.planner.folded_step import FEWEST, FoldedStep, from_few_layers
 from wholestep.planner.recompute_kinds import RecomputeKind, passes_of, recomputing
 from wholestep.planner.resolve import planned_program
-
-from .micro_batch_bytes import peak_beside_gradients
 
 Programs = tuple[tuple[Plan, LocalGraph], ...]
 
 
 @dataclass(frozen=True)
-class MadeCosts:
-    """Costs of a step, and the most bytes that a rank holds besides gradients of parameters, which may add up."""
-
-    costs: Costs
-    beside_gradients_bytes: int
-
-
-@dataclass(frozen=True)
-class MadeStep:
+class ShortStep:
     """Plans and programs of a step: of all layers (`pair` is None), or of two numbers of layers. `programs` recompute,
     and are not scheduled; `kind_costs` are their costs.
     """
@@ -47,7 +37,7 @@ class MadeStep:
     hardware: Hardware
     software: Software = OWN
     programs: dict[RecomputeKind, Programs] = field(default_factory=dict[RecomputeKind, "Programs"], compare=False)
-    kind_costs: dict[RecomputeKind, MadeCosts] = field(default_factory=dict[RecomputeKind, "MadeCosts"], compare=False)
+    kind_costs: dict[RecomputeKind, Costs] = field(default_factory=dict[RecomputeKind, "Costs"], compare=False)
 
     def of(self, kind: RecomputeKind) -> Programs:
         """Plans and programs that recompute, not scheduled."""
@@ -55,27 +45,22 @@ class MadeStep:
             self.programs[kind] = tuple((plan, run_passes(local, recomputing(kind))) for plan, local in self.planned)
         return self.programs[kind]
 
-    def costs(self, kind: RecomputeKind) -> MadeCosts:
+    def costs(self, kind: RecomputeKind) -> Costs:
         """Costs of the whole step with a kind of recomputation."""
         if kind not in self.kind_costs:
             planned, passes = self.of(kind), passes_of("none", self.hardware, software=self.software)
             if self.step is None or self.pair is None:
                 (plan, local), *_ = planned
-                programs = [run_passes(local, passes)]
-                costs = costs_of(programs[0], plan, self.hardware, self.software)
+                self.kind_costs[kind] = costs_of(run_passes(local, passes), plan, self.hardware, self.software)
             else:
-                programs = self.step.scheduled(self.pair, planned, passes)
-                plans = [plan for plan, _ in planned]
-                costs = self.step.costs_from(self.pair, list(zip(plans, programs, strict=True)))
-            beside = self._whole([peak_beside_gradients(program) for program in programs])
-            self.kind_costs[kind] = MadeCosts(costs, round(beside))
+                scheduled = self.step.scheduled(self.pair, planned, passes)
+                pairs = [(plan, local) for (plan, _), local in zip(planned, scheduled, strict=True)]
+                self.kind_costs[kind] = self.step.costs_from(self.pair, pairs)
         return self.kind_costs[kind]
 
     def whole(self, quantity: Callable[[LocalGraph], float], kind: RecomputeKind = "none") -> float:
         """A quantity that is linear in the number of layers, of the whole step before it is scheduled."""
-        return self._whole([quantity(local) for _, local in self.of(kind)])
-
-    def _whole(self, quantities: Sequence[float]) -> float:
+        quantities = [quantity(local) for _, local in self.of(kind)]
         if self.step is None or self.pair is None:
             return quantities[0]
         return self.step.whole(self.pair, (quantities[0], quantities[1]))
@@ -83,19 +68,20 @@ class MadeStep:
 
 @dataclass
 class ShortSteps:
-    """The steps of a model with `layers` layers. One with a micro-batch is captured with few of them, or with all where
-    these are not equal; one with several is captured with the numbers of layers that the first is folded to. What was
-    planned once is kept. `model`: with all layers, which are compared before few stand for them.
+    """The steps of a model with `layers` layers, which `capture` builds: from sequences of a rank at a time,
+    micro-batches and layers. One with a micro-batch is captured with few of them, or with all where these are not
+    equal; one with several is captured with the numbers of layers that the first is folded to. What was planned once is
+    kept. `model`: with all layers, which are compared before few stand for them.
     """
 
-    capture: CaptureStep
+    capture: Callable[[int, int, int], TrainGraph]
     layers: int
     hardware: Hardware
     software: Software = OWN
     model: nn.Module | None = None
     steps: dict[int, FoldedStep | TrainGraph] = field(default_factory=dict[int, FoldedStep | TrainGraph])
     several: dict[tuple[int, int, int], TrainGraph] = field(default_factory=dict[tuple[int, int, int], TrainGraph])
-    planned: dict[tuple[object, ...], MadeStep] = field(default_factory=dict[tuple[object, ...], MadeStep])
+    planned: dict[tuple[object, ...], ShortStep] = field(default_factory=dict[tuple[object, ...], ShortStep])
 
     def step(self, batch: int) -> FoldedStep | TrainGraph:
         """The step with few layers; all of them where it cannot be extrapolated from few."""
@@ -104,11 +90,43 @@ class ShortSteps:
             self.steps[batch] = from_few_layers(capture, self.layers, self.hardware, self.software, self.model)
         return self.steps[batch]
 
-    def _graph(self, step: FoldedStep | TrainGraph, blocks: int | None, batch: int, micro_batches: int) -> TrainGraph:
+    def costs(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind) -> Costs:
+        """Costs of a step. What one micro-batch adds to another is known from the fewest layers.
+
+        Raises:
+            PlanError: the strategy cannot be planned.
+        """
+        step = self.step(batch)
+        pair = step.blocks(mesh, strategies) if isinstance(step, FoldedStep) else None
+        first = self._of(mesh, strategies, batch, 1, pair).costs(kind)
+        if micro_batches == 1:
+            return first
+        one, two = (self.fewest(mesh, strategies, batch, count).costs(kind) for count in (1, 2))
+        return repeated(first, one, two, micro_batches)
+
+    def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> ShortStep:
+        """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
+        adds to another, where buckets are the same.
+        """
+        pair = FEWEST if isinstance(self.step(batch), FoldedStep) else None
+        return self._of(mesh, strategies, batch, micro_batches, pair)
+
+    def _of(
+        self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, pair: tuple[int, int] | None
+    ) -> ShortStep:
+        key = mesh, repr(strategies), batch, micro_batches, pair
+        if key not in self.planned:
+            graphs = [self._graph(batch, micro_batches, blocks) for blocks in (pair or (None,))]
+            planned = tuple(planned_program(graph, mesh, strategies, None, self.hardware) for graph in graphs)
+            folded = step if isinstance(step := self.step(batch), FoldedStep) else None
+            self.planned[key] = ShortStep(folded, pair, planned, self.hardware, self.software)
+        return self.planned[key]
+
+    def _graph(self, batch: int, micro_batches: int, blocks: int | None = None) -> TrainGraph:
         """The step with so many equal blocks, or with all layers."""
+        step, layers = self.step(batch), self.layers
         if micro_batches == 1:
             return step.with_blocks(blocks or step.count) if isinstance(step, FoldedStep) else step
-        layers = self.layers
         if isinstance(step, FoldedStep) and blocks is not None:
             layers -= (step.count - blocks) * step.repeats.period
         key = batch, micro_batches, layers
@@ -116,47 +134,13 @@ class ShortSteps:
             self.several[key] = self.capture(batch, micro_batches, layers)
         return self.several[key]
 
-    def whole_step(self, batch: int) -> TrainGraph:
-        """The step of one micro-batch with all layers."""
-        return self._graph(self.step(batch), None, batch, 1)
-
-    def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> MadeStep:
-        """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
-        adds to another, where buckets are the same.
-        """
-        step = self.step(batch)
-        pair = FEWEST if isinstance(step, FoldedStep) else None
-        return self._of(step, pair, mesh, strategies, batch, micro_batches)
-
-    def made(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int) -> MadeStep:
-        """Plan and program for a strategy.
-
-        Raises:
-            PlanError: it cannot be planned.
-        """
-        step = self.step(batch)
-        pair = step.blocks(mesh, strategies) if isinstance(step, FoldedStep) else None
-        return self._of(step, pair, mesh, strategies, batch, micro_batches)
-
-    def _of(
-        self, step: FoldedStep | TrainGraph, pair: tuple[int, int] | None, mesh: Mesh, strategies: Strategies,
-        batch: int, micro_batches: int,
-    ) -> MadeStep:  # fmt: skip
-        key = mesh, repr(strategies), batch, micro_batches, pair
-        if key not in self.planned:
-            graphs = [self._graph(step, blocks, batch, micro_batches) for blocks in (pair or (None,))]
-            planned = tuple(planned_program(graph, mesh, strategies, None, self.hardware) for graph in graphs)
-            folded = step if isinstance(step, FoldedStep) else None
-            self.planned[key] = MadeStep(folded, pair, planned, self.hardware, self.software)
-        return self.planned[key]
-
     def whole(self, mesh: Mesh, strategies: Strategies, batch: int, kind: RecomputeKind) -> LocalGraph:
         """The program of one micro-batch with all layers, after all passes.
 
         Raises:
             PlanError: it cannot be planned.
         """
-        local = planned_program(self.whole_step(batch), mesh, strategies, None, self.hardware)[1]
+        local = planned_program(self._graph(batch, 1), mesh, strategies, None, self.hardware)[1]
         return run_passes(local, passes_of(kind, self.hardware, software=self.software), owned=True)
 
     def stored_bytes(self, mesh: Mesh, strategies: Strategies) -> int:
@@ -171,31 +155,17 @@ class ShortSteps:
         return stored_bytes(step, mesh, strategies, None)
 
 
-def repeated(single: Costs, double: Costs, micro_batches: int) -> Costs:
-    """Costs of a step with so many micro-batches from those with one and with two. Each further one takes what the
-    second takes; the peak is that of one.
+def repeated(step: Costs, one: Costs, two: Costs, micro_batches: int) -> Costs:
+    """Costs of a step with so many micro-batches, two or more, from those with one, and from what the second adds to
+    another step. Each further one takes what the second takes; the peak is that with two, whose gradients add up.
     """
-    if micro_batches < 1:
-        raise PlanError(f"{micro_batches} micro-batches", "at least 1", "correct it")
-    grown = single.towards(double, micro_batches - 1)
-    return replace(grown, rest_bytes=single.rest_bytes, peak_bytes=single.peak_bytes, by_kind=single.by_kind)
 
+    def grown(name: str, times: int) -> float:
+        return getattr(step, name) + times * (getattr(two, name) - getattr(one, name))
 
-def grown(step: Costs, smaller: Costs, larger: Costs) -> Costs:
-    """`step` plus `larger` minus `smaller`: what a larger step costs besides, known from smaller ones."""
-    names = ("peak_bytes", "sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
-    added = {name: getattr(step, name) + getattr(larger, name) - getattr(smaller, name) for name in names}
-    kinds = {**step.by_kind, **larger.by_kind}
-    sizes = {k: step.by_kind.get(k, 0) + larger.by_kind.get(k, 0) - smaller.by_kind.get(k, 0) for k in kinds}
-    positive = {kind: size for kind, size in sizes.items() if size > 0}
-    return replace(step, **added, by_kind=positive, reserved_bytes=None)
-
-
-def accumulating(single: MadeCosts, gradient_bytes: int) -> Costs:
-    """Costs of one micro-batch of several: a rank holds `gradient_bytes` that add up, and the most that it holds
-    besides gradients.
-    """
-    peak = max(single.beside_gradients_bytes + gradient_bytes, single.costs.peak_bytes)
-    by_kind = dict(single.costs.by_kind)
-    by_kind["gradient"] = by_kind.get("gradient", 0) + max(peak - single.costs.peak_bytes, 0)
-    return replace(single.costs, peak_bytes=peak, by_kind=by_kind)
+    names = ("sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
+    more: dict[str, Any] = {name: max(grown(name, micro_batches - 1), 0) for name in names}
+    kinds = {**step.by_kind, **two.by_kind}
+    sizes = {k: step.by_kind.get(k, 0) + two.by_kind.get(k, 0) - one.by_kind.get(k, 0) for k in kinds}
+    more |= {"peak_bytes": grown("peak_bytes", 1), "by_kind": {k: size for k, size in sizes.items() if size > 0}}
+    return replace(step, **more, reserved_bytes=None)

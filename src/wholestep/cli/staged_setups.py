@@ -56,7 +56,7 @@ class StagedSetups:
             self.spec = replace(self.spec, micro_batches=1, recompute=kind)
             self.short = ShortPipelines(self._capture, layers, self.request.hardware, self.request.target.args[0])
 
-    def _capture(self, batch: int, micro_batches: int, layers: int) -> ws.TrainGraph:
+    def _capture(self, batch: int, layers: int) -> ws.TrainGraph:
         assert self.spec is not None, "a model of --hf"
         target = build(replace(self.spec, batch=batch, layers=layers))
         stage = f"capture {layers} layers, {batch} sequences"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
@@ -69,19 +69,18 @@ class _Allocations:
 
 
 def reserved(
-    local: LocalGraph, software: Software, *, until: Mapping[Node, Node] | None = None, added: Sequence[int] = (),
-    summed: Collection[tuple[Node, int]] = (),
-) -> Reserved:  # fmt: skip
+    local: LocalGraph, software: Software, *, until: Mapping[Node, Node] | None = None, added: Sequence[int] = ()
+) -> Reserved:
     """Repeat the allocations of a step until they are steady. `until`: results that are held until another node ran.
-    `added`: sizes of tensors that are there for good besides, as gradients that stay from one micro-batch to the next;
-    results that are `summed`, by node and number of the output, are added to these by the call that follows. Buffers of
-    gathers belong to another stream where the software copies out of them, so that no other tensor takes their blocks.
+    `added`: sizes of tensors that are there for good besides, as gradients that stay from one micro-batch to the next.
+    Buffers of gathers belong to another stream where the software copies out of them, so that no other tensor takes
+    their blocks.
 
     Example:
         >>> print(reserved(local, OWN).reserved_bytes)
     """
     buffers = storages_here(local, storages(local.graph))
-    allocations, place = _allocations(local.graph, buffers, software, until or {}, summed)
+    allocations, place = _allocations(local.graph, buffers, software, until or {})
     roles = {node: graph_input.role for graph_input, node in local.placeholders()}
     states = [buffer for buffer in buffers if roles.get(buffer.node) is Role.STATE]
     rest = [buffer.size_bytes for buffer in buffers if buffer.first < 0 and roles.get(buffer.node) is not Role.STATE]
@@ -94,16 +93,13 @@ def reserved(
     return Reserved(run.allocator.reserved_bytes, run.peak_bytes)
 
 
-def reserved_bytes(
-    local: LocalGraph, hardware: Hardware, software: Software = OWN, added: Sequence[int] = (),
-    summed: Collection[tuple[Node, int]] = (),
-) -> int | None:  # fmt: skip
+def reserved_bytes(local: LocalGraph, hardware: Hardware, software: Software = OWN) -> int | None:
     """What torch reserves on a GPU of `hardware` while `local` runs, with the allocator of `software`; None
     for what is no GPU, and for the program of all stages of a pipeline, which none of them runs.
     """
     if not hardware.has_gpus or (local.stage_axis and local.stage is None):
         return None
-    return reserved(local, software, added=added, summed=summed).reserved_bytes
+    return reserved(local, software).reserved_bytes
 
 
 def _allocations(
@@ -111,7 +107,6 @@ def _allocations(
     buffers: Sequence[Storage],
     software: Software,
     until: Mapping[Node, Node],
-    summed: Collection[tuple[Node, int]] = (),
 ) -> tuple[_Allocations, dict[Node, int]]:
     """The allocations of a program for the storages that it holds, and the places of its calls."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -123,9 +118,6 @@ def _allocations(
             inside[i] = 1, _of_part(part, software)
     of_graph = [s for s in buffers if s.node.graph is graph]  # else of one moment of a piece
     of_graph = [s for s in of_graph if s.index != PIECES or place[s.node] not in inside]
-    of_graph = [
-        replace(s, last=min(s.first + 1, len(calls) - 1)) if (s.node, s.index) in summed else s for s in of_graph
-    ]
     lives = [life for s in of_graph for life in _lives(s, place, software, until)]
     return _Allocations(len(calls), lives, inside), place
 

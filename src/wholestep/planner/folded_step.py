@@ -31,8 +31,8 @@ from ..tuning import TUNING
 from .bounds import Costs, LowerBound, costs_of_part
 
 FEWEST = TUNING.folded_layers
-CaptureStep = Callable[[int, int, int], TrainGraph]
-"""From sequences of a rank at a time, micro-batches and layers, to the step."""
+CaptureStep = Callable[[int, int], TrainGraph]
+"""From sequences of a rank and layers to the step."""
 
 
 @dataclass

@@ -298,8 +298,8 @@ class ShortPair:
 
 @dataclass
 class ShortPipelines:
-    """Pipelines of a model with `layers` layers, which `capture` builds with few of them: from the sequences in the
-    batch, 1, and layers. `model`: as in `from_few_layers`. `folded` and `short`: what was captured and planned, for
+    """Pipelines of a model with `layers` layers, which `capture` builds with few of them. `model`: as in
+    `from_few_layers`. `folded` and `short`: what was captured and planned, for
     models that differ in `layers` alone.
     """
 
@@ -376,7 +376,7 @@ class ShortPipelines:
         return replace(step, precision=precision_of(pair.steps[0].local))
 
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
-        graph = self.capture(batch * setup.pieces, 1, self.layers)
+        graph = self.capture(batch * setup.pieces, self.layers)
         return planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)[1]
 
     def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
@@ -402,7 +402,7 @@ class ShortPipelines:
 
     def _captured(self, batch: int, layers: int, blocks: int) -> tuple[FoldedStep, int] | None:
         layers = min(layers, self.layers)
-        graph = self.capture(batch * _PIECES, 1, layers)
+        graph = self.capture(batch * _PIECES, layers)
         repeats = find_repeats(graph)
         if repeats is not None and repeats.count >= blocks:
             return FoldedStep(graph, repeats, self.hardware), layers
