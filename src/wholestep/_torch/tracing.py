@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .attributes import attributes_set, flags_set, forms_set, here_only
 from .dispatch import quick_dispatch
 from .op_schemas import FUSED
-from .undo import undo, undone
+from .undo import undo
 
 try:
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
@@ -248,11 +249,10 @@ def trace_plain(fn: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.Graph:
 
 @contextlib.contextmanager
 def without_onednn() -> Generator[None]:
-    """Disable oneDNN inside this context, for all threads: nothing else says it. Its recurrent layers need a workspace
-    that only autograd creates.
-    """
-    with undone():
-        undo(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+    """Disable oneDNN, whose recurrent layers need what only autograd makes, for all threads. Python sees no change."""
+    before, flags = torch._C._get_mkldnn_enabled(), vars(type(sys.modules["torch.backends.mkldnn"]))
+    with attributes_set([(flags["enabled"], "getter", lambda: before)]):
+        undo(torch._C._set_mkldnn_enabled, before)
         torch._C._set_mkldnn_enabled(False)
         yield
 

@@ -344,8 +344,6 @@ def restored(state: StepState) -> Generator[None]:
     """Restore parameters, buffers, groups, state and modes at the end of this context, in which state is empty."""
     optimizers = list(state.optimizers.values())
     before = [(entry, entry.tensor) for entry in (*state.params.values(), *state.buffers.values())]
-    lists = [(o.param_groups, list(o.param_groups)) for o in optimizers]
-    groups = [(g, dict(g)) for o in optimizers for g in o.param_groups]
     changes: list[tuple[Any, str, Any]] = [(o, "state", defaultdict(dict)) for o in optimizers]
     changes += [(s, _torch.SCALER_CALLS, copy.deepcopy(_torch.scaler_calls(s))) for s in state.scalers.values()]
     changes += [(m, "training", m.training) for root in state.modules.values() for m in root.modules()]
@@ -353,10 +351,10 @@ def restored(state: StepState) -> Generator[None]:
     with _torch.undone(), _torch.others_wait(modules), _torch.attributes_set(changes):
         for entry, tensor in before:
             _torch.undo(put, entry, tensor)
-        for held_groups, before_groups in lists:
-            _torch.undo(held_groups.__setitem__, slice(None), before_groups)
-        for group, items in groups:
-            _torch.undo(put_back, group, items)
+        for optimizer in optimizers:
+            _torch.undo(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
+            for group in optimizer.param_groups:
+                _torch.undo(put_back, group, dict(group))
         for entry in state.params.values():
             _show_face(entry)
         yield

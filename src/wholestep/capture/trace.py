@@ -260,14 +260,14 @@ class Traced:
             raise SizesFixedError("the step reads a value of the batch", _calling_text())
         return value
 
-    def _fill_state(self, fakes: dict[str, torch.Tensor], plain: list[tuple[Any, str, Any]]) -> None:
+    def _fill_state(self, fakes: dict[str, torch.Tensor], plain: list[tuple[Any, Any, Any]]) -> None:
         optimizers = list(self.request.state.optimizers.values())
-        for optimizer, name, entry in plain:
-            optimizer.state[self.request.state.params[name].tensor].update(entry)
+        params = self.request.state.params
+        for optimizer, owner, entry in plain:
+            optimizer.state[params[owner].tensor if isinstance(owner, str) else owner].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                owner = self.request.state.params[i.owner].tensor
-                self.counts.put(optimizers[i.optimizer], i, owner, fakes[i.name])
+                self.counts.put(optimizers[i.optimizer], i, params[i.owner].tensor, fakes[i.name])
 
     def _mark_gradients(self, fakes: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
@@ -508,16 +508,16 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _torch.set_data(tensor, value)
 
 
-def _plain_state(state: StepState) -> list[tuple[Any, str, dict[str, Any]]]:
-    """Return copies of what optimizers have for each parameter, as (optimizer, name of the parameter, entries): without
-    tensors, but in their lists, tuples and dicts.
+def _plain_state(state: StepState) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Return copies of what optimizers have, as (optimizer, name of the parameter, entries): without tensors, but in
+    their lists, tuples and dicts. Nothing of a tensor that the step does not know, in place of a name.
     """
     names = {id(entry_of.tensor): name for name, entry_of in state.params.items()}
     return [
-        (optimizer, names[id(param)], Entry({k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}).copy())
+        (optimizer, names.get(id(p), p), Entry({k: v for k, v in own if not isinstance(v, torch.Tensor)}).copy())
         for optimizer in state.optimizers.values()
-        for param, entry in optimizer.state.items()
-        if id(param) in names
+        for p, entry in optimizer.state.items()
+        for own in [entry.items() if id(p) in names else ()]
     ]
 
 
