@@ -188,9 +188,31 @@ def as_many_of_two(m: Picks, h: Tensor) -> Tensor:
     return (h[h[:, 0] > 0] + m.out(h)[h[:, 0] >= 0]).sum()
 
 
+def picked_twice(m: Picks, h: Tensor) -> Tensor:
+    """Rows of rows: most numbers of the inner ones are fewer than those of the outer ones."""
+    rows = m.out(h)[h[:, 0] > 0]
+    inner, y = rows[:, 1] > 0, rows.clone()
+    y[inner] = m.into(rows[inner])
+    kept = rows[(rows[:, 2] > 0).nonzero().squeeze(1)]
+    return y.square().sum() + kept[kept[:, 3] > 0].sum() / max(1, len(kept)) + rows.sum() * inner.sum().item()
+
+
+def not_suppressed(m: Picks, h: Tensor) -> Tensor:
+    """Boxes that none of higher score is near to."""
+    rows = m.out(h)[h[:, 0] > 0]
+    rows = rows[rows[:, 0].argsort(descending=True)]
+    near = (rows[:, None] - rows[None]).abs().sum(-1) < 2
+    return rows[~near.triu(1).any(0)].square().sum()
+
+
+def last_row(m: Picks, h: Tensor) -> Tensor:
+    rows = m.out(h)[h[:, 0] > 0]
+    return rows[-1].sum() + rows[0].sum() if len(rows) else m.token.sum()
+
+
 PROGRAMS = [
     litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct, none_at_all,
-    divided, as_many_of_two,
+    divided, as_many_of_two, picked_twice, not_suppressed,
 ]  # fmt: skip
 
 
@@ -228,7 +250,7 @@ def test_one_program_serves_all_numbers_of_rows(body: Callable[..., Tensor]) -> 
 
 @pytest.mark.parametrize(
     "body",
-    [mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes],
+    [mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row],
     ids=lambda body: body.__name__,
 )
 def test_a_question_about_the_number_is_a_branch(body: Callable[..., Tensor]) -> None:
@@ -236,6 +258,16 @@ def test_a_question_about_the_number_is_a_branch(body: Callable[..., Tensor]) ->
         warnings.simplefilter("ignore")
         step = same_as_eager(train, made(body), [*batches(), *batches()])
     assert 1 < len(step.programs) == step.captures < 6
+
+
+def train_on_few(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    rows = x[x[:, 0] > 0]
+    return train(model, optimizer, rows if len(rows) > 4 else x)
+
+
+def test_a_question_about_rows_of_the_batch() -> None:
+    """Which picks them by no parameter."""
+    assert len(same_as_eager(train_on_few, made(lambda m, h: m.out(h).sum()), batches()).programs) == 2
 
 
 def test_a_mean_of_no_rows_is_nan_as_in_eager() -> None:
@@ -294,8 +326,12 @@ def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
             lambda m, h: (h[h[:, 0] > 0] * torch.arange(h[h[:, 0] > 0].shape[0])[:, None]).sum(),
             "aten.arange.default takes the number of rows that the step counts, and not the rows",
         ),
+        (
+            lambda m, h: m.out(h)[h[:, 0] > 0].quantile(0.5),
+            "the step counts rows while it runs, and writes in place: aten.squeeze_.dim",
+        ),
     ],
-    ids=["iterated", "squeezed", "arange"],
+    ids=["iterated", "squeezed", "arange", "written in place"],
 )
 def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor], line: str) -> None:
     text = refused(body)

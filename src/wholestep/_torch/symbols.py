@@ -99,6 +99,9 @@ class _Printer(PythonPrinter):
 
     _print_OpaqueUnaryFn_log = _print_OpaqueUnaryFn_log2 = _print_OpaqueUnaryFn_exp = _print_OpaqueUnaryFn_sqrt
 
+    def _print_And(self, expr: Any) -> str:  # of tensors, too, which `and` would read
+        return "(" + " & ".join(f"({cast(Any, self)._print(argument)})" for argument in expr.args) + ")"
+
     def _print_Min(self, expr: Any) -> str:
         return f"min({self._listed(expr)})"
 
@@ -263,6 +266,10 @@ class Symbols:
         hints = self.record.hints
         hints[text] = next(n for n in itertools.count(most + 1) if _is_prime(n) and n not in hints.values())
         return number
+
+    def most(self, number: Any) -> int:
+        """The most that a number may be which follows from rows that are counted."""
+        return number if type(number) is int else int(self.env.bound_sympy(_node(number).expr).upper)
 
     def for_many(self, expression: Any) -> bool | None:
         """What a comparison of rows that are counted is for as many as their hints, which is noted; None for another

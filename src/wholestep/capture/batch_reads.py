@@ -17,6 +17,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import copy_node, is_mutating, operands
+from ..graph.op_kinds import COUNTS_ROWS
 from ..rules.registry import is_random
 
 
@@ -94,7 +95,8 @@ class Reader:
                 copied[node] = copy_node(node, new, copied.__getitem__)
             elif node.op == "call_function":
                 reads = {key for n in operands(node) for key in _storages(n)}
-                if all(n in copied for n in operands(node)) and not reads & spoiled and not is_random(node):
+                new_here = is_random(node) or node.target in COUNTS_ROWS  # whose numbers are symbols of the trace
+                if all(n in copied for n in operands(node)) and not reads & spoiled and not new_here:
                     copied[node] = copy_node(node, new, copied.__getitem__)
                 elif is_mutating(node):
                     spoiled |= reads

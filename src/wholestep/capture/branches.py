@@ -16,6 +16,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.graph import BRANCHES, Input, Output, Role, TrainGraph
+from ..graph.nodes import cone
 from ..graph.ops import OVER_RANKS
 from ..sizes import evaluate
 from ..tuning import TUNING
@@ -120,14 +121,7 @@ class Branches:
     def depends_on_tensors(self, node: Node) -> bool:
         """False for what is computed of options of an optimizer alone, which can be constants."""
         inputs = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
-        waiting, seen = [node], set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node in inputs and inputs[node].role not in _OF_OPTIONS:
-                return True
-            waiting += [operand for operand in node.all_input_nodes if operand not in seen]
-            seen.update(node.all_input_nodes)
-        return False
+        return any(n in inputs and inputs[n].role not in _OF_OPTIONS for n in cone(node, ()))
 
 
 def along_branches(assumed: tuple[bool, ...] | None, capture: Callable[[tuple[bool, ...] | None], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,11 +24,9 @@ from .fake_inputs import Request
 from .sized_forms import COUNTED
 
 aten = torch.ops.aten
-_NUMBERS: dict[Any, Callable[[Sequence[int], list[Any]], Any]] = {
-    torch.Tensor.item: lambda shape, numbers: numbers[0],
-    torch.Tensor.tolist: lambda shape, numbers: _objects(shape, numbers).tolist(),
-    torch.Tensor.numpy: lambda shape, numbers: _objects(shape, numbers),
-}
+_OF_NUMPY: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor.item: np.ndarray.item, torch.Tensor.tolist: np.ndarray.tolist, torch.Tensor.numpy: np.asarray,
+}  # fmt: skip
 
 
 @dataclass
@@ -65,7 +63,7 @@ class CountedPlaces:
             raise CountsRowsError("the step counts rows", where=self.line())
         key = traced[0], _torch.version(mask)
         if key not in self.numbers:
-            self.numbers[key] = self.symbols.count(mask.numel())
+            self.numbers[key] = self.symbols.count(self.symbols.most(mask.numel()))
         places = ROWS_OF(mask, self.numbers[key])
         self.rows.setdefault(str(self.numbers[key]), places)
         return places
@@ -77,20 +75,19 @@ class CountedPlaces:
         """
         traced = None if _torch.inside_transform() else _torch.traced_node(values)
         integral = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
-        if function not in _NUMBERS or traced is None or not integral or self.request.options.branches is None:
+        if function not in _OF_NUMPY or traced is None or not integral or self.request.options.branches is None:
             raise refusal
         if self.request.dynamic:
             raise SizesFixedError("the step reads integers that it computes", self.line())
         if self.symbols is None:
-            error = CountsRowsError("the step reads integers that it computes", where=self.line())
-            raise error from refusal
-        shape, most, values = values.shape, _most(traced[0]), values.detach().reshape(-1)
+            raise CountsRowsError("the step reads integers that it computes", where=self.line()) from refusal
+        shape, most, values = values.shape, _most(traced[0], self.symbols), values.detach().reshape(-1)
         numbers = [self.symbols.count(most) for _ in range(values.numel())]
         values = NUMBERS_OF(values, numbers)
         if not self.branches.take(((values >= 0) & (values <= most)).all(), self.line(), True):
             raise refusal
         self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
-        return _NUMBERS[function](shape, numbers)
+        return _OF_NUMPY[function](np.array(numbers, dtype=object).reshape(shape))
 
     def asked(self) -> AbstractContextManager[None]:
         """Inside this context, a question of Python about numbers of rows is a branch."""
@@ -151,19 +148,13 @@ class CountedPlaces:
         return bool(evaluate(text, hints))
 
 
-def _objects(shape: Sequence[int], numbers: list[Any]) -> Any:
-    array = np.empty(len(numbers), dtype=object)
-    array[:] = numbers
-    return array.reshape(shape)
-
-
-def _most(node: Node) -> int:
+def _most(node: Node, symbols: _torch.Symbols) -> int:
     """The most elements of the integers that those of a node follow from."""
     most, waiting, seen = 1, [node], set[Node]()
     while waiting:
         value = meta.value(node := waiting.pop())
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            most = max(most, value.numel())
+            most = max(most, symbols.most(value.numel()))
             waiting += [operand for operand in node.all_input_nodes if operand not in seen]
             seen.update(node.all_input_nodes)
     return most

@@ -15,7 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import _torch
+from ..errors import CaptureError
 from ..graph import meta
+from ..graph.counted_rows import counts_rows
 from ..graph.nodes import add_node, copy_graph, is_mutating, node_at
 from ..graph.sizes_in_graph import without_size_nodes
 from .strides import count_from_tensors, insert_call, is_view
@@ -103,7 +105,10 @@ def functionalize(
     count_from_tensors(rewritten.graph)  # a new value may have another memory layout
     try:
         _Walk(rewritten).run()
-    except _UnsupportedError:
+    except _UnsupportedError as error:
+        if (first := counts_rows(rewritten.graph)) is not None:
+            problem = f"the step counts rows while it runs, and writes in place: {error}"
+            raise CaptureError(problem, "other writes", "compute a new tensor", meta.source_line(first)) from None
         rewritten = _torch.functionalize(module, [fake.detach() for fake in fakes])
         if symbols is not None:
             without_size_nodes(rewritten.graph, symbols)
