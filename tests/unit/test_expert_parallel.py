@@ -79,6 +79,14 @@ def test_other_models(name: str, parallel: Any) -> None:
     _check(mixture(name, 2), "dp=3", parallel)
 
 
+@pytest.mark.parametrize("parallel", [SENT, IN_ROOM], ids=["sent", "in room"])
+def test_as_many_rows_as_a_matrix(parallel: Any) -> None:
+    """48 tokens with two experts each, of a model whose experts have biases of 96 numbers."""
+    one = mixture("gpt_oss", 4)
+    assert {96} <= {size for i in one.capture.graph.inputs if i.name.endswith("_bias") for size in i.meta.shape}
+    _check(one, "dp=2", parallel)
+
+
 @ALL_METHODS
 @pytest.mark.parametrize("top", [1, 2])
 def test_experts_without_tokens(top: int, parallel: Any) -> None:
@@ -363,8 +371,13 @@ def _with_zeros(rows: Tensor) -> Tensor:
     return rows + torch.zeros(24, 8)
 
 
-def test_rows_whose_number_is_written_are_gathered() -> None:
-    one = _sorted(scale=_with_zeros)
+def _by_their_number(rows: Tensor) -> Tensor:
+    return rows / torch.ones_like(rows).sum()
+
+
+@pytest.mark.parametrize("scale", [_with_zeros, _by_their_number])
+def test_rows_whose_number_is_written_are_gathered(scale: Callable[[Tensor], Tensor]) -> None:
+    one = _sorted(scale=scale)
     assert "a call takes the number of rows, or some do not come back\n" in _refused(one, "dp=2", SENT)
     _check(one, "dp=2", APART)
 

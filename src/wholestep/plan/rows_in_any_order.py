@@ -266,8 +266,9 @@ class SortedRows:
         """Whether rows may be sent to the ranks of their groups: all ops between are told no number of rows."""
         early = any(user < self.groups[0] for node in self.arrive for user in node.users)
         at_once = {*self.arrive, *self.groups}.intersection(self.leave.values())
-        sized = (n for n in self.constants if int(self.count) in map(int, meta.one_tensor(n).shape))
-        written = any(user not in self.calls for n in sized for user in n.users)
+        rules = ((n, find_rule(n)) for n in self.constants)
+        like = (n for n, rule in rules if rule and any(i in g.operands for g in rule.groups for i in rule.by_shape))
+        written = any(user not in self.calls for n in like for user in n.users)
         return self.have_groups_apart and not (self.fixed or early or at_once or written)
 
     @property
