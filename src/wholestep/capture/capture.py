@@ -184,7 +184,9 @@ def capture_step(
                 break
             continue
         if first is None or captured.effects.carried <= promoted:
-            return captured
+            replaced = {*map(id, options.module_overrides.values())}  # for the trace, whatever is in their places
+            expected = tuple(e for e in captured.effects.expected if id(e.value) not in replaced)
+            return replace(captured, effects=replace(captured.effects, expected=expected))
         carried |= captured.effects.carried  # with these from the start, a try that failed may hold
         return again(carried=carried, changing=changing)
     assert first is not None, "a capture returned or raised"

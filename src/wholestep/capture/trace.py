@@ -261,8 +261,7 @@ class Traced:
         return value
 
     def _fill_state(self, fakes: dict[str, torch.Tensor], plain: list[tuple[Any, Any, Any]]) -> None:
-        optimizers = list(self.request.state.optimizers.values())
-        params = self.request.state.params
+        optimizers, params = list(self.request.state.optimizers.values()), self.request.state.params
         for optimizer, owner, entry in plain:
             optimizer.state[params[owner].tensor if isinstance(owner, str) else owner].update(entry)
         for i in self.stand_ins.inputs:
