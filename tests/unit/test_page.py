@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 import wholestep as ws
 from tests.steps import mean_square as train
 from tests.steps import model_file
+from tests.unit.test_plan_command import row_of
 from wholestep.cli import app
 from wholestep.cost.stage_costs import BlockPrices
 from wholestep.cost.timeline import Span, Timeline
 from wholestep.graph.text import human, human_at_least, seconds
 from wholestep.planner.staged_plan import staged
 from wholestep.report import page as page_module
-from wholestep.report.compare import Costs, PlanRow
+from wholestep.report.compare import Costs
 from wholestep.report.page import program
 from wholestep.report.page_data import by_op, columns, lanes, outline, sent, tree, verdicts
 from wholestep.units import parse_bytes
@@ -171,7 +172,7 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 def test_text_of_models_stays_text() -> None:
     """In modules, in the model's name, in alternatives; in HTML and in what the script reads."""
     graph, plan = planned(EVIL.replace(".", "_"))
-    rows = [PlanRow(EVIL, 1, None, EVIL)]
+    rows = [row_of(EVIL, 1, None, EVIL)]
     text = shown(plan.with_notes(EVIL), graph, model=EVIL, alternatives=rows, chosen=EVIL)
     assert EVIL not in text
     found = Parsed(text)
@@ -196,11 +197,11 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 def test_why_alternatives_lost() -> None:
     best = Costs(10, 50, 5, 1, 1.0, 0.1)
     rows = [
-        PlanRow("quick but large", 1, replace(best, step_s=0.5, peak_bytes=200)),
-        PlanRow("best", 2, replace(best, step_s=2.0, exposed_s=0.2)),
-        PlanRow("waits", 1, replace(best, step_s=1.5, exposed_s=0.6)),
-        PlanRow("computes", 1, replace(best, step_s=1.5)),
-        PlanRow("fails", 1, None, "11 heads over 2 ranks"),
+        row_of("quick but large", 1, replace(best, step_s=0.5, peak_bytes=200)),
+        row_of("best", 2, replace(best, step_s=2.0, exposed_s=0.2)),
+        row_of("waits", 1, replace(best, step_s=1.5, exposed_s=0.6)),
+        row_of("computes", 1, replace(best, step_s=1.5)),
+        row_of("fails", 1, None, "11 heads over 2 ranks"),
     ]
     assert verdicts(rows, 100) == [
         "does not fit: 100 B more than the device has",
@@ -277,7 +278,7 @@ def test_a_browser_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cou
     local = program(plan, graph, H100)
     if count:
         monkeypatch.setattr(page_module, "step_of", lambda *_: (many(local, count), ()))
-    text = shown(plan, local, model=EVIL, alternatives=[PlanRow("fails" * 30, 1, None, EVIL)])
+    text = shown(plan, local, model=EVIL, alternatives=[row_of("fails" * 30, 1, None, EVIL)])
     errors = "addEventListener('error', (e) => { (window.errors ??= []).push(e.message); });"
     probe = """
     const key = (id, key) => document.getElementById(id).dispatchEvent(new KeyboardEvent("keydown", {key}));

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 import wholestep as ws
 from wholestep.cli import app, hf
 from wholestep.cli.hf import ModelSpec, build, presets
-from wholestep.report.compare import PlanRow, as_json, compare, costs, show, templates
+from wholestep.planner.search_result import Candidate
+from wholestep.report.compare import Costs, as_json, compare, costs, show, templates
 
 NEEDS_HF = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 
@@ -258,13 +259,16 @@ def test_a_template_without_a_plan_says_why():
     }
 
 
-def test_the_table():
-    from wholestep.report.compare import Costs
+def row_of(name: str, batches: int, priced: Costs | None, why: str = "") -> Candidate:
+    row = Candidate(name, ws.Mesh("dp=2"), None, batches=batches, why=why)
+    return row if priced is None else row.priced(priced)
 
+
+def test_the_table():
     rows = [
-        PlanRow("replicate on dp", 4, Costs(1_500, 2_000_000, 30, 7, 0.0128, 0.00128)),
-        PlanRow("zero1 on dp", 4, Costs(15, 2_000, 3_000, 11, 40.0, 0.0)),
-        PlanRow("tensor parallel on tp", 1, None, "no plan of its own"),
+        row_of("replicate on dp", 4, Costs(1_500, 2_000_000, 30, 7, 0.0128, 0.00128)),
+        row_of("zero1 on dp", 4, Costs(15, 2_000, 3_000, 11, 40.0, 0.0)),
+        row_of("tensor parallel on tp", 1, None, "no plan of its own"),
     ]
     assert show(rows).splitlines() == [
         "template         stored    peak  sent/step  collectives     step  exposed  batches  per batch",

@@ -22,8 +22,8 @@ from wholestep.planner.bounds import Costs, costs, costs_from
 from wholestep.planner.candidates import batches, templates
 from wholestep.planner.folded_step import FoldedStep, from_few_layers
 from wholestep.planner.recompute_kinds import passes_of
-from wholestep.planner.search_result import SearchResult
-from wholestep.report.compare import PlanRow, as_json, compare, show
+from wholestep.planner.search_result import Candidate, SearchResult
+from wholestep.report.compare import as_json, compare, show
 from wholestep.report.figures import Figures
 from wholestep.report.page import program, step_of
 from wholestep.units import parse_bytes
@@ -136,7 +136,7 @@ class Report:
     target: Target
     graph: ws.TrainGraph | None
     plan: ws.Plan | None
-    rows: Sequence[PlanRow] = ()
+    rows: Sequence[Candidate] = ()
     table: str = ""
     tensor_bytes: int | None = None
 

@@ -16,9 +16,10 @@ from wholestep.plan.strategy import Strategy
 from wholestep.planner.bounds import Costs
 from wholestep.planner.candidates import batches
 from wholestep.planner.fit_stages import fit_stages
+from wholestep.planner.search_result import Candidate, Status
 from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, costs_of_staged, staged
-from wholestep.report.compare import PlanRow, show
 from wholestep.report.compare import as_json as as_rows
+from wholestep.report.compare import show
 from wholestep.report.figures import Figures
 
 from . import planning
@@ -125,16 +126,18 @@ class StagedSetups:
         table = json.dumps(as_rows(rows, on, name, request.hardware), indent=1) + "\n"
         return planning.Report(text, request.target, None, None, rows, table)
 
-    def rows(self) -> list[PlanRow]:
+    def rows(self) -> list[Candidate]:
         """A row for each style and order, the fastest first; of an order that the user names, for that alone."""
-        schedule, rows = self.request.options.schedule, list[PlanRow]()
+        schedule, rows, on = self.request.options.schedule, list[Candidate](), ws.Mesh(self.request.mesh)
         for strategies, name in self._templates(ORDERS if schedule is None else (schedule.value,)):
             try:
                 step = self.step(strategies)
             except WholestepError as error:
-                rows.append(PlanRow(name, 1, None, first_line(error)))
+                rows.append(Candidate(name, on, None, status=Status.NO_PLAN, why=first_line(error)))
                 continue
-            rows.append(PlanRow(name, self._batches(step, strategies), costs_of_staged(step)))
+            rows.append(
+                Candidate(name, on, None, batches=self._batches(step, strategies)).priced(costs_of_staged(step))
+            )
         return sorted(rows, key=lambda row: row.batch_s)
 
     def _templates(self, orders: Sequence[Any]) -> list[tuple[list[Strategy], str]]:

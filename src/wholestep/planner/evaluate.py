@@ -25,7 +25,7 @@ from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.strategies import compose
 from ..tuning import TUNING
-from .bounds import Costs, LowerBound, costs_of, fingerprint, lower_bound
+from .bounds import LowerBound, costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
 from .fit_stages import fit_stages, least_bytes
 from .folded_memory import FoldedFit
@@ -65,7 +65,7 @@ class Evaluator:
         strategies = compose(template.strategies)
         symmetric = compose(template.symmetric) if template.symmetric else strategies
         row = Candidate(template.name, mesh, strategies, template.key, batches(strategies, mesh), symmetric=symmetric)
-        if strategies.pipeline is not None:
+        if row.order is not None:
             return row
         try:
             blocks = self.folded.blocks(mesh, symmetric, self.placed) if self.folded else None
@@ -84,7 +84,7 @@ class Evaluator:
 
     def in_more_pieces(self, row: Candidate) -> Candidate | None:
         """`row` in the next larger number of pieces; None where its batch has no more, or is not to be cut."""
-        if self.micro_batches is None or row.strategies is None or row.strategies.pipeline is not None:
+        if self.micro_batches is None or row.strategies is None or row.order is not None:
             return None
         rows = row.strategies.in_pieces(self.micro_batches).rows(self.graph, row.mesh)
         number = next((n for n in piece_counts(max(rows, default=1)) if n > row.pieces), None)
@@ -127,12 +127,23 @@ class Evaluator:
         """
         folded = row.blocks if self.folded else None
         programs = self.programs(row, FEWEST if folded else None)
-        itself = row.symmetric == row.strategies if folded else not row.is_staged
+        itself = row.symmetric == row.strategies if folded else row.order is None
         row = self.bounded(row, programs)
         yield row, hash((*(fingerprint(local) for _, local in programs), "" if itself else row.name))
         if folded not in (None, FEWEST):
             programs = self.programs(row, folded, fewest=programs)
         yield self.simulated(row, programs), programs[-1][0]
+
+    def evaluated(self, row: Candidate) -> Candidate:
+        """With its costs, or the reason why it has no plan; nothing bounds it."""
+        if row.strategies is None:
+            return row
+        try:
+            return self.simulated(row, self.programs(row, row.blocks))
+        except WholestepError as error:
+            if row.blocks:  # a pattern names a layer
+                return self.evaluated(replace(row, blocks=None))
+            return replace(row, status=Status.NO_PLAN, why=first_line(error), costs=None, batch_s=float("inf"))
 
     def bounded(self, row: Candidate, programs: Programs) -> Candidate:
         """With its lower bound."""
@@ -144,15 +155,15 @@ class Evaluator:
         """With its costs: of the whole step, or extrapolated. The `programs` are not used again. Stages run passes of
         their own.
         """
-        if row.is_staged:
+        if row.order is not None:
             return self._staged(row, staged(programs[0][1], self._prices(row), row.order), programs[0][1])
         if self.folded and row.blocks:
-            return _with_costs(row, self.folded.priced(row.blocks, programs, self.passes))
+            return row.priced(self.folded.priced(row.blocks, programs, self.passes))
         return self.priced(row, programs[0][0], run_passes(programs[0][1], self.passes, owned=True))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
-        return _with_costs(row, costs_of(program, planned, self.hardware, self.software))
+        return row.priced(costs_of(program, planned, self.hardware, self.software))
 
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:
@@ -168,7 +179,7 @@ class Evaluator:
 
     def fitted(self, row: Candidate, planned: Plan, local: LocalGraph) -> Candidate:
         """Within the budget by rematerialization in the whole step, or with the least bytes that it needs."""
-        if row.is_staged:
+        if row.order is not None:
             return self._fitted_stages(row, local)
         fit = self.fitting(row)
         try:
@@ -183,7 +194,7 @@ class Evaluator:
 
     def _staged(self, row: Candidate, step: StagedStep, local: LocalGraph) -> Candidate:
         reserved = fullest_reserves(step, local, self.hardware, self.software)
-        return _with_costs(row, replace(costs_of_staged(step), reserved_bytes=reserved))
+        return row.priced(replace(costs_of_staged(step), reserved_bytes=reserved))
 
     def _fitted_stages(self, row: Candidate, local: LocalGraph) -> Candidate:
         prices = self._prices(row)
@@ -215,10 +226,6 @@ class Evaluator:
                 peak = peak_memory(self.fitting(row).run(local, fitting)).size_bytes
                 return replace(row, needs_bytes=max(peak, ceil(least.peak_bytes)))
         return replace(row, needs_bytes=self.fitting(row).least(local)[1])
-
-
-def _with_costs(row: Candidate, costs: Costs) -> Candidate:
-    return replace(row, costs=costs, batch_s=costs.step_s / row.batches, needs_bytes=costs.peak_bytes)
 
 
 def piece_counts(rows: int) -> list[int]:

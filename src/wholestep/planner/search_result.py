@@ -73,14 +73,13 @@ class Candidate:
     pieces: int = 1
     uncut: str = ""
 
-    @property
-    def is_staged(self) -> bool:
-        """True for pipelines."""
-        return self.strategies is not None and self.strategies.pipeline is not None
+    def priced(self, priced: Costs) -> Candidate:
+        """With its costs."""
+        return replace(self, costs=priced, batch_s=priced.step_s / self.batches, needs_bytes=priced.peak_bytes)
 
     @property
     def order(self) -> str | None:
-        """Of the blocks of a pipeline, by name."""
+        """Of the blocks of a pipeline, by name; None without stages."""
         pipe = self.strategies.pipeline if self.strategies else None
         return None if pipe is None else pipe.schedule
 

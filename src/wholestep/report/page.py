@@ -19,9 +19,9 @@ from ..passes.base import Pass, run_passes
 from ..passes.order_stages import partition
 from ..plan.plan import Plan
 from ..planner.recompute_kinds import passes_of
+from ..planner.search_result import Candidate
 from ..planner.staged_plan import staged
 from ..typed_json import write_text
-from .compare import PlanRow
 from .page_data import COLUMNS, by_op, columns, lanes, outline, peak_at, sent, tree, verdicts
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -35,7 +35,7 @@ def report(
     hardware: Hardware | None = None,
     *,
     model: str = "",
-    alternatives: Sequence[PlanRow] = (),
+    alternatives: Sequence[Candidate] = (),
     chosen: str = "",
     compiled: bool = False,
     profile: KernelTimes | None = None,

@@ -18,7 +18,7 @@ from ..graph.graph import Input, LocalGraph, Role
 from ..graph.nodes import communicates, is_wait, node_at
 from ..graph.text import collective_bytes, human, short_dtype
 from ..plan.plan import Plan
-from .compare import PlanRow
+from ..planner.search_result import Candidate
 
 _Key = tuple[str, str, str, str]
 _CARRIED: _Key = ("from the step before", "", "", "")
@@ -92,7 +92,7 @@ def by_op(timeline: Timeline) -> list[tuple[str, int, float]]:
     return sorted(((op, *rest) for op, rest in totals.items()), key=lambda row: (-row[2], row[0]))
 
 
-def verdicts(rows: Sequence[PlanRow], memory_bytes: int | None = None) -> list[str]:
+def verdicts(rows: Sequence[Candidate], memory_bytes: int | None = None) -> list[str]:
     """For each row why it won or lost: no plan, does not fit in `memory_bytes`, or slower."""
     fit = [row for row in rows if row.costs and (memory_bytes is None or row.costs.peak_bytes <= memory_bytes)]
     best = min(fit, key=lambda row: row.batch_s, default=None)
@@ -100,9 +100,9 @@ def verdicts(rows: Sequence[PlanRow], memory_bytes: int | None = None) -> list[s
     return [words if row is best else _verdict(row, best, memory_bytes) for row in rows]
 
 
-def _verdict(row: PlanRow, best: PlanRow | None, memory_bytes: int | None) -> str:
+def _verdict(row: Candidate, best: Candidate | None, memory_bytes: int | None) -> str:
     if row.costs is None:
-        return f"no plan: {row.error}"
+        return f"no plan: {row.why}"
     if memory_bytes is not None and row.costs.peak_bytes > memory_bytes:
         return f"does not fit: {human(row.costs.peak_bytes - memory_bytes)} more than the device has"
     assert best is not None, "this row fits, so some row does"
