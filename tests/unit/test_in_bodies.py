@@ -166,8 +166,8 @@ def test_auto_is_the_fastest_order_of_what_runs(placement: str, inside: str, pie
     assert made.tried == pytest.approx(again.tried)
     passes = stage_passes(local.mesh, local.stage_axis, prices)
     short = ShortStages(local)
-    found = simulated_orders(*short.costs(prices, "auto", passes), pieces, 2)
-    fits = found.fitting([work.loop_bytes for work in short.works(prices, "auto", passes)])
+    found = simulated_orders(*(short.costs(prices, apart, passes) for apart in (False, True)), pieces, 2)
+    fits = found.fitting([work.loop_bytes for work in short.works(prices, False, passes)])
     assert fits[0] == made.order
     for name in {"1f1b", "gpipe", "zero_bubble"}.intersection(fits):
         other = staged(_in_stages(inside, name, pieces, placement=placement), prices)

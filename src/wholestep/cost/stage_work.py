@@ -43,9 +43,8 @@ class StageWork:
     """What the ranks of a stage do.
 
     Args:
-        full, apart: what its blocks take and send, in their order; `apart` has gradients of weights in blocks of
-            their own.
-        outside, outside_apart: what it does around these.
+        blocks: what its blocks take and send, in their order.
+        outside: what it does around these.
         rest_bytes: that it keeps between steps.
         loop_bytes: that it holds while pieces run, besides what they hold; `kinds` of tensors.
         other_bytes: that it holds at most outside of the loop.
@@ -54,10 +53,8 @@ class StageWork:
         piece_sent, once_sent: bytes and number of the collectives along other axes.
     """
 
-    full: tuple[BlockCost, ...]
-    apart: tuple[BlockCost, ...]
+    blocks: tuple[BlockCost, ...]
     outside: AroundLoop
-    outside_apart: AroundLoop
     rest_bytes: float
     loop_bytes: float
     other_bytes: float
@@ -71,15 +68,9 @@ class StageWork:
         """This plus `times` the difference to `larger`; `times_all` for what depends on the layers of all stages."""
         kinds = {k: (self.kinds.get(k, 0.0), larger.kinds.get(k, 0.0)) for k in {**self.kinds, **larger.kinds}}
         grown = _line(replace(self, kinds={}), replace(larger, kinds={}), times)
-        outside, apart = (
-            replace(out, common=_line(first.common, second.common, times_all))
-            for out, first, second in (
-                (grown.outside, self.outside, larger.outside),
-                (grown.outside_apart, self.outside_apart, larger.outside_apart),
-            )
-        )
+        common = _line(self.outside.common, larger.outside.common, times_all)
         return replace(
-            grown, outside=outside, outside_apart=apart,
+            grown, outside=replace(grown.outside, common=common),
             kinds={kind: first + (second - first) * times for kind, (first, second) in kinds.items()},
         )  # fmt: skip
 
@@ -109,47 +100,34 @@ def _is_exchange(node: Node, axis: str) -> bool:
     return node.target is transfer or (loop is not None and loop.stages is not None) or shares_all
 
 
-@dataclass(frozen=True)
-class StagePrograms:
-    """The program of a stage as `partition` leaves it, and after all passes: with gradients of weights in the blocks of
-    the backward, and in blocks of their own where an order has these.
-    """
-
-    plain: LocalGraph
-    full: LocalGraph
-    apart: LocalGraph | None = None
-
-
 def work_of(
-    programs: StagePrograms, position: Mapping[str, int], full: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
+    plain: LocalGraph, program: LocalGraph, position: Mapping[str, int], costs: Mapping[str, BlockCost],
     prices: BlockPrices,
 ) -> StageWork:  # fmt: skip
-    """The work of a stage. `position` of all exchanges by name; `full` and `apart` are the costs of its blocks, in
-    their order.
+    """The work of a stage, from its program as `partition` leaves it, and after all passes. `position` of all exchanges
+    by name; `costs` of its blocks, in their order.
     """
-    plain = programs.plain
     at = next((node for node in plain.graph.nodes if part_of(node) is not None), None)
     part = None if at is None else part_of(at)
-    loop = memory_at(plain, at) if at is not None else peak_memory(programs.full)
+    loop = memory_at(plain, at) if at is not None else peak_memory(program)
     kinds: dict[str, float] = {**loop.by_kind()}
     pieces_bytes = part.peak_bytes if part is not None else 0
     kinds["activation"] = kinds.get("activation", 0.0) - pieces_bytes
-    calls = [node for node in programs.full.graph.nodes if node.op == "call_function"]
-    outside_bytes = [size for node, size in zip(calls, bytes_held(programs.full), strict=True) if part_of(node) is None]
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    outside_bytes = [size for node, size in zip(calls, bytes_held(program), strict=True) if part_of(node) is None]
     bodies = [block.body for block in part.blocks] if part is not None else []
     each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
-    walk = _Walk(programs.full, position, behind, full, prices)
-    last = walk if programs.apart is None else _Walk(programs.apart, position, behind, apart, prices)
+    walk = _Walk(program, position, behind, costs, prices)
     inside = [node for body in bodies for node in body.nodes]
-    scheduled = next((part for node in programs.full.graph.nodes if (part := part_of(node)) is not None), None)
+    scheduled = next((part for node in calls if (part := part_of(node)) is not None), None)
     merged = [node for block in (scheduled.blocks if scheduled is not None else ()) for node in block.body.nodes]
-    once = [node for node in programs.full.graph.nodes if meta.block(node) is None]
+    once = [node for node in program.graph.nodes if meta.block(node) is None]
     return StageWork(
-        walk.blocks, last.blocks, walk.outside, last.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
+        walk.blocks, walk.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
         max(outside_bytes, default=loop.rest_bytes), kinds,
         (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
-        (_sent_bytes(plain, inside), _collectives(programs.full, merged)),
-        (_sent_bytes(plain, plain.graph.nodes), _collectives(programs.full, once)),
+        (_sent_bytes(plain, inside), _collectives(program, merged)),
+        (_sent_bytes(plain, plain.graph.nodes), _collectives(program, once)),
     )  # fmt: skip
 
 

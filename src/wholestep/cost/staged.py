@@ -17,6 +17,8 @@ from .timeline import STAGE, Span, Timeline
 
 BEFORE, AFTER = "before pieces", "after pieces"
 _Chunk = tuple[StageWork, int | None]  # the work of a stage, and its equal layers where they are known
+Variant = tuple[Sequence[Sequence[_Chunk]], Mapping[str, BlockCost]]
+"""The chunks of each rank, and the blocks of all: with gradients of weights in blocks of their own, or not."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +118,19 @@ class StagedStep:
 
 
 def staged_step(
-    works: Sequence[Sequence[_Chunk]], full: Mapping[str, BlockCost], apart: Mapping[str, BlockCost],
-    exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float,
-) -> StagedStep:  # fmt: skip
-    """The step of ranks that have `works`, each with the number of its layers, and blocks `full`, or `apart` where the
-    order moves gradients of weights. `order`: by name, `auto`, or that of a program. Without blocks, stages run the
-    whole batch one after the other. `crowd`: ranks that share a core.
+    variants: Sequence[Variant], exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float
+) -> StagedStep:
+    """The step of ranks in the last of `variants` where the order moves gradients of weights, else in the first.
+    `order`: by name, `auto`, or that of a program. Without blocks, stages run the whole batch one after the other.
+    `crowd`: ranks that share a core.
     """
+    (works, full), (works_apart, apart) = variants[0], variants[-1]
     ranks = len(works)
     beside = [sum(work.loop_bytes for work, _ in several) for several in works]
     name, loop, tried = _ordered(full, apart, pieces, beside, order, crowd)
     costs = blocks_of(loop.orders, full, apart)
-    outside = [[work.outside_apart if costs is apart else work.outside for work, _ in several] for several in works]
+    works = works_apart if costs is apart else works
+    outside = [[work.outside for work, _ in several] for several in works]
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
     ends = dict[int, float]()  # of each stage: when its last block ends
@@ -258,12 +261,12 @@ def in_flight(orders: Orders, rank: int) -> int:
     return most
 
 
-def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, BlockCost]:
+def chain(works: Sequence[StageWork], ranks: int) -> dict[str, BlockCost]:
     """The blocks of a chain of stages, of which each of `ranks` has every so manieth: a block of the forward, one of
-    the backward, and with `apart` perhaps one for gradients of weights; the last stage has no forward of its own.
+    the backward, and perhaps one for gradients of weights; the last stage has no forward of its own.
     """
     last, blocks = len(works) - 1, dict[str, BlockCost]()
-    halves = [_halves(work, stage == last, apart) for stage, work in enumerate(works)]
+    halves = [_halves(work, stage == last) for stage, work in enumerate(works)]
     for stage, (forward, backward, weights) in enumerate(halves):
         labels = {"forward": "forward", "backward": "forward and backward" if stage == last else "backward"}
         names = {kind: f"{STAGE}{stage}, {label}" for kind, label in labels.items()}
@@ -291,11 +294,10 @@ def chain(works: Sequence[StageWork], ranks: int, apart: bool) -> dict[str, Bloc
     return blocks
 
 
-def _halves(work: StageWork, is_last: bool, apart: bool) -> tuple[BlockCost | None, BlockCost, BlockCost | None]:
+def _halves(work: StageWork, is_last: bool) -> tuple[BlockCost | None, BlockCost, BlockCost | None]:
     """The forward, the backward, and the gradients of weights where they are apart."""
-    blocks = work.apart if apart else work.full
-    weights = next((block for block in blocks if block.is_filler), None)
-    parts = [block for block in blocks if not block.is_filler]
+    weights = next((block for block in work.blocks if block.is_filler), None)
+    parts = [block for block in work.blocks if not block.is_filler]
     return (None, parts[0], weights) if is_last else (parts[0], parts[1], weights)
 
 

@@ -21,8 +21,8 @@ from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices, block_costs
 from ..cost.stage_orders import APART
-from ..cost.stage_work import StagePrograms, StageWork, exchanges, is_chain, work_of
-from ..cost.staged import Exchange, StagedStep, chain, staged_step
+from ..cost.stage_work import StageWork, exchanges, is_chain, work_of
+from ..cost.staged import Exchange, StagedStep, Variant, chain, staged_step
 from ..cost.timeline import phase
 from ..errors import PlanError
 from ..graph import meta
@@ -113,19 +113,19 @@ class ShortStages:
     stage_works: dict[object, list[StageWork]] = field(default_factory=dict[object, "list[StageWork]"])
 
     def works(
-        self, prices: BlockPrices, order: str, passes: Sequence[Pass], traffic: Traffic = None
+        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], traffic: Traffic = None
     ) -> list[StageWork]:
-        """What each stage does, at these prices, in programs that went through `passes`. `traffic`: of each stage in
-        the step that this one stands for, from which buckets are sized; None: what it carries here.
+        """What each stage does, at these prices, in programs that went through `passes`; `apart`: with gradients of
+        weights in blocks of their own. `traffic`: of each stage in the step that this one stands for, from which
+        buckets are sized; None: what it carries here.
         """
-        key = prices, order in APART, repr(passes), None if traffic is None else tuple(traffic)
+        key = prices, apart, repr(passes), None if traffic is None else tuple(traffic)
         if key not in self.stage_works:
             position = {name: i for i, name in enumerate(exchanges(self.local))}
-            costs, cut = self.costs(prices, order, passes, traffic)
-            ran = [self._ran(apart, passes, traffic) for apart in ((False, True) if order in APART else (False,))]
+            costs, programs = self.costs(prices, apart, passes, traffic), self._ran(apart, passes, traffic)
             self.stage_works[key] = [
-                work_of(StagePrograms(plain, *several), position, _own(costs, stage), _own(cut, stage), prices)
-                for stage, (plain, *several) in enumerate(zip(self.programs(False), *ran, strict=True))
+                work_of(plain, program, position, _own(costs, stage), prices)
+                for stage, (plain, program) in enumerate(zip(self.programs(False), programs, strict=True))
             ]
         return self.stage_works[key]
 
@@ -146,15 +146,9 @@ class ShortStages:
         return [collective_traffic(program) for program in self.programs(False)]
 
     def costs(
-        self, prices: BlockPrices, order: str, passes: Sequence[Pass], traffic: Traffic = None
-    ) -> tuple[dict[str, BlockCost], dict[str, BlockCost]]:  # fmt: skip
-        """Costs of blocks with weight gradients inside the backward, and apart from it (zero-bubble orders)."""
-        costs = self._costs(prices, False, passes, traffic)
-        return costs, self._costs(prices, True, passes, traffic) if order in APART else costs
-
-    def _costs(
-        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], traffic: Traffic
+        self, prices: BlockPrices, apart: bool, passes: Sequence[Pass], traffic: Traffic = None
     ) -> dict[str, BlockCost]:
+        """Costs of blocks with weight gradients inside the backward, or apart from it (zero-bubble orders)."""
         key = prices, apart, repr(passes), None if traffic is None else tuple(traffic)
         if key not in self.priced:
             nodes = (node for program in self._ran(apart, passes, traffic) for node in program.graph.nodes)
@@ -166,7 +160,7 @@ class ShortStages:
 
     def busy_us(self, prices: BlockPrices) -> list[float]:
         """Microseconds of each stage for a piece, before passes."""
-        costs = self.costs(prices, "", ())[0].values()
+        costs = self.costs(prices, False, ()).values()
         return [sum(block.us for block in costs if block.stage == stage) for stage in range(self.count)]
 
     def _ran(self, apart: bool, passes: Sequence[Pass], traffic: Traffic) -> list[LocalGraph]:
@@ -194,6 +188,11 @@ def _with_blocks(local: LocalGraph, apart: bool) -> LocalGraph:
             stages = stages_of(*cuts, local.mesh, local.stage_axis, order, Hardware.default(), device)
             node.target = replace(loop, stages=stages)
     return copy
+
+
+def _splits(order: str) -> tuple[bool, ...]:
+    """Whether gradients of weights are in blocks of their own, in the variants that an order is chosen from."""
+    return (False, True) if order in APART else (False,)
 
 
 def _own(costs: dict[str, BlockCost], stage: int) -> dict[str, BlockCost]:
@@ -232,17 +231,17 @@ def staged(
         raise PlanError(finding, "one loop", "give one micro-batch, or let the step have one forward and backward")
     shared = loops[0].stages if loops else None
     named = order or ("zero_bubble" if shared is not None and shared.has_fillers else "1f1b")
-    short, priced = ShortStages(local), list[dict[str, BlockCost]]()
+    short, variants = ShortStages(local), list[Variant]()
     passes = stage_passes(local.mesh, local.stage_axis, prices) if passes is None else passes
-    works = short.works(prices, named, passes)
-    for several, together in zip(short.costs(prices, named, passes), (True, False), strict=True):
-        blocks = [block for work in works for block in (work.full if together else work.apart)]
-        names = [name for stage in range(short.count) for name in _own(several, stage)]
-        edges = dict(zip(names, blocks, strict=True))
-        priced.append({n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in several.items()})
+    for apart in _splits(named):
+        works, costs = short.works(prices, apart, passes), short.costs(prices, apart, passes)
+        names = [name for stage in range(short.count) for name in _own(costs, stage)]
+        edges = dict(zip(names, (block for work in works for block in work.blocks), strict=True))
+        blocks = {n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in costs.items()}
+        variants.append(([[(work, None)] for work in works], blocks))
     step = staged_step(
-        [[(work, None)] for work in works], priced[0], priced[1], _exchanges(local, prices, len(works)),
-        loops[0].pieces if loops else 1, order or shared or named, prices.hardware.ranks_per_core,
+        variants, _exchanges(local, prices, short.count), loops[0].pieces if loops else 1, order or shared or named,
+        prices.hardware.ranks_per_core,
     )  # fmt: skip
     return replace(step, precision=precision_of(local))
 
@@ -255,11 +254,11 @@ class ShortPair:
     layers: tuple[int, int]
 
     def works(
-        self, layers: Sequence[int], count: int, prices: BlockPrices, order: str, passes: Sequence[Pass],
+        self, layers: Sequence[int], count: int, prices: BlockPrices, apart: bool, passes: Sequence[Pass],
         traffic: Traffic,
     ) -> list[StageWork]:  # fmt: skip
         """The work of stages with so many each of all `count` equal layers."""
-        smaller, larger = (short.works(prices, order, passes, traffic) for short in self.steps)
+        smaller, larger = (short.works(prices, apart, passes, traffic) for short in self.steps)
         times_all = self._times(count / len(smaller))
         return [
             smaller[kind].towards(larger[kind], self._times(stage_layers), times_all)
@@ -364,15 +363,13 @@ class ShortPipelines:
     ) -> StagedStep:  # fmt: skip
         """The step of stages with so many layers each."""
         order, (count, period) = setup.pipeline.schedule, self._equal_layers(batch)
-        works = pair.works(layers, count, prices, order, passes, traffic)
-        whole_blocks, apart = (chain(works, setup.ranks, fillers) for fillers in (False, True))
-        by_rank = [
-            [(works[stage], layers[stage] * period) for stage in range(rank, setup.stages, setup.ranks)]
-            for rank in range(setup.ranks)
-        ]  # fmt: skip
+        variants = list[Variant]()
+        for apart in _splits(order):
+            works = pair.works(layers, count, prices, apart, passes, traffic)
+            several = list(zip(works, (number * period for number in layers), strict=True))
+            variants.append(([several[rank :: setup.ranks] for rank in range(setup.ranks)], chain(works, setup.ranks)))
         outside = _exchanges(pair.steps[0].local, prices, setup.ranks)
-        crowd = prices.hardware.ranks_per_core
-        step = staged_step(by_rank, whole_blocks, apart, outside, setup.pieces, order, crowd)
+        step = staged_step(variants, outside, setup.pieces, order, prices.hardware.ranks_per_core)
         return replace(step, precision=precision_of(pair.steps[0].local))
 
     def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
