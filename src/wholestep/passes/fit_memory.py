@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar
 
 from ..cost.memory import PeakMemory, peak_memory
-from ..cost.simulation import run_all, simulate
-from ..cost.stage_costs import BlockPrices
+from ..cost.simulation import clock_of, simulate
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.stage_part import part_of
@@ -146,15 +144,11 @@ class FitMemory(InContext):
 
 def _alone_us(program: LocalGraph, hardware: Hardware) -> float:
     """Microseconds of a stage that waits for no other one."""
-    prices = BlockPrices(hardware, program.mesh)
-    clock = prices.clock(program.graph)
+    clock = clock_of(program.graph, program.mesh, hardware)
     for node in program.graph.nodes:
         if (part := part_of(node)) is not None:
-            times = Counter(action.name for action in part.actions if action.kind == "run")
-            for block in part.running:
-                inside = prices.clock(block.body)
-                run_all(inside, block.body.nodes)
-                clock.compute(times[block.name] * inside.now)
+            us = {block.name: block.us for block in part.blocks}
+            clock.compute(sum(us[action.name] for action in part.actions if action.kind == "run"))
         elif node.op == "call_function" and node.target not in POINT_TO_POINT:
             clock.run(node)
     return clock.now
