@@ -23,9 +23,8 @@ from wholestep.planner.candidates import Template, TemplateKey
 from wholestep.planner.recompute_kinds import passes_of, recomputing
 from wholestep.report.figures import Figures
 from wholestep_foresight import gpu_command
-from wholestep_foresight.device_fit import first_fits
 from wholestep_foresight.gpu_command import sweep_of
-from wholestep_foresight.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, holding
+from wholestep_foresight.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, first_fits, holding
 from wholestep_foresight.setup_estimate import least_bytes
 from wholestep_foresight.short_steps import ShortSteps, repeated
 
@@ -80,7 +79,10 @@ def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any
     mesh, passes = ws.Mesh(axes), passes_of("none", H100)
     tensor = [ws.TensorParallel.of(build(ModelSpec(tiny, layers=2)).args[0])] if "tp" in axes else []
     strategies = compose([ws.DataParallel(style, axis="dp"), *tensor])
-    priced = steps.costs(mesh, strategies, 2, 3, "none")
+    setup = Setup(mesh, Template("", strategies.parts), 2, 3, "none")
+    size = sum(p.numel() * p.element_size() for p in build(ModelSpec(tiny)).args[0].parameters())
+    added = GpuSearch(steps, H100, 0, tensor[0] if tensor else None, size).accumulated(setup)
+    priced = steps.costs(mesh, strategies, 2, 3, "none", added)
     graph = captured(tiny, 2, 3, LAYERS)
     plan = ws.plan(graph, mesh, strategies, hardware=H100)
     exact = costs(ws.partition(graph, plan), plan, H100, passes)
@@ -147,7 +149,7 @@ def setup_of(step_s: float, micro_batches: int = 1, batch: int = 2) -> Setup:
     return Setup(ws.Mesh("dp=8"), template, batch, micro_batches, "none", costs=Costs(10, 80, 5, 2, step_s, 0.1))
 
 
-class Reserving:
+class Reserving(GpuSearch):
     """Reserves as many bytes as `needs` says for the seconds of a step; with full recomputation 50, in 0.15 s more."""
 
     def __init__(self, needs: dict[float, int]) -> None:
@@ -360,7 +362,7 @@ def test_costs_grow_evenly() -> None:
     one = Costs(10, 100, 5, 2, 1.0, 0.5, 0.4, 0.1, 0.2, {"a": 60, "b": 40})
     few = Costs(10, 30, 2, 1, 0.3, 0.2, 0.1, 0.0, 0.1, {"a": 20, "b": 10})
     more = Costs(10, 45, 3, 2, 0.5, 0.3, 0.2, 0.1, 0.2, {"a": 30, "c": 15})
-    four = repeated(one, few, more, 4)
+    four = repeated(one, few, more, 4, 15)
     assert (four.peak_bytes, four.sent_bytes, four.collectives, four.rest_bytes) == (115, 8, 5, 10)
     assert (four.step_s, four.exposed_s, four.model_s) == pytest.approx((1.6, 0.8, 0.7))
-    assert four.by_kind == {"a": 70, "b": 30, "c": 15}
+    assert four.by_kind == {"a": 60, "b": 40, "gradient": 15}

@@ -26,8 +26,7 @@ from wholestep.planner.staged_plan import ShortPipelines
 from wholestep.report.figures import Figures
 from wholestep.units import parse_bytes
 
-from .device_fit import first_fits
-from .gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, step_s
+from .gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, first_fits, step_s
 from .short_steps import ShortSteps
 from .staged_search import StagedSearch
 from .sweep_page import SweepPoint, write_sweep
@@ -325,19 +324,8 @@ def swept(
     write_output(screen, html, lambda path: write_sweep(path, title, sweep.over, points))
     body = {"format": "wholestep sweep", "version": 1, "over": sweep.over, "points": [p.as_json() for p in points]}
     write_output(screen, out, lambda path: path.write_text(json.dumps(body, indent=1) + "\n"))
-    head = (
-        sweep.over,
-        "mesh",
-        "style",
-        "micro-batches",
-        "recompute",
-        "step",
-        "tokens/s",
-        "a GPU",
-        "MFU",
-        "exposed",
-        "peak",
-    )
+    columns = "mesh", "style", "micro-batches", "recompute", "step", "tokens/s", "a GPU", "MFU", "exposed", "peak"
+    head = sweep.over, *columns
     cells = [head, *(point.cells for point in points if point.figures is not None)]
     none = [f"{sweep.over}={point.value}: {point.why}" for point in points if point.figures is None]
     return "\n".join([title, "", *table(cells, left=(1, 2, 3, 4)), *none])

@@ -153,7 +153,9 @@ class GpuSearch:
         return GpuResult(tuple(sorted(best, key=step_s)), tuple(lost), self.memory_bytes)
 
     def heavier(self, setup: Setup) -> Sequence[Setup]:
-        """`device_fit.Reserves.heavier`."""
+        """`setup` with the kinds of recomputation that follow its own, each with costs or the reason why it lost. The
+        last one may have costs.
+        """
         setups, heavier = list[Setup](), self._recomputing_more(setup)
         while heavier is not None:
             setups.append(self._simulated(heavier, float("inf")))
@@ -162,14 +164,15 @@ class GpuSearch:
 
     @collector_paused()
     def reserved(self, setup: Setup) -> int | None:
-        """`device_fit.Reserves.reserved`: of one micro-batch, and what several hold besides. Not of pipelines."""
+        """What the allocator of a device reserves: for one micro-batch with all layers, and what several hold besides.
+        None where nobody knows: of pipelines, and without GPUs.
+        """
         if not self.hardware.has_gpus or setup.order:
             return None
         self.watch(f"all layers of {setup}")
-        step = setup.mesh, setup.strategies, setup.batch
-        reserved = reserved_bytes(self.steps.whole(*step, setup.recompute), self.hardware, self.steps.software) or 0
-        peaks = [self.steps.costs(*step, count, setup.recompute).peak_bytes for count in (1, setup.micro_batches)]
-        return reserved + max(peaks[1] - peaks[0], 0)
+        local = self.steps.whole(setup.mesh, setup.strategies, setup.batch, setup.recompute)
+        peaks = [self._costs(candidate).peak_bytes for candidate in (setup, replace(setup, micro_batches=1))]
+        return (reserved_bytes(local, self.hardware, self.steps.software) or 0) + peaks[0] - peaks[1]
 
     def _raced(self, fit: Iterable[Setup], lost: list[Setup]) -> list[Setup]:
         """Those of `fit` that were simulated, the quickest by estimate first; all others are `lost`."""
@@ -236,7 +239,7 @@ class GpuSearch:
             if key.style == "zero2" and setup.micro_batches == 1:
                 continue  # the program of zero1
             if setup.micro_batches > 1:
-                setup = replace(setup, rest_bytes=rest + self._accumulated(setup))
+                setup = replace(setup, rest_bytes=rest + self.accumulated(setup))
             if setup.rest_bytes > self.memory_bytes:
                 yield self._holding(setup, setup.rest_bytes, "holds {} with the gradients of micro-batches")
                 continue
@@ -258,7 +261,7 @@ class GpuSearch:
             return 0  # `_with_kind` says why
         return self.estimate.least_bytes_of(setup.mesh, setup.batch, self.kinds[-1])
 
-    def _accumulated(self, setup: Setup) -> int:
+    def accumulated(self, setup: Setup) -> int:
         """Bytes of the gradients that a rank holds at least while it works on a second micro-batch: they are reduced
         once, at the end, unless a style reduces each.
         """
@@ -310,12 +313,16 @@ class GpuSearch:
         if least_s > fastest_s:
             return replace(setup, why=f"takes {seconds(least_s)} at least")
         try:
-            costs = self.steps.costs(setup.mesh, setup.strategies, setup.batch, setup.micro_batches, setup.recompute)
+            costs = self._costs(setup)
         except WholestepError as error:
             return replace(setup, why=f"no plan: {first_line(error)}")
         if costs.peak_bytes <= self.memory_bytes:
             return replace(setup, costs=costs)
         return self._holding(setup, costs.peak_bytes, "holds about {} at its peak")
+
+    def _costs(self, setup: Setup) -> Costs:
+        step = setup.mesh, setup.strategies, setup.batch, setup.micro_batches, setup.recompute
+        return self.steps.costs(*step, self.accumulated(setup))
 
     def nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         """Why no setup is left."""
@@ -330,3 +337,24 @@ class GpuSearch:
             f"at most {human(self.memory_bytes)} on a rank",
             f"give more GPUs, more --memory than {human_at_least(self.memory_bytes)}, or a shorter --seq",
         )
+
+
+@existing_objects_frozen()
+def first_fits(setups: GpuResult, search: GpuSearch) -> GpuResult:
+    """`setups` without the setups before the first that fits into a device. They lost, and are tried with more
+    recomputation. Searches bound tensors, which is linear in layers; what is reserved besides follows from all layers.
+    """
+    best, lost = list(setups.best), list(setups.lost)
+    while best:
+        first = best.pop(0)
+        assert first.costs is not None, "it was simulated"
+        needs = search.reserved(first)
+        if needs is None or needs <= setups.memory_bytes:
+            best.insert(0, replace(first, costs=replace(first.costs, reserved_bytes=needs)))
+            break
+        over = holding(first, needs, setups.memory_bytes, "makes torch's allocator reserve {}")
+        over = replace(over, costs=None, staged=None)
+        heavier = search.heavier(over)
+        best = sorted([*best, *(setup for setup in heavier if setup.costs)], key=step_s)
+        lost += [over, *(setup for setup in heavier if not setup.costs)]
+    return GpuResult(tuple(best), tuple(lost), setups.memory_bytes)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from wholestep.cost.memory import curve
 from wholestep.cost.software import OWN, Software
+from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph, TrainGraph
+from wholestep.graph.storage import Storage, storages
 from wholestep.hardware.hardware import Hardware
 from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
+from wholestep.passes.forward_backward import forward_backward
 from wholestep.plan.make_plan import stored_bytes
 from wholestep.plan.plan import Plan
 from wholestep.plan.strategies import Strategies
@@ -37,7 +41,7 @@ class ShortStep:
     hardware: Hardware
     software: Software = OWN
     programs: dict[RecomputeKind, Programs] = field(default_factory=dict[RecomputeKind, "Programs"], compare=False)
-    kind_costs: dict[RecomputeKind, Costs] = field(default_factory=dict[RecomputeKind, "Costs"], compare=False)
+    kind_costs: dict[RecomputeKind, tuple[Costs, int]] = field(default_factory=dict[RecomputeKind, "tuple[Costs, int]"])
 
     def of(self, kind: RecomputeKind) -> Programs:
         """Plans and programs that recompute, not scheduled."""
@@ -45,22 +49,28 @@ class ShortStep:
             self.programs[kind] = tuple((plan, run_passes(local, recomputing(kind))) for plan, local in self.planned)
         return self.programs[kind]
 
-    def costs(self, kind: RecomputeKind) -> Costs:
-        """Costs of the whole step with a kind of recomputation."""
+    def costs(self, kind: RecomputeKind) -> tuple[Costs, int]:
+        """Costs of the whole step with a kind of recomputation, and the most bytes that a rank holds besides gradients
+        of parameters, which may add up.
+        """
         if kind not in self.kind_costs:
             planned, passes = self.of(kind), passes_of("none", self.hardware, software=self.software)
             if self.step is None or self.pair is None:
                 (plan, local), *_ = planned
-                self.kind_costs[kind] = costs_of(run_passes(local, passes), plan, self.hardware, self.software)
+                programs = [run_passes(local, passes)]
+                costs = costs_of(programs[0], plan, self.hardware, self.software)
             else:
-                scheduled = self.step.scheduled(self.pair, planned, passes)
-                pairs = [(plan, local) for (plan, _), local in zip(planned, scheduled, strict=True)]
-                self.kind_costs[kind] = self.step.costs_from(self.pair, pairs)
+                programs = self.step.scheduled(self.pair, planned, passes)
+                plans = [plan for plan, _ in planned]
+                costs = self.step.costs_from(self.pair, list(zip(plans, programs, strict=True)))
+            self.kind_costs[kind] = costs, round(self._whole([peak_beside_gradients(program) for program in programs]))
         return self.kind_costs[kind]
 
     def whole(self, quantity: Callable[[LocalGraph], float], kind: RecomputeKind = "none") -> float:
         """A quantity that is linear in the number of layers, of the whole step before it is scheduled."""
-        quantities = [quantity(local) for _, local in self.of(kind)]
+        return self._whole([quantity(local) for _, local in self.of(kind)])
+
+    def _whole(self, quantities: Sequence[float]) -> float:
         if self.step is None or self.pair is None:
             return quantities[0]
         return self.step.whole(self.pair, (quantities[0], quantities[1]))
@@ -90,19 +100,23 @@ class ShortSteps:
             self.steps[batch] = from_few_layers(capture, self.layers, self.hardware, self.software, self.model)
         return self.steps[batch]
 
-    def costs(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind) -> Costs:
-        """Costs of a step. What one micro-batch adds to another is known from the fewest layers.
+    def costs(
+        self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind,
+        gradient_bytes: int,
+    ) -> Costs:  # fmt: skip
+        """Costs of a step. What one micro-batch adds to another is known from the fewest layers; of several, a rank
+        holds `gradient_bytes` that add up.
 
         Raises:
             PlanError: the strategy cannot be planned.
         """
         step = self.step(batch)
         pair = step.blocks(mesh, strategies) if isinstance(step, FoldedStep) else None
-        first = self._of(mesh, strategies, batch, 1, pair).costs(kind)
+        first, beside_bytes = self._of(mesh, strategies, batch, 1, pair).costs(kind)
         if micro_batches == 1:
             return first
-        one, two = (self.fewest(mesh, strategies, batch, count).costs(kind) for count in (1, 2))
-        return repeated(first, one, two, micro_batches)
+        one, two = (self.fewest(mesh, strategies, batch, count).costs(kind)[0] for count in (1, 2))
+        return repeated(first, one, two, micro_batches, max(beside_bytes + gradient_bytes - first.peak_bytes, 0))
 
     def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> ShortStep:
         """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
@@ -155,17 +169,33 @@ class ShortSteps:
         return stored_bytes(step, mesh, strategies, None)
 
 
-def repeated(step: Costs, one: Costs, two: Costs, micro_batches: int) -> Costs:
+def repeated(step: Costs, one: Costs, two: Costs, micro_batches: int, added_bytes: int) -> Costs:
     """Costs of a step with so many micro-batches, two or more, from those with one, and from what the second adds to
-    another step. Each further one takes what the second takes; the peak is that with two, whose gradients add up.
+    another step. Each further one takes what the second takes. `added_bytes`: of gradients at the peak.
     """
-
-    def grown(name: str, times: int) -> float:
-        return getattr(step, name) + times * (getattr(two, name) - getattr(one, name))
-
     names = ("sent_bytes", "collectives", "step_s", "exposed_s", "model_s", "again_s", "host_s")
-    more: dict[str, Any] = {name: max(grown(name, micro_batches - 1), 0) for name in names}
-    kinds = {**step.by_kind, **two.by_kind}
-    sizes = {k: step.by_kind.get(k, 0) + two.by_kind.get(k, 0) - one.by_kind.get(k, 0) for k in kinds}
-    more |= {"peak_bytes": grown("peak_bytes", 1), "by_kind": {k: size for k, size in sizes.items() if size > 0}}
-    return replace(step, **more, reserved_bytes=None)
+    more: dict[str, Any] = {
+        name: max(getattr(step, name) + (micro_batches - 1) * (getattr(two, name) - getattr(one, name)), 0)
+        for name in names
+    }
+    kinds = {**step.by_kind, "gradient": step.by_kind.get("gradient", 0) + added_bytes}
+    return replace(step, **more, peak_bytes=step.peak_bytes + added_bytes, by_kind=kinds, reserved_bytes=None)
+
+
+def peak_beside_gradients(program: LocalGraph) -> int:
+    """The most bytes that a rank holds besides the gradients of parameters, which a backward leaves and others read,
+    and what is made of them.
+    """
+    varying, main = forward_backward(program, later_stages=False)
+    all_storages, calls = storages(program.graph), sum(node.op == "call_function" for node in program.graph.nodes)
+    gradients = {
+        (storage.node, storage.index) for storage in all_storages
+        if storage.node in main and meta.is_backward(storage.node)
+        and any(user in varying and user not in main for member in storage.members for user in member.users)
+    }  # fmt: skip
+
+    def counts(storage: Storage) -> bool:
+        node, index = storage.node, storage.index
+        return storage.first < 0 or node not in varying or (node in main and (node, index) not in gradients)
+
+    return max(curve([storage for storage in all_storages if counts(storage)], calls), default=0)
