@@ -8,6 +8,7 @@ graphs are equal, node for node.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -42,7 +43,8 @@ _TAKES_NUMBERS = "should_allow_numbers_as_tensors"
 TAPE = "wholestep_tape"  # an attribute of the mode of a trace: where it lists the ops that it records, or None
 TapedOp = tuple[Any, tuple[Any, ...], Any, torch.fx.Node]
 """An op that was recorded, its positional arguments, its result, and its node."""
-_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer")
+_SLOTS = "WeakTensorKeyDictionary"
+_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer", _SLOTS)
 
 
 class _SlowPathError(Exception):
@@ -62,9 +64,32 @@ def quick_dispatch(
         return forms_set([(*place, _without_real_tensors(at_op))])
     quick: list[tuple[Any, str, Form]] = [(*place, _fast_dispatch(forms, at_op)), *_with_sizes()]
     quick.append((fake_tensor.FakeTensorMode, "from_tensor", fake_input))
+    quick.append((proxy_tensor, _SLOTS, _Slots))
     if hasattr(fake_tensor, _TAKES_NUMBERS):
         quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
     return forms_set(quick)
+
+
+class _Slots:
+    """The slots of a trace, by the identity of their tensors: for each look-up, torch's table makes a weak reference in
+    Python, and compares it.
+    """
+
+    def __init__(self, original: object) -> None:
+        self._slots = dict[int, tuple[Any, Any]]()
+
+    def get(self, tensor: Any, default: Any = None) -> Any:
+        return self._slots.get(identity(tensor), (default,))[0]
+
+    def __getitem__(self, tensor: Any) -> Any:
+        return self._slots[identity(tensor)][0]
+
+    def __contains__(self, tensor: Any) -> bool:
+        return identity(tensor) in self._slots
+
+    def __setitem__(self, tensor: Any, slot: Any) -> None:
+        key = identity(tensor)
+        self._slots[key] = slot, weakref.ref(tensor, lambda _: self._slots.pop(key))
 
 
 def _without_real_tensors(at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
@@ -109,7 +134,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Form:
     """Return the dispatch function of one trace; its `slow` is torch's, also for nested traces."""
     outermost: Any = None
-    ways: dict[int, _Way] = {}  # by the identity of an op, which is kept
+    ways: dict[int, tuple[_Way, Any]] = {}
 
     def dispatch(slow: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         nonlocal outermost
@@ -118,13 +143,13 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         if outermost is None:
             outermost = mode
             vars(mode).setdefault(TAPE, None)
-        way = ways.get(identity(op))
-        if way is None:
-            way = ways[identity(op)] = _way_of(op, forms)
+        if (known := ways.get(identity(op))) is None:
+            known = ways[identity(op)] = _way_of(op), forms.get(op)
+        way, form = known
         named: dict[str, Any] = kwargs or {}
         tape = getattr(mode, TAPE, None)
         try:
-            if mode is not outermost or not way.is_plain or (way.form is not None and tape is not None):
+            if mode is not outermost or not way.is_plain or (form is not None and tape is not None):
                 raise _SlowPathError
             tensors: list[tuple[Any, bool]] = []
             nodes = _nodes(mode, args, tensors), {key: _nodes(mode, value, tensors) for key, value in named.items()}
@@ -135,9 +160,9 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
                 tape.append(None)
             args, named = at_op(op, args, named)
             return slow(mode, op, types, args, named)
-        if way.form is not None:
+        if form is not None:
             with mode:
-                instead = way.form(*args, **named)
+                instead = form(*args, **named)
             if instead is not NotImplemented:
                 return instead
         node = _add_node(mode.tracer.graph, op, nodes, fx_traceback.current_meta.get("custom"))
@@ -150,23 +175,23 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
 
 
 class _Way(NamedTuple):
-    """How an op is recorded: as one node, if `is_plain` and its `form` does not stand for it. Where it `has_parts`, a
-    device without a kernel of its own takes it apart; of one that `makes`, operands that are constants say nothing.
+    """How an op is recorded: as one node, if `is_plain` and no form stands for it. Where it `has_parts`, a device
+    without a kernel of its own takes it apart; of one that `makes`, operands that are constants say nothing.
     """
 
     op: Any
     is_plain: bool
-    form: Any = None
     has_parts: bool = False
     makes: bool = False
 
 
-def _way_of(op: Any, forms: Mapping[Any, Any]) -> _Way:
+@cache
+def _way_of(op: Any) -> _Way:
     if not is_op(op) or op in _SPECIAL or _SPECIAL_TAGS & set(op.tags):
         return _Way(op, False)
     has_parts: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     aliases = any(argument.alias_info for argument in (*op._schema.arguments, *op._schema.returns))
-    return _Way(op, True, forms.get(op), has_parts, not aliases and torch.Tag.nondeterministic_seeded not in op.tags)
+    return _Way(op, True, has_parts, not aliases and torch.Tag.nondeterministic_seeded not in op.tags)
 
 
 def _nodes(mode: Any, value: Any, tensors: list[tuple[Any, bool]]) -> Any:

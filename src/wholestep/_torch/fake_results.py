@@ -156,7 +156,7 @@ def other_fake(value: Any, alias: Any = None) -> Any:
 def fake_input(original: Callable[..., Any], mode: Any, tensor: Any, *options: Any, **named: Any) -> Any:
     """The fake tensor that a trace makes of a tensor: of a plain fake one that is no view, another like it."""
     plain = _kind(tensor) in FAKE_TYPES and tensor.fake_mode is mode and kind_of((tensor,)) is not None
-    if not plain or not tensor.is_leaf or tensor._is_view() or tensor.storage_offset():
+    if not plain or tensor.constant is not None or not tensor.is_leaf or tensor._is_view() or tensor.storage_offset():
         return original(mode, tensor, *options, **named)
     copied = other_fake(tensor)
     if getattr(tensor, "_is_param", False):
@@ -178,7 +178,9 @@ def add_kinds(parts: list[Any], values: Sequence[Any]) -> bool:
         kind = _kind(value)
         if kind in FAKE_TYPES:
             if not is_plain(value):
-                return False
+                if value.constant is None or value.numel() or not _is_dense(value):
+                    return False
+                parts.append("constant")  # without elements, as the first keys and values of a cache
             parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.__dict__[_DEVICE])
         elif kind in _NUMBERS:
             parts += (kind, value)
@@ -197,12 +199,11 @@ def add_kinds(parts: list[Any], values: Sequence[Any]) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a fake tensor is no more than its sizes, strides, dtype and device."""
-    return (
-        _CAN
-        and value.layout is torch.strided
-        and value.constant is None
-        and not (value.is_neg() or value.is_conj() or value.is_inference())
-    )
+    return value.constant is None and _is_dense(value)
+
+
+def _is_dense(value: Any) -> bool:
+    return _CAN and value.layout is torch.strided and not (value.is_neg() or value.is_conj() or value.is_inference())
 
 
 def _aliasing_of(op: Any) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -66,7 +65,11 @@ def same_ops(tape: Tape, other: Tape) -> bool:
         (op, args, out, node), (other_op, other_args, other_out, other_node) = taped, taped_for_other
         operands = map_arg((node.args, node.kwargs), lambda operand: twins.get(operand, operand))
         same = op is other_op and same_notes(node, other_node)
-        if not same or (out is args[0]) != (other_out is other_args[0]) or operands != _operands(other_node):
+        if (
+            not same
+            or (out is args[0]) != (other_out is other_args[0])
+            or operands != (other_node.args, other_node.kwargs)
+        ):
             return False
         own.add(id(out))
         twins[node] = other_node
@@ -94,11 +97,8 @@ def _is_repeatable(taped: TapedOp, own: set[int]) -> bool:
         return False
     if changes_first(op):
         return out is args[0] and id(out) in own
-    return all(storage_key(out) != storage_key(value) for value in args if type(value) in FAKE_TYPES)
-
-
-def _operands(node: Node) -> tuple[Any, Any]:
-    return node.args, node.kwargs
+    with torch._C.DisableTorchFunction():
+        return all(storage_key(out) != storage_key(value) for value in args if type(value) in FAKE_TYPES)
 
 
 def _nodes_of(fakes: Sequence[Any]) -> list[Any]:

@@ -80,9 +80,11 @@ _last: tuple[list[Any], list[ModuleType]] = [], []  # modules that were loaded, 
 
 
 def own_modules() -> list[ModuleType]:
-    """The modules that hold code that is watched; 10 ms where thousands are loaded, once for the same ones."""
+    """The modules that hold code that is watched, but those of wholestep: nothing of a step is patched there."""
     global _last
     loaded, main = list[Any](sys.modules.values()), sys.modules.get("__main__")  # a test may put anything there
     if len(loaded) != len(_last[0]) or not all(map(is_, loaded, _last[0])):
-        _last = loaded, [m for m in loaded if is_own_module(m) or (m is main and isinstance(m, ModuleType))]
+        here, own = _ROOT + os.sep, filter(is_own_module, loaded)
+        watched = [m for m in own if not (vars(m).get("__file__") or "").startswith(here)]
+        _last = loaded, [*watched, *(m for m in (main,) if isinstance(m, ModuleType) and m not in watched)]
     return _last[1]
