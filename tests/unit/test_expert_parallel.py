@@ -214,12 +214,12 @@ class Normed(Sorted):
         return self.norm(rows) + self.bias
 
 
-def _sorted(kind: type[Sorted] = Sorted, **options: Any) -> OneDevice:
+def _sorted(kind: type[Sorted] = Sorted, tokens: tuple[int, int] = (2, 12), **options: Any) -> OneDevice:
     def make() -> tuple[nn.Module, Optimizer]:
         model = kind(**options)
         return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
 
-    return OneDevice(make, mean_square, [(torch.randn(2, 12, 8),) for _ in range(3)])
+    return OneDevice(make, mean_square, [(torch.randn(*tokens, 8),) for _ in range(3)])
 
 
 @ALL_METHODS
@@ -300,6 +300,7 @@ def test_a_step_without_experts() -> None:
 
     one = OneDevice(make, mean_square, [(torch.randn(2, 12, 8),)])
     assert _refused(one, "dp=2", APART).startswith("ExpertParallel: the step has no such layer\n")
+    assert 'set_experts_implementation("grouped_mm")' in _refused(one, "dp=2", APART)
 
 
 @pytest.mark.parametrize("name", ["running sum", "dropout"])
@@ -311,6 +312,14 @@ def test_a_layer_in_one_order_is_named(name: str) -> None:
     assert text.endswith('next: give method="auto", which gathers these experts')
     auto = ws.plan(_sorted(scale=ORDERED[name]).capture.graph, "dp=2", [APART[0], ws.ExpertParallel("dp")])
     assert any("experts of 0 of 1 layers stay" in note for note in auto.notes)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_layer_without_rows_is_named(rows: int) -> None:
+    """What a rank of the data may have, whose batch is empty."""
+    text = _refused(_sorted(tokens=(1, rows)), "dp=2", [ws.DataParallel(), SENT[1]])
+    assert f"{rows} rows, which have no pieces\n  needed: two rows or more\n" in text
+    assert text.endswith("next: give a rank without tokens some whose loss is zero")
 
 
 ALL_ROWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {

@@ -79,12 +79,19 @@ class ExpertParallel(OneAxis):
             choices = [(rows, self._cheapest(rows, ranks)) for rows in layers if not problems[rows.sort]]
             return [(rows, method) for rows, method in choices if method != "weights"]
         for sort in sorts_in_one_order(graph.graph, layers) if ranks > 1 and self.method != "weights" else ():
-            text = f"ExpertParallel, {meta.module_path(sort) or sort.name}: a result may depend on the order of rows"
+            rows = meta.one_tensor(operands(sort)[0]).shape[0]
+            why = "a result may depend on the order of rows" if rows > 1 else f"{rows} rows, which have no pieces"
             needed, next_step = "ops that treat all rows alike", 'give method="auto", which gathers these experts'
+            if rows < 2:
+                needed, next_step = "two rows or more", "give a rank without tokens some whose loss is zero"
+            text = f"ExpertParallel, {meta.module_path(sort) or sort.name}: {why}"
             raise PlanError(text, needed, next_step, meta.source_line(sort))
         if ranks > 1 and self.method != "weights" and not layers:
             needed = "rows that topk sorts by expert, grouped products of them, and ops that treat all rows alike"
-            raise PlanError("ExpertParallel: the step has no such layer", needed, 'give method="weights"')
+            next_step = (
+                'give method="weights"; a model of transformers sorts by set_experts_implementation("grouped_mm")'
+            )
+            raise PlanError("ExpertParallel: the step has no such layer", needed, next_step)
         for sort, problem in ((sort, problem) for sort, problem in problems.items() if problem):
             needed = "experts that are parameters, one at least for each rank, and sums over rows alone"
             text, next_step = f"ExpertParallel, {meta.module_path(sort) or sort.name}: {problem}", "give a smaller axis"
