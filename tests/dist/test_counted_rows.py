@@ -1,8 +1,10 @@
 """Steps that pick rows by values which the model computes, on two ranks that pick other numbers of rows, beside DDP."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
@@ -17,6 +19,7 @@ from tests.unit.test_counted_rows import (
     train,
     train_on_labels,
 )
+from tests.unit.test_replacements import matched, with_scipy
 
 ROWS = 10
 
@@ -91,3 +94,35 @@ def over_the_whole_batch(rank: int, world: int) -> None:
 
 def test_rows_that_ranks_would_exchange_are_refused() -> None:
     run_ranks(over_the_whole_batch, 2)
+
+
+def matched_beside_ddp(rank: int, world: int, style: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        solve, library = with_scipy(monkeypatch)
+        ours, plain = nn.Linear(4, 3), nn.Linear(4, 3)
+        plain.load_state_dict(ours.state_dict())
+
+        def train_matched(model: nn.Module, optimizer: Any, x: Tensor, boxes: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = matched(solve, library, model, x, boxes)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = ws.compile(train_matched, parallel=ws.DataParallel(style))
+        ddp, optimizers = DistributedDataParallel(plain), [torch.optim.AdamW(m.parameters()) for m in (ours, plain)]
+        for call in range(4):
+            torch.manual_seed(call * world + rank)
+            x, boxes = torch.randn(5, 4), torch.randn((call + 2 * rank) % 5 + 1, 3)
+            expected = train_matched(ddp, optimizers[1], x, boxes)
+            torch.testing.assert_close(step(ours, optimizers[0], x, boxes), expected, rtol=1e-12, atol=1e-12)
+        with ws.whole(ours):
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_ranks_match_other_numbers_of_boxes(style: str) -> None:
+    run_ranks(matched_beside_ddp, 2, style)

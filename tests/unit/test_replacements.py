@@ -1,10 +1,13 @@
 """Library code that reads values: the form that a trace runs in its place, against the original run eagerly."""
 
+import itertools
+import sys
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +104,78 @@ FUNCTIONS: dict[str, Loss] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     trained(FUNCTIONS[name], batches((5, 4), count=3))
+
+
+# -- functions of arrays on the host ---------------------------------------------------------
+class Assignment:
+    """`scipy.optimize.linear_sum_assignment` for small matrices, no function of Python either."""
+
+    def __call__(self, cost_matrix: Any, maximize: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        cost = np.asarray(cost_matrix) * (-1 if maximize else 1)
+        few, many = sorted(cost.shape)
+        wide, rows = cost if cost.shape[0] == few else cost.T, np.arange(few)
+        columns = np.array(min(itertools.permutations(range(many), few), key=lambda c: wide[rows, list(c)].sum()), int)
+        order = rows if wide is cost else columns.argsort()
+        return (rows, columns) if wide is cost else (columns[order], rows[order])
+
+
+def with_scipy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `scipy.optimize`, and a library that has its function by name."""
+    scipy, library = types.ModuleType("scipy.optimize"), types.ModuleType("transformers.matching")
+    for module in (scipy, library):
+        module.__dict__["linear_sum_assignment"] = solve = scipy.__dict__.get("linear_sum_assignment", Assignment())
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "scipy", types.ModuleType("scipy"))
+    exec("def match(*given, **named):\n    return linear_sum_assignment(*given, **named)", library.__dict__)
+    return solve, library
+
+
+def matched(solve: Any, library: Any, model: nn.Module, x: Tensor, boxes: Tensor) -> Tensor:
+    """Each of the boxes is compared with one row, as in DETR."""
+    out = model(x)
+    cost = torch.cdist(out.detach(), boxes)
+    rows, places = library.match(cost)
+    far, _ = solve(cost.numpy(), maximize=True)
+    assert rows.dtype == np.int64
+    rows, places = torch.as_tensor(rows), torch.as_tensor(places, dtype=torch.int64)
+    return (out[rows] - boxes[places]).square().sum() + out[torch.from_numpy(far)].sin().sum()
+
+
+BOXES = (3, 3, 4, 2, 6, 2)
+
+
+def test_pairs_that_scipy_finds_are_found_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, library = with_scipy(monkeypatch)
+    calls = [(x, torch.randn(n, 3)) for (x,), n in zip(batches((5, 4), count=6), BOXES, strict=True)]
+    step = trained(lambda model, *given: matched(solve, library, model, *given), calls)
+    assert len(step.programs) <= 2
+    assert solve(calls[0][1].numpy())[0].tolist() == [0, 1, 2]
+
+
+def pairs_as_numbers(solve: Any, out: Tensor) -> Tensor:
+    return out[int(solve(out.detach())[0][0])].sum()
+
+
+def pairs_caught(solve: Any, out: Tensor) -> Tensor:
+    try:
+        return out.sum() * solve(out.detach())[0].sum()
+    except Exception:
+        return out.sum()
+
+
+def array_of_numpy(solve: Any, out: Tensor) -> Tensor:
+    return out.sum() * float(np.median(out.detach().numpy()))
+
+
+@pytest.mark.parametrize("loss", [pairs_as_numbers, pairs_caught, array_of_numpy])
+def test_arrays_of_which_numbers_are_read_are_refused(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, _ = with_scipy(monkeypatch)
+    with pytest.raises(ws.CaptureError) as caught:
+        trained(lambda model, x: loss(solve, model(x)), batches((5, 4), count=1))
+    by_numpy = loss is array_of_numpy
+    assert ("with numpy()" if by_numpy else "an array that linear_sum_assignment returns") in str(caught.value)
+    assert ("torch.library.custom_op" if by_numpy else "make a tensor of it") in caught.value.next_step
+    assert "out.detach()" in caught.value.where
 
 
 COUNTED: dict[str, tuple[Loss, list[Tensor], int]] = {

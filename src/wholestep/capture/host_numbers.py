@@ -169,6 +169,15 @@ class Numbers:
         number = self._of(value)
         return number.now if number else value
 
+    def of_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a function of `math`."""
+        number = self.call(original, args) if self and not kwargs else NotImplemented
+        return original(*args, **kwargs) if number is NotImplemented else number
+
+    def as_float(self, value: Any) -> Any:
+        """In place of `float` of torch's own code."""
+        return value if value in self else float(value)
+
     def count(self) -> int:
         """How much is recorded of numbers."""
         return len(self._lines) + len(self._decisions) + len(self._casts) + len(self._by_id)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import io
 import operator
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -19,12 +22,14 @@ from torch import Tensor
 
 from .. import _torch
 from ..errors import CaptureError
+from ..graph.ops import ASSIGNMENT
 from ..graph.origin import is_own_function
 from .effects import RefusedError
 from .locations import Location, Words
 from .reachable import leads_to
 
 _MARK = "\ufdd0"  # in no text: Unicode keeps this character for use inside of a program
+_AsArray = Callable[[Tensor, CaptureError], Any]
 _TOLD: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda t: tuple(t.shape), "ndim": Tensor.dim, "size": Tensor.numel,
     "dtype": lambda t: np.dtype(str(t.dtype).removeprefix("torch.")),
@@ -33,12 +38,14 @@ _TOLD: dict[str, Callable[[Tensor], Any]] = {
 
 class Unread(_torch.StandIn):
     """In place of the value of the class `kind` at a `place` of the arguments, for an object of which it passes. `fake`
-    has the contents of an array.
+    has the contents of an array; one that the step computes has no place.
     """
 
     __slots__ = ("_fake", "_kind", "_place", "_refuse")
 
-    def __init__(self, kind: type, place: Location, refuse: Callable[[str], NoReturn], fake: Tensor | None) -> None:
+    def __init__(
+        self, kind: type, place: Location | None, refuse: Callable[[str], NoReturn], fake: Tensor | None
+    ) -> None:
         for name, value in (("_kind", kind), ("_place", place), ("_refuse", refuse), ("_fake", fake)):
             object.__setattr__(self, name, value)
 
@@ -62,9 +69,14 @@ def as_given(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) else value
 
 
+def contents_of(value: object) -> Tensor | None:
+    """Return the traced contents of what stands for an array; None for any other value."""
+    return object.__getattribute__(value, "_fake") if type(value) is Unread else None
+
+
 def _of_array(original: Callable[..., Tensor], data: Any, *rest: Any, **named: Any) -> Tensor:
     """In place of a function that makes a tensor: of an array, a traced one."""
-    fake: Tensor | None = object.__getattribute__(data, "_fake") if type(data) is Unread else None
+    fake = contents_of(data)
     if fake is None or rest or named.keys() - {"dtype", "device"}:
         return original(data, *rest, **named)
     device = named.get("device") or ("cpu" if original.__name__ == "from_numpy" else torch.get_default_device())
@@ -72,18 +84,46 @@ def _of_array(original: Callable[..., Tensor], data: Any, *rest: Any, **named: A
     return copy.clone() if original.__name__ == "tensor" else copy
 
 
-OF_ARRAYS = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]
+def _assignment(as_array: _AsArray, original: Any, cost_matrix: Any, maximize: Any = False) -> Any:
+    """`scipy.optimize.linear_sum_assignment`: as many pairs as the matrix has rows, or columns if these are fewer."""
+    cost = cost_matrix if isinstance(cost_matrix, Tensor) else contents_of(cost_matrix)
+    if cost is None or cost.dim() != 2:
+        return original(cost_matrix, maximize)
+    refusal = CaptureError(
+        "the step reads values of an array that linear_sum_assignment returns while it is being captured",
+        "arrays of which it makes tensors: torch.as_tensor, torch.from_numpy",
+        "make a tensor of it, and compute with that",
+    )
+    return tuple(as_array(places, refusal) for places in ASSIGNMENT(cost.detach(), bool(maximize)).unbind())
+
+
+_ON_HOST: list[tuple[str, str, Callable[..., Any]]] = [("scipy.optimize", "linear_sum_assignment", _assignment)]
+"""Functions of arrays, by module and name, with results whose sizes follow from sizes, and the ops in their place."""
+
+
+def array_functions(as_array: _AsArray) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Functions, by owner and name, of arrays, and what runs in their place, in each module that has them by their
+    name. `as_array(contents, refusal)` stands for an array that the step computes.
+    """
+    loaded = [module for module in list[Any](sys.modules.values()) if isinstance(module, ModuleType)]
+    forms: list[tuple[Any, str, Any]] = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]
+    for owner, name, form in _ON_HOST:
+        if (original := getattr(sys.modules.get(owner), name, None)) is not None:
+            forms += [(m, name, partial(form, as_array)) for m in loaded if vars(m).get(name) is original]
+    return forms
 
 
 def _refused(unread: Unread, *_: Any, **__: Any) -> Any:
-    place: Location = object.__getattribute__(unread, "_place")
+    place: Location | None = object.__getattribute__(unread, "_place")
     refuse: Callable[[str], NoReturn] = object.__getattribute__(unread, "_refuse")
-    return refuse(place.path)
+    return refuse(place.path if place else "")
 
 
 def place_of(value: object) -> Location | None:
-    """Return the place for whose value this stands; None for any other value."""
-    return object.__getattribute__(value, "_place") if type(value) is Unread else None
+    """Return the place for whose value this stands; None for any other value. An array that the step computes has none,
+    which is refused.
+    """
+    return (object.__getattribute__(value, "_place") or _refused(value)) if type(value) is Unread else None
 
 
 _OWN = {"__init__", "__new__", "__class__", "__getattribute__", "__len__", "__init_subclass__", "__subclasshook__"}

@@ -459,8 +459,11 @@ class _TorchCalls(_torch.FunctionMode):
                 f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {reading} "
                 "while it is being captured",
                 "return the tensor and read it after the call, or choose with torch.where; "
-                "wholestep.callback(fn, tensor) calls fn with its value in each step",
+                "wholestep.callback(fn, tensor) calls fn with its value in each step"
+                + ("; a function of arrays can be an op: torch.library.custom_op" if reading == "numpy()" else ""),
             )
+            if func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
+                return self._step.watch.computed_array(args[0].detach(), refusal)
             return self._step.places.read(func, args[0], refusal)
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())

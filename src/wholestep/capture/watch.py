@@ -54,9 +54,9 @@ from .outside import Outside
 from .own_tensors import OwnTensors
 from .reachable import Container, Reach, argument_containers, changeable, state_containers
 from .stand_ins import (
-    OF_ARRAYS,
     RefusedIterator,
     Unread,
+    array_functions,
     as_given,
     is_foreign_iterator,
     is_of_trace,
@@ -137,9 +137,10 @@ class Watch:
         self, fakes: Mapping[str, torch.Tensor], objects: Sequence[Any], paths: Sequence[str]
     ) -> Generator[None]:
         """Record the call of the step's function; `fakes` are by input name, `objects` those among the arguments."""
-        changes = _torch.host_forms(self._on_math, self._on_float, self._schedulers.step, self._outside)
+        changes = _torch.host_forms(self.numbers.of_math, self.numbers.as_float, self._schedulers.step, self._outside)
         self._inputs = {*fakes}
-        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled), *OF_ARRAYS])]
+        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled)])]
+        changes += _torch.forms_of(array_functions(self.computed_array))
         of_call = argument_containers(objects, paths, self._arguments)
         self._numbers_of_objects = {id(value): number for number, value in enumerate(objects)}
         self._restored = [*self.own_tensors.attributes(), *self._settings(), *self.reach.containers]
@@ -247,14 +248,6 @@ class Watch:
     def _on_write(self, original: Callable[..., Any], owner: Any, name: str, value: Any) -> None:
         self._assigned.add((id(owner), name))
         original(owner, name, value)
-
-    def _on_math(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        number = self.numbers.call(original, args) if self.numbers and not kwargs else NotImplemented
-        return original(*args, **kwargs) if number is NotImplemented else number
-
-    def _on_float(self, value: Any) -> Any:
-        """In place of `float` of torch's own code."""
-        return value if value in self.numbers else float(value)
 
     def _settings(self) -> list[Container]:
         """Settings of torch and of optimizers that no call changes."""
@@ -410,6 +403,11 @@ class Watch:
         )
         error.place = name
         self._refuse(error)
+
+    def computed_array(self, contents: torch.Tensor, refusal: CaptureError) -> Unread:
+        """What stands for an array that the step computes: the `refusal` is raised where values of it are asked for."""
+        refusal.where = self.line()
+        return Unread(np.ndarray, None, lambda _: self._refuse(refusal), contents)
 
     def argument(self, value: Any) -> Any:
         """A number, or an object that the call is given, as what each call takes in its place; else the value."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from math import prod
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +79,21 @@ def _(
 
 
 CTC_LOSS = torch.ops.wholestep.ctc_loss.default
+
+
+@torch.library.custom_op("wholestep::assignment", mutates_args=())
+def assignment(cost: Tensor, maximize: bool) -> Tensor:
+    """Return rows and columns of the assignment that scipy finds on the host, for which the host waits."""
+    solve: Any = importlib.import_module("scipy.optimize").linear_sum_assignment  # the step called it
+    return torch.as_tensor(np.stack(solve(cost.cpu().numpy(), maximize)), device=cost.device)
+
+
+@assignment.register_fake
+def _(cost: Tensor, maximize: bool) -> Tensor:
+    return cost.new_empty((2, cast(Any, torch).sym_min(*cost.shape)), dtype=torch.int64)
+
+
+ASSIGNMENT = torch.ops.wholestep.assignment.default
 
 
 @torch.library.custom_op("wholestep::rows_of", mutates_args=())
