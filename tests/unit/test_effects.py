@@ -2372,6 +2372,22 @@ class DateByAnotherName(ByAnotherName):
         return self.update(x, self.taken.now().second)  # here
 
 
+GIVEN: dict[str, Callable[[Callable[..., Any]], tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "as an argument": lambda step: (step, {"clock": time.perf_counter}),
+    "in an argument": lambda step: (lambda x, by: step(x, by["clock"][0]), {"by": {"clock": [time.perf_counter]}}),
+    "by a partial": lambda step: (partial(step, clock=time.perf_counter), {}),
+    "by a partial in one": lambda step: (lambda x, by: by(x), {"by": partial(step, clock=time.perf_counter)}),
+}
+
+
+@pytest.mark.parametrize("way", GIVEN)
+def test_a_function_in_c_that_a_step_is_given_is_replaced(way: str) -> None:
+    world = World()
+    step, given = GIVEN[way](lambda x, clock: world.update(x, clock()))
+    with pytest.raises(ws.CaptureError, match=r"the step reads the clock with time\.perf_counter\(\)"):
+        ws.compile(step)(batches()[0], **given)
+
+
 @refused("the step seeds torch's random numbers")
 class SeedByName(World):
     def step(self, x):

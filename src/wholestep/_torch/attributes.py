@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
+from operator import is_not
 from threading import get_ident
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -136,6 +137,21 @@ def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
         while old is not None:
             new_of[identity(old)], old = new, getattr(old, REPLACES, None)
     return new_of
+
+
+def with_replaced(replaced: Mapping[int, Any], value: Any) -> Any:
+    """Return what is in the place of a value, of items of a tuple, or of what a partial calls and gives."""
+    if type(value) is tuple:
+        items_before = cast(tuple[Any, ...], value)
+        items = [with_replaced(replaced, v) for v in items_before]
+        return tuple(items) if any(map(is_not, items, items_before)) else items_before
+    if type(value) is functools.partial:
+        bound = cast("functools.partial[Any]", value)
+        before = bound.func, bound.args, *bound.keywords.values()
+        fn, args, *named = after = with_replaced(replaced, before)
+        keywords = dict(zip(bound.keywords, named, strict=True))
+        return bound if after is before else functools.partial(fn, *args, **keywords)
+    return replaced.get(identity(value), value)
 
 
 def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:

@@ -203,8 +203,6 @@ class Traced:
                 self.watch.stand_in(i, n, v, fakes.get(n))
                 if n in free or (i in request.call.arrays and n in fakes)
                 else self._argument(n, v)
-                if isinstance(v, torch.Tensor)
-                else v
                 for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
             ]
             args, kwargs = inside.enter_context(in_place(request.arguments, request.call.structure, leaves))
@@ -219,7 +217,7 @@ class Traced:
             modules = modules_seen(state.modules, request.options.mixed_precision)
             calls = self.calls = _TorchCalls(self, zeros)
             with modules, self.watch.watching(fakes, request.call.objects, paths), calls, self.rounded:
-                call = take_apart(request.fn(*args, **kwargs), objects=False)
+                call = take_apart(self.watch.shown(request.fn)(*args, **kwargs), objects=False)
                 if calls.refused is not None:
                     raise calls.refused  # the step caught it
             held_state.refuse_objects(state.optimizers.values(), self.numbers)
@@ -244,10 +242,12 @@ class Traced:
         for name, entry in (*self.request.state.params.items(), *self.request.state.buffers.items()):
             self.own.put(name, entry.tensor, fakes[name])
 
-    def _argument(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _argument(self, name: str, tensor: Any) -> Any:
         """Return what the step sees of an argument: the tensor itself, and a fake where it is passed twice: another
-        call may pass two.
+        call may pass two. A function may have another in its place.
         """
+        if not isinstance(tensor, torch.Tensor):
+            return self.watch.shown(tensor)
         if self.own.name_of(tensor) is not None:
             return self.given[name]
         self.own.put(name, tensor, self.given[name], of_batch=True)

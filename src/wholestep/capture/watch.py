@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import is_not
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn, cast
 
@@ -132,27 +131,36 @@ class Watch:
             if tensors.keys() <= self.promoted.tensors
         }
 
+    @functools.cached_property
+    def _changes(self) -> list[tuple[Any, str, Any]]:
+        """Attributes to set: what runs in place of functions."""
+        of_host = _torch.host_forms(self.numbers.of_math, self.numbers.as_float, self._schedulers.step, self._outside)
+        forms = [(gc, "isenabled", is_enabled), *array_functions(self.computed_array)]
+        return [*of_host, *self.cached.forms(), *_torch.forms_of(forms)]
+
+    @functools.cached_property
+    def shown(self) -> Callable[[Any], Any]:
+        """What the step sees of a value that may be one of these functions. It is asked for before they are set."""
+        return functools.partial(_torch.with_replaced, _torch.replaced_by(self._changes))
+
     @contextmanager
     def watching(
         self, fakes: Mapping[str, torch.Tensor], objects: Sequence[Any], paths: Sequence[str]
     ) -> Generator[None]:
         """Record the call of the step's function; `fakes` are by input name, `objects` those among the arguments."""
-        changes = _torch.host_forms(self.numbers.of_math, self.numbers.as_float, self._schedulers.step, self._outside)
         self._inputs = {*fakes}
-        changes += [*self.cached.forms(), *_torch.forms_of([(gc, "isenabled", is_enabled)])]
-        changes += _torch.forms_of(array_functions(self.computed_array))
         of_call = argument_containers(objects, paths, self._arguments)
         self._numbers_of_objects = {id(value): number for number, value in enumerate(objects)}
         self._restored = [*self.own_tensors.attributes(), *self._settings(), *self.reach.containers]
         self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
         trainable = {name: fakes[name].requires_grad for name in self.state.params}
-        patched = _torch.attributes_set([*changes, *_torch.aliases(changes, own_modules())])
+        patched = _torch.attributes_set([*self._changes, *_torch.aliases(self._changes, own_modules())])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
         with _torch.undone():
             _torch.undo(self._end)
-            self._begin(containers, _torch.replaced_by(changes))
+            self._begin(containers)
             _torch.undo(sys.settrace, before)
             _torch.undo(torch.set_grad_enabled, torch.is_grad_enabled())
             _torch.undo(torch.set_default_dtype, torch.get_default_dtype())
@@ -168,16 +176,16 @@ class Watch:
             objects = [c for c in of_call if c.owner is not None]
             self._unread = [c.path_of(key) for c in objects for key in c.before if not self._was_read(c, key)]
 
-    def _begin(self, containers: Sequence[Container], replaced: Mapping[int, Any]) -> None:
-        """Put numbers, and what is `replaced` (by identity), into the places that the step can reach."""
-        numbers = self.promoted.numbers
+    def _begin(self, containers: Sequence[Container]) -> None:
+        """Put numbers, and what runs in place of functions, into the places that the step can reach."""
+        numbers, shown = self.promoted.numbers, self.shown
         for container in containers:
             container.before = container.now()
             if container.opaque is None:
                 for key, value in container.before.items():
                     if numbers and is_number(value) and container.path_of(key) in numbers:
                         container.put(key, self.numbers.read(container.place_of(key), value))
-                    elif (new := _with_replaced(value, replaced)) is not value and container.style != "class":
+                    elif (new := shown(value)) is not value and container.style != "class":
                         container.put(key, new)
                     elif is_foreign_iterator(value):
                         container.put(key, RefusedIterator(container.path_of(key), value, self.line, self._refuse))
@@ -578,19 +586,6 @@ class Watch:
                     out.append(Assumption(container.place_of(key), "tensor", about(value)))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in of_callbacks]
         return out
-
-
-def _with_replaced(value: Any, replaced: Mapping[int, Any]) -> Any:
-    """Return what is in the place of a value, of items of a tuple, or of the function of a partial."""
-    if type(value) is tuple:
-        items_before = cast(tuple[Any, ...], value)
-        items = [_with_replaced(v, replaced) for v in items_before]
-        return tuple(items) if any(map(is_not, items, items_before)) else items_before
-    if type(value) is functools.partial:
-        bound = cast("functools.partial[Any]", value)
-        new = _with_replaced(bound.func, replaced)
-        return bound if new is bound.func else functools.partial(new, *bound.args, **bound.keywords)
-    return replaced.get(_torch.identity(value), value)
 
 
 def _is_library_hook(hook: object) -> bool:
