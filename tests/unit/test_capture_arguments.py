@@ -4,6 +4,7 @@ import array
 import collections
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from types import MethodType, SimpleNamespace
@@ -710,6 +711,11 @@ def test_a_norm_that_changes_is_computed_in_the_graph() -> None:
 
 VALUES: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any], int]] = {
     "a number": (lambda i: 1.0 / (1 + i), lambda b: b, 2),
+    "of an array": (
+        lambda i: np.linspace(0.1, 2, 20)[i],
+        lambda b: (1 - b / 3) * (2.0 if b > 5 else math.cos(b)) * (b if type(b) is np.float64 else 7.0),
+        2,
+    ),
     "in a dict": (lambda i: {"k": 1.0 + i}, lambda b: b["k"], 2),
     "a whole number": (lambda i: {"items": 3 + i}, lambda b: 1.0 / b["items"], 2),
     "in a list of an object": (lambda i: Holder([i, 2.0]), lambda b: b.value[0] * b.value[1], 2),

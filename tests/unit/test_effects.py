@@ -1668,14 +1668,26 @@ class RecordRebuilt(World):
         return loss
 
 
-@refused("a graph has no inputs of numpy's number types")
-class NumpyNumber(World):
+@case
+class NumberOfNumpy(World):
     def __init__(self):
         super().__init__()
         self.n = np.float64(1.0)
 
     def step(self, x):
-        self.n = self.n * 0.5  # here
+        self.n = self.n * 0.5
+        assert type(self.n) is np.float64
+        return self.update(x, 1.0 - self.n), self.n
+
+
+@refused("a graph has no inputs of numpy's number types")
+class SingleNumberOfNumpy(World):
+    def __init__(self):
+        super().__init__()
+        self.n = np.float32(1.0)
+
+    def step(self, x):
+        self.n = self.n * np.float32(0.5)  # here
         return self.update(x, float(self.n))
 
 

@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from .assumptions import Assumption
 from .call_structure import Structure, put_together
 from .host_numbers import At, HostProgram
-from .locations import MISSING, GroupEntry, Location, shown
+from .locations import MISSING, GroupEntry, Location, is_number, shown
 from .reachable import Container
 
 CALLBACK = "`wholestep.callback(fn, *values)`, which calls fn with the values of each step"
@@ -197,7 +197,7 @@ class Change:
 
 _NUMPY = "a graph has no inputs of numpy's number types"
 REFUSED: tuple[tuple[Callable[[Change], bool], str, str], ...] = (
-    (lambda c: isinstance(c.after, np.generic), _NUMPY, "convert it with float()"),
+    (lambda c: not is_number(c.after) and isinstance(c.after, np.generic), _NUMPY, "convert it with float()"),
     (lambda c: c.container.opaque is not None, "it has no items that each call could assign", WAYS_OUT),
     (lambda c: c.resizes_list, "lists must keep their length", WAYS_OUT),
     (lambda c: isinstance(c.key, torch.Tensor), "a key that is a number of the step or a tensor", WAYS_OUT),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from .. import _torch
@@ -24,7 +25,9 @@ from ..graph.meta import TensorMeta
 from .locations import Location
 from .state import put_back
 
-_DTYPES: dict[Any, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_DTYPES: dict[Any, torch.dtype] = {
+    float: torch.float64, np.float64: torch.float64, int: torch.int64, bool: torch.bool, np.bool_: torch.bool,
+}  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "multiply": operator.mul, "subtract": operator.sub,
     "div": operator.truediv, "truediv": operator.truediv, "true_divide": operator.truediv, "divide": operator.truediv,

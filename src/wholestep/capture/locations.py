@@ -188,8 +188,8 @@ class Words(str):
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an int or a float (not a bool)."""
-    return type(value) in (int, float)
+    """Return whether a value is an int or a float (not a bool), also one of an array of float64, which is a float."""
+    return type(value) in (int, float, np.float64)
 
 
 def holds_items(value: object) -> bool:
