@@ -230,16 +230,15 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     ),
     "lstsq-residuals": (
         lambda m, x: torch.linalg.lstsq(m(x), x).residuals.sum(),
-        "the step uses .residuals of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
+        "the step uses residuals of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
     ),
-    "lstsq-slice": (
-        lambda m, x: torch.linalg.lstsq(m(x), x)[:2][1].sum(),
-        "the step uses [slice(None, 2, None)] of torch.linalg.lstsq, "
-        "whose sizes or values depend on the rank of the matrix",
+    "lstsq-rank": (
+        lambda m, x: torch.linalg.lstsq(m(x), x)[0].sum() * torch.linalg.lstsq(m(x), x)[:3][2],
+        "the step uses rank of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
     ),
     "lstsq-unpacked": (
         lambda m, x: sum(part.sum() for part in torch.linalg.lstsq(m(x), x)),
-        "the step uses all results of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
+        "the step uses residuals of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
     ),
 }
 

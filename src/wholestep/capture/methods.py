@@ -148,15 +148,7 @@ def _cond(
     original: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
     """`torch.cond`: traces the branch that is taken, as an `if`."""
-    try:
-        is_true = bool(pred)
-    except CaptureError as error:
-        raise CaptureError(
-            "the step passes torch.cond a predicate that is known only when the step runs",
-            error.needed,
-            "compute both branches and write torch.where(pred, true, false)",
-        ) from None
-    return true_fn(*operands) if is_true else false_fn(*operands)
+    return true_fn(*operands) if pred else false_fn(*operands)
 
 
 def _refuse_anomaly(original: Any, enabled: bool, check_nan: bool = True) -> None:

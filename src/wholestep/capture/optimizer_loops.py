@@ -6,7 +6,7 @@ The Python of an update takes most of the time of a trace of hundreds of paramet
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -98,7 +98,7 @@ class _Loop:
             before = self.recorded()
             with _torch.ops_taped([] if kind is None else fakes) as tape:
                 yield tensors[0]
-            same = self.recorded() == before and all(map(_is_same, self.parts, tensors))
+            same = self.recorded() == before and all(part[-1] is t for part, t in zip(self.parts, tensors, strict=True))
             for items, part in zip(self.full, self.parts, strict=True):
                 items[index] = part[-1]
             if kind is None or (update is not None and update.repeats is not None):
@@ -107,7 +107,3 @@ class _Loop:
                 updates[kind] = _Update(tape, None if same else False)
             else:
                 update.repeats = same and _torch.same_ops(update.tape, tape)
-
-
-def _is_same(part: Sequence[Any], item: Any) -> bool:
-    return part[-1] is item

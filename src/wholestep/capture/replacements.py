@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from .. import _torch
 from ..errors import CaptureError
 from ..graph.ops import CTC_LOSS
-from ..graph.origin import is_user_file
+from ..graph.origin import warn_once
+from .stand_ins import Unread
 
 aten = torch.ops.aten
 Known = Callable[[Tensor], Tensor | None]
@@ -35,14 +36,6 @@ def form_of(function: Any) -> Callable[..., Any] | None:
         return _FORMS.get(function)
     except TypeError:  # unhashable, hence not a function of torch
         return None
-
-
-def warn_once(text: str) -> None:
-    """Warn at the user's line, which Python does once per line and text."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
 
 
 def _cov(
@@ -74,29 +67,12 @@ def _corrcoef(original: Any, value_of: Known, input: Tensor) -> Tensor:
     return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
 
 
-class _Lstsq:
-    """Result of `torch.linalg.lstsq` with the solution only: the other fields have value-dependent shapes."""
-
-    def __init__(self, solution: Tensor) -> None:
-        self.solution = solution
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.solution if index == 0 else self._refuse(f"[{index}]")
-
-    def __iter__(self) -> Any:
-        self._refuse("all results")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("residuals", "rank", "singular_values"):
-            self._refuse(f".{name}")
-        raise AttributeError(name)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise CaptureError(
-            f"the step uses {what} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
-            "its solution only",
-            "use `.solution`, and compute residuals as `(A @ x - b).square().sum(-2)`",
-        )
+def _depends_on_rank(part: str, path: str) -> NoReturn:
+    raise CaptureError(
+        f"the step uses {part} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
+        "its solution only",
+        "use `.solution`, and compute residuals as `(A @ x - b).square().sum(-2)`",
+    )
 
 
 def _lstsq(
@@ -107,7 +83,9 @@ def _lstsq(
     tolerance = torch.finfo(A.dtype).eps * max(A.shape[-2:]) if rcond is None else rcond
     inverse: Tensor = cast(Any, torch.linalg).pinv(A, rtol=0.0 if driver == "gels" else tolerance)
     solution = inverse @ (B.unsqueeze(-1) if vector else B)
-    return _Lstsq(solution.squeeze(-1) if vector else solution)
+    solution = solution.squeeze(-1) if vector else solution
+    rest = [Unread(object, None, partial(_depends_on_rank, n), None) for n in ("residuals", "rank", "singular_values")]
+    return cast(Any, torch).return_types.linalg_lstsq((solution, *rest))
 
 
 def _index_fill(original: Any, value_of: Known, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
@@ -291,8 +269,4 @@ def _is_mask(index: Tensor | None) -> bool:
 def _ctc_loss(
     log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, blank: int = 0, zero_infinity: bool = False
 ) -> Any:
-    return CTC_LOSS(log_probs, targets, _long(inputs), _long(lengths), blank, zero_infinity)
-
-
-def _long(lengths: Any) -> Tensor:
-    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
+    return CTC_LOSS(log_probs, targets, torch.as_tensor(inputs), torch.as_tensor(lengths), blank, zero_infinity)

@@ -53,6 +53,8 @@ class Unread(_torch.StandIn):
         kind: type = object.__getattribute__(self, "_kind")
         if name == "__class__":
             return kind
+        if name == "__torch_function__":  # torch asks, and calls it
+            return partial(_refused, self)
         if name in _TOLD and (fake := object.__getattribute__(self, "_fake")) is not None:
             return _TOLD[name](fake)
         if kind in (str, bytes, bool, int, float, type(None), np.ndarray) and not hasattr(kind, name):
@@ -120,9 +122,7 @@ def _refused(unread: Unread, *_: Any, **__: Any) -> Any:
 
 
 def place_of(value: object) -> Location | None:
-    """Return the place for whose value this stands; None for any other value. An array that the step computes has none,
-    which is refused.
-    """
+    """Return the place for whose value this stands, else None; an array that the step computes is refused."""
     return (object.__getattribute__(value, "_place") or _refused(value)) if type(value) is Unread else None
 
 

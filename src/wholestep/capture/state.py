@@ -20,9 +20,9 @@ from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
+from ..graph.origin import warn_once
 from .call_structure import walk
 from .optimizer_entries import Entry
-from .replacements import warn_once
 from .wrappers import unwrapped
 
 UNSUPPORTED = {

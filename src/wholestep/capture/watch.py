@@ -344,7 +344,8 @@ class Watch:
     def _record_change(self, container: Container, key: Any, before: Any, after: Any) -> None:
         place = container.place_of(key)
         path = container.path if container.path.endswith(_HOOKS) else place.path  # a hook has a new key in each trace
-        if before is MISSING and (_is_library_hook(after) if container.path.endswith(_HOOKS) else key in _SET_UP):
+        of_library = isinstance(after, FunctionType) and not is_own_code(after.__code__.co_filename)
+        if before is MISSING and (of_library if container.path.endswith(_HOOKS) else key in _SET_UP):
             self.set_up.append((container, key, after))
             return
         if (container.owner is not None and key in _TORCH_INTERNAL) or _torch.only_looks(after):
@@ -586,8 +587,3 @@ class Watch:
                     out.append(Assumption(container.place_of(key), "tensor", about(value)))
                 out += [e for e in contents(value, path, carried) if id(e.place.holder) not in of_callbacks]
         return out
-
-
-def _is_library_hook(hook: object) -> bool:
-    """Return whether a hook is a function of an installed package, which its library installs at the first call."""
-    return isinstance(hook, FunctionType) and not is_own_code(hook.__code__.co_filename)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 import sysconfig
+import warnings
 from functools import cache
 from operator import is_
 from types import FunctionType, ModuleType
@@ -39,6 +41,14 @@ installed code is watched as the user's is.
 def is_user_file(file: str) -> bool:
     """Return whether a source file, or what was typed, belongs neither to torch, numpy nor wholestep."""
     return not any(part in file for part in _STAGES) and (not file.startswith("<") or file.startswith(_TYPED))
+
+
+def warn_once(text: str) -> None:
+    """Warn at the user's line, which Python does once per line and text."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 @cache
