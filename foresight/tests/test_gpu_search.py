@@ -26,7 +26,7 @@ from wholestep_foresight import gpu_command
 from wholestep_foresight.gpu_command import sweep_of
 from wholestep_foresight.gpu_search import ALL_KINDS, GpuResult, GpuSearch, Setup, first_fits, holding
 from wholestep_foresight.setup_estimate import least_bytes
-from wholestep_foresight.short_steps import ShortSteps, repeated
+from wholestep_foresight.short_steps import ShortSteps, held_between, repeated
 
 pytestmark = pytest.mark.skipif(not hf.importlib.util.find_spec("transformers"), reason="needs transformers")
 H100 = ws.Hardware.preset("dgx-h100")
@@ -79,10 +79,7 @@ def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any
     mesh, passes = ws.Mesh(axes), passes_of("none", H100)
     tensor = [ws.TensorParallel.of(build(ModelSpec(tiny, layers=2)).args[0])] if "tp" in axes else []
     strategies = compose([ws.DataParallel(style, axis="dp"), *tensor])
-    setup = Setup(mesh, Template("", strategies.parts), 2, 3, "none")
-    size = sum(p.numel() * p.element_size() for p in build(ModelSpec(tiny)).args[0].parameters())
-    added = GpuSearch(steps, H100, 0, tensor[0] if tensor else None, size).accumulated(setup)
-    priced = steps.costs(mesh, strategies, 2, 3, "none", added)
+    priced = steps.costs(mesh, strategies, 2, 3, "none")
     graph = captured(tiny, 2, 3, LAYERS)
     plan = ws.plan(graph, mesh, strategies, hardware=H100)
     exact = costs(ws.partition(graph, plan), plan, H100, passes)
@@ -90,6 +87,18 @@ def test_micro_batches_are_extrapolated(steps: ShortSteps, tiny: str, style: Any
     assert priced.model_s == pytest.approx(exact.model_s, rel=1e-3)
     assert priced.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.02 if style == "zero1" else 0.1)
     assert priced.rest_bytes == exact.rest_bytes
+
+
+def test_gradients_that_add_up_are_counted_as_they_are(tiny: str) -> None:
+    """Of norms they are whole on each rank, of all that tp shards, parts."""
+    graph, model = captured(tiny, 2, 2, 2), build(ModelSpec(tiny, layers=2)).args[0]
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    whole = {"dp=8": sum(sizes.values()), "dp=4,tp=2": norms + (sum(sizes.values()) - norms) // 2}
+    for axes, expected in whole.items():
+        tensor = [ws.TensorParallel.of(model)] if "tp" in axes else []
+        plan = ws.plan(graph, axes, [ws.DataParallel("zero1", axis="dp"), *tensor], hardware=H100)
+        assert 0 <= held_between(ws.partition(graph, plan)) - expected <= 16, "and the loss"
 
 
 def simulated(steps: ShortSteps) -> int:

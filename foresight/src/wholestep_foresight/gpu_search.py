@@ -263,7 +263,7 @@ class GpuSearch:
 
     def accumulated(self, setup: Setup) -> int:
         """Bytes of the gradients that a rank holds at least while it works on a second micro-batch: they are reduced
-        once, at the end, unless a style reduces each.
+        once, at the end, unless a style reduces each. `held_between` has them as the program does.
         """
         data = setup.strategies.data
         ranks = prod(map(setup.mesh.axis_size, data.axes(setup.mesh))) if data and data.kind.shards_gradients else 1
@@ -321,8 +321,7 @@ class GpuSearch:
         return self._holding(setup, costs.peak_bytes, "holds about {} at its peak")
 
     def _costs(self, setup: Setup) -> Costs:
-        step = setup.mesh, setup.strategies, setup.batch, setup.micro_batches, setup.recompute
-        return self.steps.costs(*step, self.accumulated(setup))
+        return self.steps.costs(setup.mesh, setup.strategies, setup.batch, setup.micro_batches, setup.recompute)
 
     def nothing(self, ranks: int, lost: Sequence[Setup]) -> PlanError:
         """Why no setup is left."""

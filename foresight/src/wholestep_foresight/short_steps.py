@@ -12,7 +12,7 @@ from torch import nn
 from wholestep.cost.memory import curve
 from wholestep.cost.software import OWN, Software
 from wholestep.graph import meta
-from wholestep.graph.graph import LocalGraph, TrainGraph
+from wholestep.graph.graph import LocalGraph, Role, TrainGraph
 from wholestep.graph.storage import Storage, storages
 from wholestep.hardware.hardware import Hardware
 from wholestep.mesh import Mesh
@@ -100,12 +100,9 @@ class ShortSteps:
             self.steps[batch] = from_few_layers(capture, self.layers, self.hardware, self.software, self.model)
         return self.steps[batch]
 
-    def costs(
-        self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind,
-        gradient_bytes: int,
-    ) -> Costs:  # fmt: skip
-        """Costs of a step. What one micro-batch adds to another is known from the fewest layers; of several, a rank
-        holds `gradient_bytes` that add up.
+    def costs(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int, kind: RecomputeKind) -> Costs:
+        """Costs of a step. What one micro-batch adds to another is known from the fewest layers, and so are gradients
+        that add up.
 
         Raises:
             PlanError: the strategy cannot be planned.
@@ -115,8 +112,9 @@ class ShortSteps:
         first, beside_bytes = self._of(mesh, strategies, batch, 1, pair).costs(kind)
         if micro_batches == 1:
             return first
-        one, two = (self.fewest(mesh, strategies, batch, count).costs(kind)[0] for count in (1, 2))
-        return repeated(first, one, two, micro_batches, max(beside_bytes + gradient_bytes - first.peak_bytes, 0))
+        one, two = (self.fewest(mesh, strategies, batch, count) for count in (1, 2))
+        added_bytes = max(beside_bytes + round(two.whole(held_between)) - first.peak_bytes, 0)
+        return repeated(first, one.costs(kind)[0], two.costs(kind)[0], micro_batches, added_bytes)
 
     def fewest(self, mesh: Mesh, strategies: Strategies, batch: int, micro_batches: int = 1) -> ShortStep:
         """Plan and program with the fewest layers: what has no buckets is exact already, and so is what one micro-batch
@@ -199,3 +197,17 @@ def peak_beside_gradients(program: LocalGraph) -> int:
         return storage.first < 0 or node not in varying or (node in main and (node, index) not in gradients)
 
     return max(curve([storage for storage in all_storages if counts(storage)], calls), default=0)
+
+
+def held_between(local: LocalGraph) -> int:
+    """Bytes of what depends on the batch that a rank holds when it begins the last of several micro-batches, each an
+    input of its own: gradients that add up, as they are then. Some are whole on each rank until they are summed along
+    tensor parallelism.
+    """
+    calls = [node for node in local.graph.nodes if node.op == "call_function"]
+    place = {node: i for i, node in enumerate(calls)}
+    batches = [node for graph_input, node in local.placeholders() if graph_input.role is Role.BATCH]
+    begins = max((min(place[user] for user in node.users) for node in batches if node.users), default=0)
+    varying, _ = forward_backward(local, later_stages=False)
+    live = [storage for storage in storages(local.graph) if storage.node in varying and 0 <= storage.first < begins]
+    return sum(storage.size_bytes for storage in live if storage.last is not None and storage.last >= begins)
