@@ -94,7 +94,7 @@ def keep(name: str, made: Callable[[Step], Any], rule: Rule) -> None:
 
 
 def in_step(name: str, made: Callable[[Step], Any], rule: Rule) -> None:
-    """A row whose rule is asked in steps only: a parameter that is spread over ranks is another object between them."""
+    """A row whose rule is asked in steps only: spread over ranks, a parameter has another class between them."""
     RULES[name] = made, rule, False
 
 
@@ -136,24 +136,22 @@ keep(
 )
 keep("key of a tuple", lambda s: {("no decay", s.bias)}, lambda s, k, p: 0.0 if ("no decay", p) in k else 1.0)
 keep("hash", lambda s: {hash(s.bias)}, lambda s, k, p: 0.0 if hash(p) in k else 1.0)
-in_step("is", lambda s: s.bias, lambda s, k, p: 0.0 if p is k else 1.0)
-in_step("id in a set", lambda s: {id(s.bias)}, lambda s, k, p: 0.0 if id(p) in k else 1.0)
-in_step(
-    "dict by id", lambda s: {id(p): n for n, p in s.params.items()}, lambda s, k, p: 0.5 if "bias" in k[id(p)] else 1
-)
-in_step("any is", lambda s: [s.bias], lambda s, k, p: 0.0 if any(p is q for q in k) else 1.0)
-in_step("pairs", lambda s: [*s.params.items()], lambda s, k, p: 0.5 if "bias" in next(n for n, q in k if q is p) else 1)
-in_step("a weak reference", lambda s: weakref.ref(s.bias), lambda s, k, p: 0.0 if p is k() else 1.0)
-in_step("in a group", lambda s: None, lambda s, k, p: any(p is q for q in s.optimizer.param_groups[0]["params"]) * 0.5)
-in_step("a second name", lambda s: None, lambda s, k, p: 0.5 if p is s.model.first.weight else 1.0)
+keep("is", lambda s: s.bias, lambda s, k, p: 0.0 if p is k else 1.0)
+keep("id in a set", lambda s: {id(s.bias)}, lambda s, k, p: 0.0 if id(p) in k else 1.0)
+keep("dict by id", lambda s: {id(p): n for n, p in s.params.items()}, lambda s, k, p: 0.5 if "bias" in k[id(p)] else 1)
+keep("any is", lambda s: [s.bias], lambda s, k, p: 0.0 if any(p is q for q in k) else 1.0)
+keep("pairs", lambda s: [*s.params.items()], lambda s, k, p: 0.5 if "bias" in next(n for n, q in k if q is p) else 1)
+keep("a weak reference", lambda s: weakref.ref(s.bias), lambda s, k, p: 0.0 if p is k() else 1.0)
+keep("in a group", lambda s: None, lambda s, k, p: any(p is q for q in s.optimizer.param_groups[0]["params"]) * 0.5)
+keep("a second name", lambda s: None, lambda s, k, p: 0.5 if p is s.model.first.weight else 1.0)
 in_step("type is", lambda s: None, lambda s, k, p: 0.5 if type(p) is nn.Parameter else 1.0)
 in_step("type equals", lambda s: None, lambda s, k, p: 0.5 if type(p) == Marked else 1.0)  # noqa: E721
-in_step("isinstance of a subclass", lambda s: None, lambda s, k, p: p.scale if isinstance(p, Marked) else 1.0)
+keep("isinstance of a subclass", lambda s: None, lambda s, k, p: p.scale if isinstance(p, Marked) else 1.0)
 in_step("class", lambda s: None, lambda s, k, p: 0.5 if p.__class__ is nn.Parameter else 1.0)
-in_step("name of a type", lambda s: None, lambda s, k, p: 0.5 if type(p).__name__ == "Marked" else 1.0)
+keep("name of a type", lambda s: None, lambda s, k, p: 0.5 if type(p).__name__ == "Marked" else 1.0)
 in_step("type in a dict", lambda s: {nn.Parameter: 0.5, Marked: 2.0}, lambda s, k, p: k[type(p)])
-in_step("returns itself", lambda s: None, lambda s, k, p: 0.5 if p.requires_grad_() is p else 1.0)
-in_step("in place, itself", lambda s: {s.bias}, lambda s, k, p: 0.5 if p.data is not p and p.detach() not in k else 1.0)
+keep("returns itself", lambda s: None, lambda s, k, p: 0.5 if p.requires_grad_() is p else 1.0)
+keep("in place, itself", lambda s: {s.bias}, lambda s, k, p: 0.5 if p.data is not p and p.detach() not in k else 1.0)
 
 keep(
     "attribute", lambda s: setattr(s.bias, "no_decay", True), lambda s, k, p: 0.0 if getattr(p, "no_decay", 0) else 1.0

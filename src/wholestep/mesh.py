@@ -17,9 +17,7 @@ STAGES = "pp"
 """A name that stands for stages of a pipeline: other strategies do not take an axis called so."""
 CONTEXT = "cp"
 """A name that stands for ranks that share tokens: other strategies do not take an axis called so."""
-_RESERVED = {
-    "ep": ("experts have no axis of their own", 'give ExpertParallel(axis="dp"), or split them along tp'),
-}
+_RESERVED = {"ep": ("experts have no axis of their own", 'give ExpertParallel(axis="dp"), or split them along tp')}
 """Names that stand for a parallelism that an axis does not have yet, and what there is in its place."""
 
 

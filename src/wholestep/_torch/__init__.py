@@ -65,6 +65,8 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - distributed.tensor._dtensor_spec.DTensorSpec (2.5): a DTensor on GPUs with its local tensor in host memory; a
   from_local that does not move the local tensor. Code of DTensor.__torch_dispatch__ and utils._python_dispatch's
   TorchDispatchMode (1.13): ops on a subclass of DTensor, which torch 2.11 does not dispatch; torch since does.
+- _C._swap_tensor_impl (2.2), DTensor's _local_tensor and _spec (2.5): a parameter that becomes a DTensor, as the same
+  object; a `torch.utils.swap_tensors` for objects of two layouts.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
 - _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
   of a subgraph.
@@ -99,6 +101,7 @@ from .held import *
 from .op_schemas import *
 from .op_tapes import *
 from .other_threads import *
+from .placed import *
 from .python_hooks import *
 from .replaced import *
 from .symbols import *

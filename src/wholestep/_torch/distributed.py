@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .placed import Placed
+
 D = TypeVar("D", bound=torch.Tensor)
 
 
@@ -114,9 +116,7 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 
 
 def dtensor(kind: type, local: torch.Tensor, devices: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    """Return a DTensor of this `kind` with a local tensor on any device: `DTensor.from_local` would move it to the
-    mesh's device.
-    """
+    """Return a DTensor of this `kind` with a local tensor on any device: `DTensor.from_local` would move it."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
@@ -135,7 +135,8 @@ def dispatched(kind: type[D]) -> type[D]:
 
     class Asked(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            asked = cast(Any, kind).__torch_dispatch__ if any(issubclass(t, kind) for t in types) else None
+            kinds: list[Any] = [k for k in (Placed, kind) if any(issubclass(t, k) for t in types)]
+            asked = kinds[0].__torch_dispatch__ if kinds else None
             return asked(func, types, args, kwargs) if asked else func(*args, **(kwargs or {}))
 
     def function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

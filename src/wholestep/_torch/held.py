@@ -72,9 +72,7 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def address_of(fake: torch.Tensor) -> int:
-    """A number in place of an address: the same for views that start at the same element, another for other memory; 0
-    where there are no elements.
-    """
+    """A number in place of an address, the same for views that start at the same element; 0 without elements."""
     return 0 if 0 in fake.shape else (storage_key(fake) << 24) + int(fake.storage_offset()) * fake.element_size()
 
 

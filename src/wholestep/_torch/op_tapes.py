@@ -21,9 +21,7 @@ from .types_shown import FAKE_TYPES
 
 @dataclass
 class Tape:
-    """The ops that a trace records, with None for what cannot be recorded again, and the nodes that `fakes` have before
-    and after them.
-    """
+    """The ops that a trace records, None for what cannot be recorded again, and the nodes of `fakes` around them."""
 
     fakes: Sequence[Any]
     ops: list[TapedOp | None] = field(default_factory=list[TapedOp | None])

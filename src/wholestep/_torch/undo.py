@@ -91,9 +91,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def modes_now() -> tuple[bool, int, int, tuple[Any, ...]]:
-    """The modes of torch that are active: whether it records gradients, the numbers of modes of both kinds, and those
-    of which there is one.
-    """
+    """The modes of torch that are active: whether it records gradients, numbers of both kinds, and single ones."""
     return (
         torch.is_grad_enabled(),
         torch._C._len_torch_function_stack(),

@@ -304,9 +304,7 @@ def _is_of_counted_rows(node: Node) -> bool:
 
 
 def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuards | None, dict[str, str]]:
-    """The sizes that arguments and strides of the nodes follow from, and a name for each expression of those of the
-    batch.
-    """
+    """The sizes that arguments and strides of the nodes follow from, and a name for each expression of the batch's."""
     guards: list[SizeGuards] = []
     texts: dict[str, str] = {}
 

@@ -47,9 +47,7 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
 
 
 def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:
-    """A copy of the graph with the arguments of one rank, collectives as they are; in a loop, or a part of a stage,
-    those of its pieces.
-    """
+    """A copy of the graph with the arguments of one rank; in a loop, or a part of a stage, those of its pieces."""
     graph = copy_graph(graph)
     _change_bodies(graph, lambda body, pieces: bound_calls(body, coordinate, pieces))
     for node in graph.nodes:

@@ -86,9 +86,7 @@ def rest_of(error: BaseException) -> Callable[[], None] | None:
 
 
 def _exchanges(lines: Sequence[tuple[int, Node]]) -> dict[str, tuple[int, int]]:
-    """The first and the last line of each exchange: of a collective, and of all that stands for a loop or for a part of
-    a stage.
-    """
+    """The first and the last line of each exchange: of a collective, and of all that stands for a loop or a stage."""
     exchanges: dict[str, tuple[int, int]] = {}
     regions = {region for _, node in lines if (region := region_of(node))}
     regions = {region for region in regions if any(map(communicates, region.body.nodes))}

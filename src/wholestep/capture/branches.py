@@ -31,9 +31,7 @@ _USUALLY_TRUE = (aten.all.default, aten.all.dim, aten.mul.Tensor)  # of booleans
 
 @dataclass(frozen=True)
 class TakenBranch:
-    """The truth of a value that a trace assumes, and the user's line that asks for it. `text`: of numbers that the step
-    counts, what is compared.
-    """
+    """The truth of a value that a trace assumes, and the line that asks for it. `text`: what is compared of counts."""
 
     expected: bool
     where: str

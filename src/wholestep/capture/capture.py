@@ -36,7 +36,7 @@ from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
 from .stand_ins import as_given
-from .state import Hyper, StepState, carry, collect, find_hypers, newest, refuse_objects
+from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
@@ -116,9 +116,7 @@ def with_arrays(array_names: Set[str], names: Sequence[str], leaves: Sequence[An
 
 
 def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise CaptureError if an argument is no dense tensor, or a parameter or a buffer, which the graph would have as
-    state and as batch.
-    """
+    """Raise CaptureError if an argument is no dense tensor, or a parameter or a buffer, which are state."""
     names_by_id = {id(entry.tensor): name for name, entry in {**state.params, **state.buffers}.items()}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and (other := _torch.other_kind(leaf)):
@@ -127,9 +125,9 @@ def _check_arguments(state: StepState, names: Sequence[str], leaves: Sequence[An
                 "dense tensors, whole or this rank's part",
                 "pass its parts (indices and values, offsets, a mask) and make it in the step; or make it dense",
             )
-        if isinstance(leaf, torch.Tensor) and id(newest(leaf)) in names_by_id:
+        if isinstance(leaf, torch.Tensor) and id(leaf) in names_by_id:
             raise CaptureError(
-                f"the argument {name} is {names_by_id[id(newest(leaf))]!r} of the model or the optimizer",
+                f"the argument {name} is {names_by_id[id(leaf)]!r} of the model or the optimizer",
                 "parameters and buffers that the step reads from the model, the optimizer or a variable",
                 "leave the argument out: `model.parameters()`, or a list that the function closes over, is the same",
             )

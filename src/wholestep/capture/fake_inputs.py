@@ -120,9 +120,7 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
 
 
 def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
-    """Add optimizer state, by optimizer, parameter and key; what does not exist yet is created by the optimizer for
-    a fake parameter.
-    """
+    """Add optimizer state, by optimizer, parameter and key; what is not there yet, the optimizer creates for a fake."""
     fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}

@@ -29,9 +29,8 @@ UNSUPPORTED = {
     "LBFGS": "its step calls a closure a number of times that depends on the data",
     "SparseAdam": "its update needs sparse gradients, whose sizes depend on the data",
 }
-MOVED = "_wholestep_moved"  # attribute of a replaced parameter, and of its replacement: a MovedTensor
-WHOLE = "_wholestep_whole"  # attribute of an unsharded copy of a parameter: its purpose
-_NOT_THE_USERS = ("_wholestep", "_is_param", "_is_hf_initialized", "_dynamo")
+WHOLE = "whole"  # note of an unsharded copy of a parameter: its purpose
+_NOT_THE_USERS = ("_is_param", "_is_hf_initialized", "_dynamo")
 _STATE = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -58,13 +57,6 @@ class StepTensor:
         """The current tensor."""
         container, key = self.places[0]
         return container[key]
-
-    def is_at_its_place(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` is the current one."""
-        try:
-            return self.tensor is tensor
-        except (KeyError, IndexError):
-            return False
 
 
 @dataclass
@@ -118,7 +110,6 @@ def collect(
                 "Adadelta, Adamax, RMSprop, Rprop, ASGD)",
                 "use one of these, or call this optimizer outside the compiled step",
             )
-    _follow_replaced(optimizers.values())
     by_id: dict[int, StepTensor] = {}
     for prefix, root in state.modules.items():
         _refuse_wrapped(prefix, root)
@@ -184,9 +175,9 @@ def _collect_module(module: nn.Module, base: str, by_id: dict[int, StepTensor], 
             if tensor is None:
                 continue
             name = f"{base}.{key}" if base else key
-            if WHOLE in vars(tensor):
+            if purpose := _torch.notes_of(tensor).get(WHOLE):
                 raise StateError(
-                    f"{name!r} is an unsharded copy, for {vars(tensor)[WHOLE]}, which a step cannot update",
+                    f"{name!r} is an unsharded copy, for {purpose}, which a step cannot update",
                     "the parameters themselves, which are restored after it",
                     "end it first: a compiled step, or another `ws.whole`, cannot run inside",
                 )
@@ -356,17 +347,8 @@ def restored(state: StepState) -> Generator[None]:
             for group in optimizer.param_groups:
                 _torch.undo(put_back, group, dict(group))
         for entry in state.params.values():
-            _show_face(entry)
+            _torch.as_before(entry.tensor)
         yield
-
-
-def _show_face(entry: StepTensor) -> None:
-    """Put the parameter that the user made in the place of its shard, until the end of the innermost `undone`."""
-    moved: MovedTensor = vars(entry.tensor).get(MOVED, NEVER_MOVED)
-    if moved.face is not None:
-        _torch.undo(setattr, moved.face, "__class__", type(moved.face))
-        cast(Any, moved.face).__class__ = moved.kind
-        put(entry, moved.face)
 
 
 def put_back(items: dict[Any, Any], before: Mapping[Any, Any]) -> None:
@@ -380,82 +362,6 @@ def put(entry: StepTensor, tensor: torch.Tensor) -> None:
     """Store `tensor` in every place of `held`."""
     for container, key in entry.places:
         container[key] = tensor
-
-
-def replace(state: StepState, entry: StepTensor, new: torch.Tensor) -> None:
-    """Replace a parameter or buffer permanently, also for optimizers that another step uses (by `MOVED`). The two share
-    their attributes from now on. The object that the user made stays, without its values: steps are traced with it.
-    """
-    old = entry.tensor
-    put(entry, new)
-    rekey(state.optimizers.values(), old, new)
-    before: MovedTensor = vars(old).get(MOVED, NEVER_MOVED)
-    vars(old)[MOVED] = (
-        MovedTensor(new, before.face, before.kind) if before.face is not None else MovedTensor(new, old, type(old))
-    )
-    cast(Any, new).__dict__ = cast(Any, old).__dict__ = {**vars(new), **vars(old)}
-    if not old.is_meta:
-        old.data = old.data.new_empty(0)
-    with contextlib.suppress(TypeError):  # a class of the user's may have another layout
-        old.__class__ = Replaced
-
-
-class Replaced(nn.Parameter):
-    """A parameter that is no longer in use. A step that finds it computes with what replaced it; all else is refused:
-    a list that was made before the first call would go on with the values of that time.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise StateError(
-            f"{getattr(func, '__name__', func)} of a parameter that a compiled step has replaced by its shard",
-            "parameters as the model and the optimizer have them now",
-            "take them again: `list(model.parameters())` after the first call",
-        )
-
-
-def newest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a parameter was replaced by; a tensor that was not, as it is."""
-    while (new := vars(tensor).get(MOVED, NEVER_MOVED).new) is not None and new is not tensor:
-        tensor = new
-    return tensor
-
-
-@dataclass
-class MovedTensor:
-    """The `new` tensor for a parameter that was replaced, and its `face`: what the user made, of class `kind`. A copy
-    of the parameter, or a pickle, has neither.
-    """
-
-    new: torch.Tensor | None = None
-    face: torch.Tensor | None = None
-    kind: type | None = None
-
-    def __deepcopy__(self, memo: object) -> MovedTensor:
-        return NEVER_MOVED
-
-    def __reduce__(self) -> tuple[type[MovedTensor], tuple[()]]:
-        return MovedTensor, ()
-
-
-NEVER_MOVED = MovedTensor()
-
-
-def _follow_replaced(optimizers: Iterable[Optimizer]) -> None:
-    """Update optimizers whose parameters a step without them (an evaluation, say) has replaced."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            params: list[torch.Tensor] = group["params"]
-            for i, old in enumerate(params):
-                params[i] = newest(old)
-                rekey([optimizer], old, params[i])
-
-
-def rekey(optimizers: Iterable[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Move the optimizer state of parameter `old` to parameter `new`."""
-    for optimizer in optimizers:
-        if old is not new and old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def is_zero(state: StepState, hyper: Hyper) -> bool:

@@ -325,9 +325,7 @@ class Watch:
         return is_state and after not in self.numbers
 
     def _keep_or_record(self, container: Container, key: Any, before: Any, after: Any) -> None:
-        """Record a change. An object in place of an equal one is none; what no call can repeat stays, if it is set up
-        once.
-        """
+        """Record a change. An object in place of an equal one is none; what no call can repeat may be set up once."""
         needed, expected, extra = self.needed, len(self._expected), len(self.extra)
         try:
             self._record_change(container, key, before, after)

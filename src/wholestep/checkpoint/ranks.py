@@ -72,9 +72,7 @@ class Ranks:
         return self._gather(self.on_every_rank(work), kind, on_first=True)
 
     def on_first_rank(self, work: Callable[[], T], kind: Any) -> T:
-        """Call `work` on the first rank only; every rank gets its result, of the type `kind`, or the CheckpointError
-        that it ends in.
-        """
+        """Call `work` on the first rank only; all ranks get its result, of the type `kind`, or its CheckpointError."""
         returned, failure, cause = self._attempt(work) if self.rank == 0 else (None, None, None)
         result, failure = self._gather((returned, failure), tuple[kind | None, _Failure])[0]
         if failure is not None:

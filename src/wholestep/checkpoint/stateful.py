@@ -38,9 +38,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What a module keeps beside its tensors (`get_extra_state`). In a job of another size, it is the first rank's, as
-    buffers are.
-    """
+    """What a module keeps beside its tensors (`get_extra_state`): in a job of another size, the first rank's."""
 
     module: nn.Module
 

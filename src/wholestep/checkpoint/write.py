@@ -169,9 +169,7 @@ def to_write(
 
 
 def _remove_unfinished(root: Path, acquired: Lease) -> None:
-    """Remove folders without a manifest that nobody can finish. Their process is this one or has ended, or they have
-    not changed for a day.
-    """
+    """Remove folders without a manifest whose process is this one or has ended, or that did not change for a day."""
     for folder in manifest.folders(root):
         if (folder / manifest.NAME).exists():
             continue

@@ -12,17 +12,7 @@ from torch.fx import GraphModule, Node
 from .. import _torch
 from ..errors import BackendError
 from .reducer import Param, Reducer, params_of_nodes, reduced_by, reduced_in, reducer_of
-from .split import (
-    DdpBucket,
-    Split,
-    call_whole,
-    compile_parts,
-    cut,
-    detach_idle,
-    plan_split,
-    until_rebuilt,
-    with_order,
-)
+from .split import DdpBucket, Split, call_whole, compile_parts, cut, detach_idle, plan_split, until_rebuilt, with_order
 
 NAME = "wholestep.ddp"
 MIB = 2**20

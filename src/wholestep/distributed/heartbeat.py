@@ -86,9 +86,7 @@ class MainThread:
     _cpu_s: float = 0.0
 
     def beat(self, before: Beat, most_s: float) -> Beat:
-        """The next heartbeat after `before`. At most `most_s` count as passed since: the process may have been
-        stopped.
-        """
+        """The next heartbeat after `before`. At most `most_s` count as passed: the process may have been stopped."""
         activity, now, step = self.activity, time.monotonic(), self.activity.step()
         frame = _main_frame()
         name, calls = (step.__name__, step.calls) if step is not None else ("", 0)

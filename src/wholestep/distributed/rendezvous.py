@@ -148,9 +148,7 @@ class Rendezvous:
                     self.store.delete_key(f"{label}/{key}")
 
     def broadcast(self, label: str, value: Any, what: str, kind: Any) -> Any:
-        """Rank 0's `value`, of the type `kind`, on every rank. Raises RankMismatchError, which calls it `what`: rank 0
-        is not in time.
-        """
+        """Rank 0's `value`, of the type `kind`, on every rank. Raises RankMismatchError: `what` is not in time."""
         if self.size == 1:
             return value
         if self.rank == 0:
@@ -247,9 +245,7 @@ class Rendezvous:
         self, label: str, value: Any, merge: Callable[[list[Any]], Any], conclude: Callable[[Any], _Outcome],
         kinds: tuple[Any, Any],
     ) -> _Outcome:  # fmt: skip
-        """Merge the values of all ranks; the rank that comes last concludes for all. `kinds`: what ranks contribute,
-        and what is concluded.
-        """
+        """Merge the values of all ranks; the last one concludes for all. `kinds`: contributed, and concluded."""
         tree = StoreTree(self.store, label, self.rank, self.size, kinds[0])
         try:
             for combined in tree.contribute(value, merge):

@@ -26,9 +26,7 @@ _CHECK_BYTES = 16
 
 
 def encode(key: str, value: object) -> bytes:
-    """A message for `key`. Raises PlanError: the value is not made of numbers, text, bytes, collections and dataclasses
-    of these.
-    """
+    """A message for `key`. Raises PlanError: the value is not of numbers, text, bytes, collections and dataclasses."""
     text = zlib.compress(json.dumps(_plain(value), separators=(",", ":")).encode(), 1)
     return _checksum(key, text) + text
 

@@ -21,7 +21,7 @@ from .. import _torch
 from ..backend.protocol import Run
 from ..backend.reached import reached, rest_of
 from ..capture.call_structure import walk
-from ..capture.state import MOVED, WHOLE
+from ..capture.state import WHOLE
 from ..distributed.full_tensors import gather
 from ..distributed.rendezvous import Rendezvous
 from ..errors import StateError, first_line
@@ -106,7 +106,6 @@ def _flush(*_: Any, **__: Any) -> None:
     flush_pending()
 
 
-_HOOKED = "_wholestep_gathers"
 _Place = tuple[dict[str, Any], str, Tensor]
 
 
@@ -165,11 +164,11 @@ def gather_before_eager_call(modules: Mapping[str, nn.Module], timeout_s: float,
     """From now on, on all ranks, these modules and those below them can be called outside of a step, on `device`."""
     inside: list[set[int]] = []
     for path, module in walk(modules):
-        if _HOOKED not in vars(module):
+        hooks = (hook for table in _torch.hook_tables(module) for hook in table.values())
+        if not any(isinstance(getattr(hook, "__self__", None), EagerGather) for hook in hooks):
             calls = EagerGather(path, device, timeout_s, inside)
             module.register_forward_pre_hook(calls.begin, prepend=True)
             module.register_forward_hook(calls.end, always_call=True)
-            vars(module)[_HOOKED] = True
 
 
 def _needs_grad(param: Tensor) -> bool:
@@ -187,8 +186,8 @@ def _plain(param: Tensor, full: Tensor, name: str) -> nn.Parameter:
 def stand_in(param: Tensor, full: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
     """A parameter with the values of `full` that stands in for `param`, with its attributes, inside `where`."""
     parameter = nn.Parameter(full, requires_grad=requires_grad)
-    vars(parameter).update({key: value for key, value in vars(param).items() if key not in (*vars(parameter), MOVED)})
-    vars(parameter)[WHOLE] = where
+    vars(parameter).update({key: value for key, value in vars(param).items() if key not in vars(parameter)})
+    _torch.notes_of(parameter)[WHOLE] = where
     return parameter
 
 

@@ -77,9 +77,7 @@ _Said = tuple[Objective, int | None, tuple[str, ...], str]
 
 
 def _said(chosen: AutoChoice, base: Strategies) -> _Said:
-    """A choice for other ranks, strategies as text. Raises PlanError: one has none, and is not one of `base`, which all
-    ranks have.
-    """
+    """A choice for other ranks, strategies as text. Raises PlanError: one has none and is not of `base`."""
     text = ""
     if chosen.solved is not None:
         parts = encode_parts(chosen.solved)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import _torch
 from ..backend.reached import Reached, reached
 from ..capture.state import StepState
 from ..distributed.rendezvous import Rendezvous
@@ -26,7 +27,7 @@ from ..errors import RankMismatchError, StateError, WholestepError, first_line
 from .program import Phase, Program
 
 _signal = sys.modules["_signal"]  # `signal` without conversions to enums, 12 us a call
-_TORN = "_wholestep_torn"  # attribute of a parameter: which call left it between two steps
+_TORN = "torn"  # note of a parameter: which call left it between two steps
 BEFORE, AFTER = -1, -2  # in place of a number of collectives: all ranks are before, or after, those of a program
 
 
@@ -94,12 +95,12 @@ def params_of(state: StepState) -> Iterator[Tensor]:
 def mark_torn(state: StepState, cause: str) -> None:
     """`cause` has left this state between two steps."""
     for param in params_of(state):
-        vars(param)[_TORN] = f"{cause}, after it had begun to change parameters and optimizer state"
+        _torch.notes_of(param)[_TORN] = f"{cause}, after it had begun to change parameters and optimizer state"
 
 
 def refuse_torn(params: Iterable[Tensor]) -> None:
     """Raise StateError if a call that raised has left these parameters between two steps."""
-    marks = (vars(param).get(_TORN) for param in params)
+    marks = (_torch.notes_of(param).get(_TORN) for param in params)
     if mark := next(filter(None, marks), None):
         needed = "state as it was before a call, or as it is after it"
         raise StateError(mark, needed, "load a checkpoint with wholestep.load, or start again from one")
@@ -108,7 +109,7 @@ def refuse_torn(params: Iterable[Tensor]) -> None:
 def restored(state: StepState) -> None:
     """All of this state was loaded: it is that of one step again."""
     for param in params_of(state):
-        vars(param).pop(_TORN, None)
+        _torch.notes_of(param).pop(_TORN, None)
 
 
 class uninterrupted:  # used like a function

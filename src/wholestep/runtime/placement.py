@@ -15,7 +15,7 @@ from .. import _torch, dtensor
 from ..capture import state as held_state
 from ..capture.call_structure import walk
 from ..capture.optimizer_entries import Entry
-from ..capture.state import StepState, StepTensor
+from ..capture.state import StepState
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
 from ..errors import StateError
@@ -24,7 +24,7 @@ from ..layout import Layout, cut, replicated
 from ..passes.contiguous_shards import buckets
 from ..plan.plan import Plan
 
-_PLACED = "_wholestep_layout"
+_PLACED = "layout"  # note of a tensor
 
 
 def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World, sync: bool) -> None:
@@ -37,21 +37,21 @@ def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World,
     created = ((out.owner, plan.created_storage.get(out.target)) for out in updates)
     sharded |= {owner for owner, layout in created if layout is not None and is_apart(layout)}
     for name, param in state.params.items():
-        if _PLACED in vars(param.tensor) or isinstance(param.tensor, DTensor):
+        if _PLACED in _torch.notes_of(param.tensor) or isinstance(param.tensor, DTensor):
             continue
         if shared:
             _from_first_rank(param.tensor.detach(), world)
         if name in sharded:
-            _shard_param(state, param, plan.storage[name], world)
+            _shard(param.tensor, name, plan.storage[name], world)
         else:
             param.tensor.data = _at_home(param.tensor.data, world)
-        vars(param.tensor)[_PLACED] = plan.storage[name]
+        _torch.notes_of(param.tensor)[_PLACED] = plan.storage[name]
     for name, buffer in state.buffers.items():
         if buffer.tensor.device.type != torch.device(world.device).type:
-            held_state.put(buffer, buffer.tensor.to(world.device))
-        if shared and _PLACED not in vars(buffer.tensor):
+            buffer.tensor.data = buffer.tensor.data.to(world.device)
+        if shared and _PLACED not in _torch.notes_of(buffer.tensor):
             _from_first_rank(buffer.tensor.detach(), world)
-        vars(buffer.tensor)[_PLACED] = plan.storage[name]
+        _torch.notes_of(buffer.tensor)[_PLACED] = plan.storage[name]
     _prime(state, plan, world, shared)
 
 
@@ -83,19 +83,16 @@ def placed(state: StepState, world: World) -> dict[str, Layout]:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             out[name] = dtensor.layout_of(tensor, world.mesh)
-        elif _PLACED in vars(tensor):
-            out[name] = vars(tensor)[_PLACED]
+        elif layout := _torch.notes_of(tensor).get(_PLACED):
+            out[name] = layout
     return out
 
 
-def _shard_param(state: StepState, param: StepTensor, layout: Layout, world: World) -> None:
-    old = param.tensor
-    new = nn.Parameter(shard(old.detach(), layout, world), requires_grad=old.requires_grad)
-    vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
-    _torch.move_hooks(old, new)
+def _shard(old: Tensor, name: str, layout: Layout, world: World) -> None:
+    new = shard(old.detach(), layout, world).requires_grad_(old.requires_grad)
     if old.grad is not None:
         new.grad = shard(old.grad, layout, world)
-    held_state.replace(state, param, new)
+    _torch.become(old, new, name)
 
 
 def shard(tensor: torch.Tensor, layout: Layout, world: World) -> DTensor:
@@ -195,12 +192,10 @@ def materialize(state: StepState, device: str) -> None:
     on_meta = {n: h for n, h in {**state.params, **state.buffers}.items() if h.tensor.is_meta}
     if not on_meta:
         return
-    for step_tensor in on_meta.values():
+    for name, step_tensor in on_meta.items():
         old = step_tensor.tensor
-        new = torch.empty_like(old, device=device)
-        new = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-        _torch.move_hooks(old, new)
-        held_state.replace(state, step_tensor, new)
+        new = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+        _torch.become(old, new, name)
     ours = {id(h.tensor) for h in on_meta.values()}
     for prefix, root in state.modules.items():
         for path, module in walk({prefix: root}):

@@ -143,7 +143,7 @@ class Program:
             elif id(holder) not in dicts:
                 condition.add("{}[{}] is {}", holder, key, tensor)
         cut = [i for i, tensor in stay.items() if isinstance(tensor, DTensor)]  # `module.to(...)` swaps what is inside
-        pieces = [tensors[i] for i in cut], [self._held[i] for i in cut]
+        pieces = [_torch.holder_of_local(tensors[i]) for i in cut], [self._held[i] for i in cut]
         if cut:
             condition.add("{}([*{}({})], {})", _torch.same_tensors, _torch.local_tensors, *pieces)
         for optimizer in state.optimizers.values():
@@ -200,7 +200,7 @@ class Program:
         """Which tensor that the program takes was replaced; empty if none was."""
         state = self.capture.state
         for spec, (_, _, tensor) in zip(self._kept, self._slots, strict=True):
-            if spec.role is Role.PARAM and not state.params[spec.name].is_at_its_place(tensor):
+            if spec.role is Role.PARAM and Location("", *find_input(spec, state)).get() is not tensor:
                 return f"parameter {spec.name!r} was replaced"
             if spec.role is Role.STATE and not self._entry(spec.optimizer, spec.owner).has(spec.key):
                 return f"optimizer state {spec.key!r} of {spec.owner!r} is gone"

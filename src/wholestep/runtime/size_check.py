@@ -100,9 +100,7 @@ class SizeCheck:
         return sharder.global_shapes(leaves, sizes) if sharder is not None and sizes else {}
 
     def row_major(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves of a call that was checked, those with other sizes row-major; of a batch that ranks share, this
-        rank's part.
-        """
+        """The leaves of a call that was checked, row-major where sizes differ; this rank's part of a shared batch."""
         if self._sharder is not None and self.batch_sizes:
             leaves = self._sharder.shard(leaves, self.batch_sizes)
         if all(leaves[i].is_contiguous() for i in self._leaves):

@@ -433,9 +433,7 @@ class CompiledStep:
         self, call: StepCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: GivenSizes | None,
         other: Miss | None = None,
     ) -> Program:  # fmt: skip
-        """The program that fits a call, compiled where there is none. What others have given is taken once the rest
-        fits.
-        """
+        """The program that fits a call, compiled where there is none. What others have given is taken last."""
         if self.programs:
             now = ambient(self.programs[-1].world.device)
             newest = other
