@@ -157,6 +157,18 @@ class Chain(collections.ChainMap[str, Any]):
     k = property(lambda self: self["k"])
 
 
+class Shown(Plain):
+    """Shows what dicts have, in a proxy and views."""
+
+    def __init__(self, x: Tensor, y: Tensor, k: float, name: str) -> None:
+        self.proxy = types.MappingProxyType({"x": x, "name": name})
+        self.values, self.items, self.keys = {"y": y}.values(), {"k": k}.items(), {y: name}.keys()
+
+    x = property(lambda self: self.proxy["x"])
+    y = property(lambda self: next(iter(self.values if next(iter(self.keys)) is not None else ())))
+    k = property(lambda self: dict(self.items)["k"])
+
+
 class Pinned(Plain):
     """Copies are made by its own code, which counts."""
 
@@ -199,6 +211,7 @@ CLASSES: dict[str, Callable[[Tensor, Tensor, float, str], Any]] = {
     "below a namedtuple": NamedBelow,
     "deque": lambda x, y, k, name: Queue([x, y, k, name]),
     "ChainMap": lambda x, y, k, name: Chain({"x": x}, {"y": y, "k": k, "name": name}),
+    "proxy and views": Shown,
     "namespace": _of_items(types.SimpleNamespace),
     "refers to itself": Pinned,
     "arrays": Arrays,

@@ -18,7 +18,7 @@ from torch import nn
 
 from .._torch import undo, undone
 from ..errors import StateError, shown
-from .holdings import TRAINABLE, Form, form_of
+from .holdings import FIXED, TRAINABLE, Form, form_of
 from .wrappers import unwrapped
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepC
             return require(f"{is_there} {objects[keys]}")
         (names, inner), form = below, cast(Form, form_of(kind))
         require(f"type({name}) is {known(kind)}")
-        if form.items is not tuple:
+        if form.items not in FIXED:
             objects.append(name)
         if kind in (dict, list, tuple):
             require(f"[*{name}] == {known([*keys])}" if kind is dict else f"len({name}) == {len(inner)}")
@@ -201,7 +201,7 @@ class _Opening:
         if number is not None:
             return (_AGAIN, number)
         at_leaf, at_object, outermost = len(self.leaves), len(self.objects), not (form.is_record or self._inside)
-        if form.items is not tuple:
+        if form.items not in FIXED:
             self._numbers[id(item)] = at_object
             self.objects.append(item)
         self._inside |= outermost
@@ -262,13 +262,13 @@ def _put_together(outline: Any, rest: Iterator[Any], objects: list[Any]) -> Any:
         return tuple([_put_together(part, rest, objects) for part in inner])
     form = cast(Form, form_of(kind))
     number = len(objects)
-    if form.items is not tuple:
+    if form.items not in FIXED:
         objects.append(form.made(kind, (), (), {}))
     values = [_put_together(part, rest, objects) for part in inner]
     count = len(values) - len(names)
     attributes = dict(zip(names, values[count:], strict=True))
-    if form.items is tuple:
-        return form.made(kind, (), tuple(values[:count]), attributes)
+    if form.items in FIXED:
+        return form.made(kind, keys, tuple(values[:count]), attributes)
     form.set_contents(objects[number], keys, tuple(values[:count]))
     form.set_attributes(objects[number], attributes)
     return objects[number]
@@ -277,7 +277,7 @@ def _put_together(outline: Any, rest: Iterator[Any], objects: list[Any]) -> Any:
 @contextlib.contextmanager
 def in_place(value: Any, structure: Structure, leaves: Iterable[Any]) -> Generator[Any]:
     """`value` with other leaves, in the same containers and objects, which have their own leaves again afterwards,
-    whatever happens; only tuples are new ones.
+    whatever happens; only tuples, and views of dicts, are new ones.
     """
     with undone():
         yield _put_in_place(value, structure.outline, iter(leaves))
@@ -297,9 +297,9 @@ def _put_in_place(value: Any, outline: Any, rest: Iterator[Any]) -> Any:
     follow = {id(was): now for was, now in zip(contents[1], new, strict=False) if isinstance(was, torch.Tensor)}
     changed = {name: follow.get(id(part), part) for name, part in attributes.items()}
     changed |= zip(names, new[count:], strict=True)
-    if form.items is tuple:
+    if form.items in FIXED:
         same = all(a is b for a, b in zip(values, new, strict=True))
-        return value if same else form.made(kind, (), tuple(new[:count]), changed)
+        return value if same else form.made(kind, contents[0], tuple(new[:count]), changed)
     undo(form.set_contents, value, *contents)
     undo(form.set_attributes, value, attributes)
     form.set_contents(value, contents[0], tuple(new[:count]))
@@ -337,7 +337,7 @@ def leaf_names(fn: Callable[..., Any], structure: Structure, objects: bool = Fal
     positional, by_name = ([place for name, part in parts for place in _places(part, name)] for parts in named)
     places = [*positional, ("", dict), *by_name]
     if objects:
-        return [path for path, kind in places if isinstance(kind, type) and not issubclass(kind, tuple)]
+        return [path for path, kind in places if isinstance(kind, type) and not issubclass(kind, (*FIXED,))]
     return [path for path, kind in places if isinstance(kind, str)]
 
 

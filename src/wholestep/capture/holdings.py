@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -24,7 +24,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 TRAINABLE: tuple[type, ...] = (nn.Module, Optimizer, GradScaler, LRScheduler)
-_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, tuple, deque)
+_Maker = Callable[[Any, Any], Any]
+_empty = dict[Any, Any]()
+_proxy: _Maker = lambda keys, items: types.MappingProxyType(dict(zip(keys, items, strict=True)))  # noqa: E731
+_keys: _Maker = lambda _, items: dict[Any, Any].fromkeys(items).keys()  # noqa: E731
+_values: _Maker = lambda _, items: {i: items[i] for i in range(len(items))}.values()  # noqa: E731
+_items: _Maker = lambda _, items: dict[Any, Any](items).items()  # noqa: E731
+VIEWS: dict[type, _Maker] = {  # what only shows what a dict has, and one of these keys and items
+    types.MappingProxyType: _proxy, type(_empty.keys()): _keys, type(_empty.values()): _values,
+    type(_empty.items()): _items,
+}  # fmt: skip
+FIXED = {tuple, *VIEWS}  # containers whose items nobody exchanges
+_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, tuple, deque, *VIEWS)
 _LEAVES: tuple[type, ...] = (
     torch.Tensor, torch.Size, np.ndarray, np.generic, type, types.ModuleType, types.FunctionType, types.MethodType,
     Enum, BaseException, *TRAINABLE,
@@ -78,14 +89,14 @@ class Form:
         base = cast(Any, self.items)
         if self.items is None:
             return (), ()
-        if issubclass(self.items, dict):
+        if issubclass(self.items, (dict, types.MappingProxyType)):
             return tuple(base.keys(value)), tuple(base.values(value))
         return (), tuple(base.__iter__(value))
 
     def set_contents(self, value: Any, keys: tuple[Any, ...], items: tuple[Any, ...]) -> None:
         """Store items in an object that can change, and these alone."""
         base: Any = self.items
-        if base in (None, tuple):
+        if base is None or base in FIXED:
             return
         had, stored = self.contents(value)
         if had == keys and len(stored) == len(items) and all(a is b for a, b in zip(stored, items, strict=True)):
@@ -103,6 +114,8 @@ class Form:
 
     def made(self, kind: type, keys: tuple[Any, ...], items: tuple[Any, ...], attributes: Mapping[str, Any]) -> Any:
         """A new object of the class `kind`, without a call of its `__init__`."""
+        if kind in VIEWS:
+            return VIEWS[kind](keys, items)
         if self.items is tuple:
             instance = _tuple(kind, items)
         else:

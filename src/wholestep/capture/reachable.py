@@ -38,7 +38,7 @@ from .. import _torch
 from ..graph.origin import is_own_code, is_own_function, is_own_module
 from .call_structure import Structure, codes_in
 from .function_caches import CACHE, results_of
-from .holdings import dict_of, form_of, is_closed, slots_of
+from .holdings import VIEWS, dict_of, form_of, is_closed, slots_of
 from .locations import (
     MISSING,
     SIMPLE,
@@ -516,8 +516,8 @@ def leads_to(value: Any) -> list[Any] | None:
         return [value.__repr__.__self__]
     if isinstance(value, weakref.ref):
         return [cast(Any, value)()]
-    if isinstance(value, types.MappingProxyType):
-        return gc.get_referents(cast(Any, value))
+    if isinstance(value, (*VIEWS,)):
+        return gc.get_referents(value)
     if isinstance(value, types.BuiltinMethodType):  # such as `items.append`
         return [value.__self__]
     return [value.func, value.args, value.keywords] if isinstance(value, functools.partial) else None
