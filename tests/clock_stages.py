@@ -9,9 +9,18 @@ from torch.fx import Node
 import wholestep as ws
 from wholestep.cost.simulation import Clock, clock_of
 from wholestep.graph import meta
+from wholestep.graph.messages import (
+    POINT_TO_POINT,
+    STARTED,
+    complete,
+    receive,
+    send,
+    start_receive,
+    start_send,
+)
 from wholestep.graph.nodes import is_collective
-from wholestep.graph.stage_part import part_of
-from wholestep.partition.stage_program import POINT_TO_POINT, receive, send
+from wholestep.graph.region import region_of
+from wholestep.graph.written_out import written_out
 from wholestep.passes.base import Pass
 
 
@@ -34,6 +43,8 @@ class Stages:
         self.programs = [
             ws.run_passes(ws.stage_program(self.local, stage), self.passes) for stage in range(self.count)
         ]  # fmt: skip
+        for program in self.programs:
+            written_out(program.graph, loops=False)
 
     def step_us(self) -> float:
         """Until the last stage ends."""
@@ -53,8 +64,8 @@ class Stages:
         for node in self.programs[stage].graph.nodes:
             if node.op != "call_function":
                 continue
-            if part_of(node) is not None:
-                yield from self._part(node, stage, clock)
+            if node.target in STARTED or region_of(node):
+                yield from self._piece(node, stage, clock)
             elif node.target in POINT_TO_POINT:
                 yield from self._message(node, stage, clock)
             elif is_collective(node) and node.args[-1] == self.local.stage_axis:
@@ -68,22 +79,18 @@ class Stages:
             else:
                 clock.run(node)
 
-    def _part(self, node: Node, stage: int, clock: Clock) -> Generator[str]:
-        part = part_of(node)
-        assert part is not None, "a part"
-        us = {block.name: block.us for block in part.blocks}
-        for action in part.actions:
-            key, message = (action.name, action.piece), part.messages.get(action.name)
-            if action.kind == "run":
-                clock.compute(us[action.name])
-            elif action.kind == "send":
-                assert message is not None, "a message"
-                channel = stage, message.target
-                sent = self.hardware.collective_us("send", message.size_bytes, self.local.mesh, part.axis)
-                self.arrives[key] = self.free[channel] = max(self.free.get(channel, 0.0), clock.now) + sent
-            elif action.kind == "wait":
-                yield from _until(lambda key=key: key in self.arrives)
-                clock.now = max(clock.now, self.arrives[key])
+    def _piece(self, node: Node, stage: int, clock: Clock) -> Generator[str]:
+        if region := region_of(node):
+            clock.compute(region.us)
+        elif node.target is start_send:
+            _, target, tag, axis = node.args
+            channel = stage, target
+            sent = self.hardware.collective_us("send", meta.size_bytes(node), self.local.mesh, axis)
+            self.arrives[tag] = self.free[channel] = max(self.free.get(channel, 0.0), clock.now) + sent
+        elif node.target is complete and (begun := cast(Node, node.args[0])).target is start_receive:
+            tag = begun.args[4]
+            yield from _until(lambda: tag in self.arrives)
+            clock.now = max(clock.now, self.arrives[tag])
 
     def _message(self, node: Node, stage: int, clock: Clock) -> Generator[str]:
         if node.target is send:

@@ -69,8 +69,6 @@ def _launched(
             by_key[key] = launch(stream_of(pair), message=(*end, counts[end]))
         elif action.kind in ("wait", "sent"):
             launch("compute", by_key[key])
-        elif action.kind == "complete":
-            launch("compute", *(one for one in by_key.values() if one.message and one.message[1]))
         else:
             launch("compute", is_run=True)
     return calls

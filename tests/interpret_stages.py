@@ -19,12 +19,13 @@ from torch.fx.node import map_arg
 from tests.interpret import COMPUTE, as_traced, is_random
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph.graph import LocalGraph
+from wholestep.graph.messages import RECEIVES, SENDS, complete, receive, send
 from wholestep.graph.nodes import copy_graph, function_of, is_collective, is_wait
 from wholestep.graph.op_kinds import collective_kind
 from wholestep.graph.region import region_of
+from wholestep.graph.written_out import written_out
 from wholestep.mesh import TIME
-from wholestep.partition.stage_program import RECEIVES, SENDS, complete, receive, send, stage_program
-from wholestep.partition.written_out import written_out
+from wholestep.partition.stage_program import stage_program
 from wholestep.passes.base import Pass, run_passes
 
 PATIENCE_S = 60.0

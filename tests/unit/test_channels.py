@@ -16,9 +16,10 @@ from wholestep.cost.stage_orders import NAMED
 from wholestep.distributed.channels import disjoint
 from wholestep.errors import BackendError, GraphError
 from wholestep.graph.deadlock import check_orders
+from wholestep.graph.messages import POINT_TO_POINT, SENDS
 from wholestep.graph.stage_part import Action, Message, StageBlock
 from wholestep.partition.stage_actions import actions_of
-from wholestep.partition.stage_program import POINT_TO_POINT, SENDS, channels_of, stage_program
+from wholestep.partition.stage_program import channels_of, stage_program
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.full)])
@@ -74,8 +75,8 @@ def test_what_a_forward_reads_comes_while_the_block_before_it_runs(order: str) -
 
 def test_a_message_that_needs_the_block_in_front_of_which_it_is_received_is_refused_on_devices() -> None:
     messages = {"a": Message("a", "x", 0, 1, (), float32), "b": Message("b", "y", 1, 0, (), float32)}
-    run, last = [Action("run", "f"), Action("send", "a")], [Action("wait", "b"), Action("complete")]
-    other = [Action("post", "a"), Action("wait", "a"), Action("run", "g"), Action("send", "b"), Action("complete")]
+    run, last = [Action("run", "f"), Action("send", "a")], [Action("wait", "b"), Action("sent", "a")]
+    other = [Action("post", "a"), Action("wait", "a"), Action("run", "g"), Action("send", "b"), Action("sent", "b")]
     blocks = [[StageBlock("f", Graph(), (), ("x",), 0, False)], [StageBlock("g", Graph(), ("a",), ("y",), 1, False)]]
     early, late = [Action("post", "b"), *run, *last], [*run, Action("post", "b"), *last]
     for orders in ([early, other], [late, other]):

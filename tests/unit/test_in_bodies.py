@@ -21,7 +21,7 @@ from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import named_bodies
 from wholestep.graph.nodes import is_collective, is_wait, node_at
-from wholestep.graph.stage_part import part_of
+from wholestep.graph.written_out import blocks_in
 from wholestep.partition.stage_program import orders_in
 from wholestep.passes.bucket import GATHER
 from wholestep.passes.in_bodies import InBodies
@@ -181,7 +181,7 @@ def test_blocks_are_scheduled_once(inside: str) -> None:
     local = _in_stages(inside)
     for stage, part in enumerate(orders_in(local)[0].parts):
         made = ws.run_passes(ws.stage_program(local, stage), ws.Schedule(GPUS).passes)
-        ran = {block.name: block.body for node in made.graph.nodes if (one := part_of(node)) for block in one.blocks}
+        ran = {block.name: block.body for block in blocks_in(made.graph)}
         assert {name: id(body) for name, body in ran.items()} == {
             block.name: id(block.as_run.body) for block in part.blocks
         }  # fmt: skip
@@ -249,6 +249,16 @@ def test_memory_is_as_predicted(style: str, hardware: ws.Hardware, exchange: boo
         predicted, measured = predicted_and_measured(made, group, exchange=exchange)
     sent = predicted.by_kind().get("sent", 0)
     assert 0.95 * measured <= predicted.size_bytes <= 1.05 * measured + sent
+
+
+def test_memory_of_a_stage_is_as_predicted() -> None:
+    """With values that runs of blocks hand each other: each view keeps what it is a view of."""
+    local = _in_stages("again", "1f1b")
+    with fake_group(4) as group:
+        for stage in range(2):
+            made = ws.run_passes(ws.stage_program(local, stage), _passes(GPUS))
+            predicted, measured = predicted_and_measured(made, group, exchange=False)
+            assert predicted.size_bytes == pytest.approx(measured, rel=0.001)
 
 
 def test_ranks_have_one_order() -> None:

@@ -16,9 +16,9 @@ from tests.catalogue import CASES, OPTIMIZERS
 from tests.steps import mean_square as train
 from wholestep.backend.eager import eager
 from wholestep.capture import Capture, capture_step
-from wholestep.graph.stage_part import TOTAL, Action, StageBlock, StagePart
+from wholestep.graph.stage_part import Action, StageBlock, StagePart
+from wholestep.graph.written_out import written_out
 from wholestep.partition.accumulators import add_up
-from wholestep.partition.written_out import written_out
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
 from wholestep.units import parse_bytes
@@ -148,9 +148,7 @@ def test_a_block_of_a_stage_lets_go_of_what_it_is_given_with_its_last_reader() -
         StageBlock("b", second, ("total", "kept"), ("end",), 1, True),
     )
     actions = [Action("run", name, piece) for piece in range(2) for name in ("a", "b")]
-    part = StagePart(
-        "pp", 0, 2, blocks, {}, tuple(actions), ("x",), (("total", "end"),), "cpu", leaving=(("total", TOTAL),)
-    )
+    part = StagePart("pp", 0, 2, blocks, {}, tuple(actions), ("x",), (("total", "end"),), "cpu")
     graph = Graph()
     stage = graph.call_function(part, (graph.placeholder("x"),))
     graph.output((graph.call_function(operator.getitem, (stage, 0)),))

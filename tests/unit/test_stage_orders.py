@@ -154,8 +154,8 @@ def test_a_stage_keeps_no_more_of_what_it_sent_for_more_pieces(order: str) -> No
 def test_a_hang_is_told_by_stage_and_message() -> None:
     messages = {"a": Message("a", "x", 0, 1, (), float32), "b": Message("b", "y", 1, 0, (), float32)}
     hang = [
-        [Action("post", "b"), Action("wait", "b"), Action("send", "a"), Action("complete")],
-        [Action("post", "a"), Action("wait", "a"), Action("send", "b"), Action("complete")],
+        [Action("post", "b"), Action("wait", "b"), Action("send", "a"), Action("sent", "a")],
+        [Action("post", "a"), Action("wait", "a"), Action("send", "b"), Action("sent", "b")],
     ]
     with pytest.raises(
         GraphError, match=r"stages wait for each other: stage 0 at 'wait b\[0\]'; stage 1 at 'wait a\[0\]'"
@@ -163,12 +163,12 @@ def test_a_hang_is_told_by_stage_and_message() -> None:
         check_orders(hang, messages, [[], []], 0)
     with pytest.raises(GraphError, match=r"stage 0 waits until b\[0\] has left, which it does not send"):
         check_orders([[*hang[0][:2], Action("sent", "b"), *hang[0][2:]], hang[1]], messages, [[], []], 0)
-    early = [Action("send", "a"), Action("sent", "a"), Action("post", "b"), Action("wait", "b"), Action("complete")]
-    other = [Action("send", "b"), Action("sent", "b"), Action("post", "a"), Action("wait", "a"), Action("complete")]
+    early = [Action("send", "a"), Action("sent", "a"), Action("post", "b"), Action("wait", "b")]
+    other = [Action("send", "b"), Action("sent", "b"), Action("post", "a"), Action("wait", "a")]
     with pytest.raises(GraphError, match=r"stage 0 at 'sent a\[0\]'; stage 1 at 'sent b\[0\]'"):
         check_orders([early, other], messages, [[], []], 0)
     with pytest.raises(GraphError, match=r"stage 1 never receives a\[0\]"):
-        check_orders([[Action("send", "a"), Action("complete")], []], messages, [[], []], 0)
+        check_orders([[Action("send", "a"), Action("sent", "a")], []], messages, [[], []], 0)
 
 
 def test_a_run_that_is_missing_or_early_is_told_by_stage_and_block() -> None:

@@ -13,15 +13,15 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import bodies_of, put_bodies
+from ..graph.messages import POINT_TO_POINT, SENDS
 from ..graph.nodes import copy_graph, is_collective, node_at
 from ..graph.owned import of_owner
 from ..graph.region import ByPiece
 from ..graph.stage_part import part_of
+from ..graph.written_out import written_out
 from ..layout import resolve
 from ..mesh import TIME, channel
 from ..partition.rank_ops import RANK_DEPENDENT
-from ..partition.stage_program import POINT_TO_POINT, SENDS
-from ..partition.written_out import written_out
 from ..passes.bucket import OWN_APART, READS_A_PLACE, join_rows, of_one
 from ..passes.coalesced import COALESCED, coalesce
 from ..passes.fused_products import FUSED

@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
+from ..graph.messages import complete, start_receive, start_send
 from ..graph.nodes import communicates, is_mutating, operands, written
 from ..graph.region import Region, inputs_of, region_of
-from ..partition.stage_program import complete, start_receive, start_send
 from ..rules.registry import is_random
 from .host_choices import CHOICES, root_of
 

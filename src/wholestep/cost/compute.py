@@ -17,8 +17,10 @@ from .. import _torch
 from ..graph import meta, op_kinds
 from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
+from ..graph.messages import STARTED
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
+from ..graph.region import region_of
 from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
@@ -40,6 +42,8 @@ def node_us(node: Node, hardware: Hardware) -> float:
     if part := part_of(node):
         us = {block.name: block.us for block in part.running}
         return sum(us[action.name] for action in part.actions if action.kind == "run")
+    if region := region_of(node):
+        return region.us
     node_work = work(node)
     if node_work is not None:
         return hardware.work_us(node_work)
@@ -95,7 +99,7 @@ def is_free(node: Node) -> bool:
     """True for a node that computes and moves nothing: an item of a list, a view by the schema of its op, or a copy at
     need of what lies in memory as it should already, as `cost.memory` has it.
     """
-    if _torch.is_getitem(node.target):
+    if _torch.is_getitem(node.target) or node.target in STARTED:
         return True
     shares = (_torch.is_op(node.target) or copies_at_need(node.target)) and not is_mutating(node)
     return node.target in FREE or (shares and shared_operand(node) is not None)

@@ -65,7 +65,7 @@ def compiled_us(graph: Graph, hardware: Hardware, alone: Collection[str] = ()) -
     times: dict[Node, float] = dict.fromkeys(graph.nodes, 0.0)
     for kernel in kernels(graph, alone):
         times[kernel.nodes[-1]] = hardware.work_us(kernel_work(kernel))
-    for body in (body for node in graph.nodes for body in bodies_of(node)[1]):
+    for body in {body: None for node in graph.nodes for body in bodies_of(node)[1]}:
         times |= compiled_us(body, hardware, alone)
     return times
 

@@ -14,6 +14,7 @@ from ..graph.graph import LocalGraph, Role
 from ..graph.loop import loop_of
 from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
+from ..graph.region import region_of
 from ..graph.storage import PIECES, Storage, storage_bytes, storages
 from ..graph.text import human, short_dtype
 
@@ -176,7 +177,8 @@ def _of_stages(local: LocalGraph) -> PeakMemory:
 
 def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
-    if storage.index == PIECES:
+    region = region_of(node)
+    if storage.index == PIECES or (region and region.shares[storage.index] < 0):
         return LiveTensor(node.name, "activation", (), "values of pieces", storage.size_bytes)
     part = meta.tensors(node)[storage.index]
     assert part is not None, "a storage belongs to a tensor"

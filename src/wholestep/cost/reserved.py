@@ -10,10 +10,11 @@ from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import loop_of
-from ..graph.nodes import ends_of, is_wait
+from ..graph.nodes import copy_with, is_wait
 from ..graph.op_kinds import collective_kind
-from ..graph.stage_part import StagePart, part_of
+from ..graph.region import Region, region_of
 from ..graph.storage import PIECES, Storage, storages
+from ..graph.written_out import written_out
 from ..hardware.hardware import Hardware
 from .memory import storages_here
 from .software import OWN, Software
@@ -21,7 +22,6 @@ from .software import OWN, Software
 _STEPS = 3
 """Optimizer state takes what the first step freed, so that the second cannot be packed alike; then nothing changes."""
 _BESIDE = "gather"
-_Value = tuple[str, int]  # a value and its piece
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,6 @@ class _Life:
     stream: str = ""
 
 
-@dataclass
-class _Kept:
-    """A value of a piece from call `first` on, which so many `names` keep."""
-
-    size_bytes: int
-    first: int
-    names: int
-
-
 @dataclass(frozen=True)
 class _Allocations:
     """Those of so many `calls`. `inside`: of the pieces of a loop, by the call that runs them, and how often to repeat
@@ -79,8 +70,11 @@ def reserved(
     Example:
         >>> print(reserved(local, OWN).reserved_bytes)
     """
-    buffers = storages_here(local, storages(local.graph))
-    allocations, place = _allocations(local.graph, buffers, software, until or {})
+    graph, twins = copy_with(local.graph)
+    written_out(graph, loops=False)
+    local = replace(local, graph=graph)
+    buffers, until = storages_here(local, storages(graph)), {twins[a]: twins[b] for a, b in (until or {}).items()}
+    allocations, place = _allocations(graph, buffers, software, until)
     roles = {node: graph_input.role for graph_input, node in local.placeholders()}
     states = [buffer for buffer in buffers if roles.get(buffer.node) is Role.STATE]
     rest = [buffer.size_bytes for buffer in buffers if buffer.first < 0 and roles.get(buffer.node) is not Role.STATE]
@@ -111,65 +105,23 @@ def _allocations(
     """The allocations of a program for the storages that it holds, and the places of its calls."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     place, inside = {node: i for i, node in enumerate(calls)}, dict[int, tuple[int, _Allocations]]()
+    regions = dict[Region, _Allocations]()
     for i, node in enumerate(calls):
         if loop := loop_of(node):
-            inside[i] = min(loop.pieces, 2), _of_piece(loop.body, software)[0]
-        elif (part := part_of(node)) and part.runs_all:
-            inside[i] = 1, _of_part(part, software)
+            inside[i] = min(loop.pieces, 2), _of_piece(loop.body, software)
+        elif region := region_of(node):
+            if region not in regions:
+                regions[region] = _of_piece(region.body, software)
+            inside[i] = 1, regions[region]
     of_graph = [s for s in buffers if s.node.graph is graph]  # else of one moment of a piece
     of_graph = [s for s in of_graph if s.index != PIECES or place[s.node] not in inside]
     lives = [life for s in of_graph for life in _lives(s, place, software, until)]
     return _Allocations(len(calls), lives, inside), place
 
 
-def _of_piece(body: Graph, software: Software) -> tuple[_Allocations, list[Storage]]:
-    """The allocations of a piece, which end with it, and the storages that it leaves."""
-    buffers = storages(body)
-    allocations, _ = _allocations(body, [s for s in buffers if s.last is not None], software, {})
-    return allocations, [s for s in buffers if s.last is None and s.first >= 0]
-
-
-def _of_part(part: StagePart, software: Software) -> _Allocations:
-    """The allocations of the blocks that a stage runs, in the order of its actions. A value of a piece is there until
-    the last block has read it and its messages have left; one of another stage from when its message is expected.
-    """
-    lives, calls, readers = list[_Life](), 0, part.readers
-    remaining, held_by = dict[_Value, int](), dict[_Value, _Kept]()
-    blocks, totals = {block.name: block for block in part.blocks}, {after for _, after in part.totals}
-    bodies = {name: _of_piece(block.body, software) for name, block in blocks.items()}
-
-    def read(value: _Value) -> None:
-        remaining[value] = remaining.get(value, readers.get(value[0], 0)) - 1
-        saved = held_by.pop(value, None) if remaining[value] <= 0 else None
-        if saved is not None:
-            saved.names -= 1
-            if not saved.names:
-                lives.append(_Life(saved.size_bytes, saved.first, calls - 1))
-
-    for action in part.actions:
-        if action.kind == "post":
-            held_by[action.name, action.piece] = _Kept(part.messages[action.name].size_bytes, calls, 1)
-            calls += 1
-        elif action.kind == "sent":
-            read((part.messages[action.name].value, action.piece))
-        elif action.kind == "run":
-            block, (inner, left_behind) = blocks[action.name], bodies[action.name]
-            name_of = dict(zip(ends_of(block.body), block.gives, strict=False))
-            for buffer in left_behind:
-                names = {name_of[node] for node in buffer.members if node in name_of}
-                if names & totals:
-                    continue  # it is accumulated: the step holds it
-                saved = _Kept(buffer.size_bytes, calls + buffer.first, sum(map(bool, map(readers.get, names))))
-                held_by |= {(name, action.piece): saved for name in names if readers.get(name)}
-                if not saved.names:
-                    lives.append(_Life(saved.size_bytes, saved.first, calls + inner.calls - 1))
-            lives += [replace(life, first=calls + life.first, last=calls + (life.last or 0)) for life in inner.lives]
-            calls += inner.calls
-            for name in block.takes:
-                read((name, action.piece))
-    for saved in {id(saved): saved for saved in held_by.values()}.values():
-        lives.append(_Life(saved.size_bytes, saved.first, calls - 1))
-    return _Allocations(calls, lives, {})
+def _of_piece(body: Graph, software: Software) -> _Allocations:
+    """The allocations of a piece, which end with it."""
+    return _allocations(body, [s for s in storages(body) if s.last is not None], software, {})[0]
 
 
 def _lives(buffer: Storage, place: Mapping[Node, int], software: Software, until: Mapping[Node, Node]) -> list[_Life]:

@@ -12,9 +12,12 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
-from ..graph.nodes import communicates, is_collective
+from ..graph.messages import STARTED
+from ..graph.nodes import communicates, copy_graph, is_collective
+from ..graph.region import region_of
 from ..graph.stage_part import part_of, transfer
 from ..graph.text import collective_bytes
+from ..graph.written_out import blocks_in, written_out
 from .block_runs import BlockCost, Spent
 from .compute import peak_us
 from .memory import bytes_held, memory_at, peak_memory
@@ -114,13 +117,13 @@ def work_of(
     pieces_bytes = part.peak_bytes if part is not None else 0
     kinds["activation"] = kinds.get("activation", 0.0) - pieces_bytes
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    outside_bytes = [size for node, size in zip(calls, bytes_held(program), strict=True) if part_of(node) is None]
+    held_bytes = zip(calls, bytes_held(program), strict=True)
+    outside_bytes = [size for node, size in held_bytes if part_of(node) is None and meta.piece(node) is None]
     bodies = [block.body for block in part.blocks] if part is not None else []
     each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
     walk = _Walk(program, position, behind, costs, prices)
     inside = [node for body in bodies for node in body.nodes]
-    scheduled = next((part for node in calls if (part := part_of(node)) is not None), None)
-    merged = [node for block in (scheduled.blocks if scheduled is not None else ()) for node in block.body.nodes]
+    merged = [node for block in blocks_in(program.graph) for node in block.body.nodes]
     once = [node for node in program.graph.nodes if meta.block(node) is None]
     return StageWork(
         walk.blocks, walk.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
@@ -144,23 +147,13 @@ def _is_beside(program: LocalGraph, node: Node) -> bool:
     return communicates(node) and node.args[-1] != program.stage_axis
 
 
-def _without_blocks(program: LocalGraph) -> tuple[LocalGraph, dict[Node, list[str]]]:
-    """`program` with what it runs outside of loops of stages alone, and the blocks that each part ran."""
-    bare, ran = program.copy(), dict[Node, list[str]]()
-    for node in bare.graph.nodes:
-        if (part := part_of(node)) is not None:
-            ran[node] = [action.name for action in part.actions if action.kind == "run"]
-            node.target = replace(part, blocks=(), actions=())
-    return bare, ran
-
-
 @dataclass
 class _Walk:
     """A clock that goes through the program of a stage which waits for no other one.
 
     `behind`: the number of exchanges up to the loop. `alone`, `common`, `further`: what runs in front of each exchange
     and after the last one, as in `AroundLoop`. `runs`: the runs of blocks that are written out, by block and piece.
-    `loose`: what ran since, between the parts of the loop.
+    `loose`: what ran since, between the calls of the loop.
     """
 
     program: LocalGraph
@@ -176,33 +169,34 @@ class _Walk:
         self.alone, self.common, self.further = (
             [Spent() for _ in range(len(self.position) + 1)] for _ in range(3)
         )  # fmt: skip
-        bare, ran = _without_blocks(self.program)
-        self.clock = self.prices.clock(bare.graph)
-        last = {part.totals: node for node in ran if (part := part_of(node)) is not None}
-        remaining, at, run, is_inside = Counter(map(_run_of, bare.graph.nodes)), 0, None, False
-        for node in bare.graph.nodes:
-            if node.op != "call_function":
+        graph = copy_graph(self.program.graph)
+        written_out(graph, loops=False)
+        self.clock = self.prices.clock(graph)
+        remaining = Counter(key for node in graph.nodes if (key := _run_of(node)) is not None)
+        self.pieces = 1 + max((piece for _, piece in remaining), default=0)
+        left, at, run, is_inside = remaining.total(), 0, None, False
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target in STARTED:
                 continue
-            if node in ran:
-                part = part_of(node)
-                assert part is not None, "a part"
-                at, is_inside, self.pieces = self.behind, node is not last[part.totals], part.pieces
-                for block in ran[node]:
-                    self.clock.compute(self.costs[block].us)
+            if is_inside and not left:
+                is_inside, self.alone[at], self.loose = False, self.alone[at].plus(self.loose), Spent()
+            key = _run_of(node)
+            if key is not None:
+                at, is_inside, left = self.behind, True, left - 1
+                remaining[key] -= 1
+            if key is not None and region_of(node):
+                self.clock.compute(self.costs[key[0]].us)
                 self.clock.host = self.clock.now
-                if not is_inside:
-                    self.alone[at], self.loose = self.alone[at].plus(self.loose), Spent()
                 continue
             if node.name in self.position:
                 at = self.position[node.name] + 1
                 if not is_collective(node):
                     continue
-            if (key := _run_of(node)) is not None:
-                remaining[key] -= 1
-                if key != run:
-                    run, self.clock.host = key, self.clock.now
+            if key not in (None, run):
+                run, self.clock.host = key, self.clock.now
             self._note(node, at, run, is_inside)
             run = run if run is not None and remaining[run] else None
+        self.alone[at] = self.alone[at].plus(self.loose)
 
     @property
     def outside(self) -> AroundLoop:
@@ -243,7 +237,7 @@ class _Walk:
 def _run_of(node: Node) -> tuple[str, int] | None:
     """The run of a block that a node is a part of, where that is written out: the block, and the piece."""
     block, piece = meta.block(node), meta.piece(node)
-    return None if block is None or piece is None else (block, piece)
+    return None if block is None or piece is None else (block.name, piece)
 
 
 def is_chain(local: LocalGraph) -> bool:

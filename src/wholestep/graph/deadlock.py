@@ -69,7 +69,7 @@ def _started(
 def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
     """Each message is waited for once after it was started; all that is sent is completed."""
     for stage, actions in enumerate(orders):
-        open_, going, sending = set[_Key](), set[_Key](), False
+        open_, going = set[_Key](), set[_Key]()
         for action in actions:
             key = (action.name, action.piece)
             if action.kind == "post":
@@ -81,19 +81,18 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
                     )
                 open_.remove(key)
             elif action.kind == "send":
-                sending = True
                 going.add(key)
             elif action.kind == "sent":
                 if key not in going:
                     problem = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
                     raise GraphError(problem, "send before sent")
                 going.remove(key)
-            elif action.kind == "complete":
-                sending = False
         if open_:
             raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
-        if sending:
-            raise GraphError(f"stage {stage} does not wait until all is sent", "complete as its last action")
+        if going:
+            raise GraphError(
+                f"stage {stage} does not wait until {_shown(min(going))} has left", "a wait for each message"
+            )
 
 
 def _check_runs(
@@ -129,7 +128,6 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
     at = [0] * len(orders)
     heads: dict[tuple[int, int], tuple[list[_Key], list[_Key]]] = {}
     ended, started = set[_Key](), [set[_Key]() for _ in orders]
-    due = [sum(a.kind == "send" for a in actions) for actions in orders]
     moved = True
     while moved:
         moved = False
@@ -137,7 +135,7 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
             while at[stage] < len(actions):
                 action = actions[at[stage]]
                 key = (action.name, action.piece)
-                if (action.kind in ("wait", "sent") and key not in ended) or (action.kind == "complete" and due[stage]):
+                if action.kind in ("wait", "sent") and key not in ended:
                     break
                 if alone and action.kind == "run":
                     if not started[stage] <= ended:
@@ -152,10 +150,9 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
                     started[stage].add(key)
                 at[stage] += 1
                 moved = True
-        for (source, _), (begun, expected) in heads.items():
+        for begun, expected in heads.values():
             carried = min(len(begun), len(expected))
             ended.update(begun[:carried])
-            due[source] -= carried
             moved = moved or carried > 0
             del begun[:carried], expected[:carried]
     stuck = [stage for stage, actions in enumerate(orders) if at[stage] < len(actions)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
-from .region import Region
+from . import meta
+from .region import Region, region_of
 from .stage_part import StageParts, part_of
 
 
@@ -45,19 +47,23 @@ def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None
     """Each node of a graph and of the bodies that it runs for pieces, but for nodes `besides`, with the number of times
     that it runs.
     """
+    calls = Counter[Graph]()
     for node in graph.nodes:
         yield node, 1
-        if besides(node):
+        pieces, bodies = (1, []) if besides(node) else bodies_of(node)
+        if region_of(node):
+            calls.update(bodies)
             continue
-        pieces, bodies = bodies_of(node)
         for body in bodies:
             yield from ((inner, pieces) for inner in body.nodes)
+    for body, times in calls.items():
+        yield from ((inner, times) for inner in body.nodes)
 
 
 def bodies_of(node: Node) -> tuple[int, list[Graph]]:
-    """The bodies that `node` runs, and how often each: of a loop, the blocks of a stage, or a region."""
+    """The bodies that `node` runs, and for how many pieces they are: of a loop, the blocks of a stage, or a region."""
     if isinstance(region := node.target, Region):
-        return 1, [region.body]
+        return region.pieces, [region.body]
     if isinstance(loop := node.target, Loop):
         return loop.pieces, [loop.body]
     part = part_of(node)
@@ -70,6 +76,9 @@ def named_bodies(graph: Graph) -> dict[str, Graph]:
     for node in graph.nodes:
         if loop := loop_of(node):
             bodies[node.name] = loop.body
+        elif region := region_of(node):
+            block = meta.block(node)
+            bodies[block.name if block else node.name] = region.body
         elif part := part_of(node):
             listed = set(bodies.values())
             bodies |= {f"{node.name}/{block.name}": block.body for block in part.blocks if block.body not in listed}
@@ -78,8 +87,12 @@ def named_bodies(graph: Graph) -> dict[str, Graph]:
 
 def put_bodies(graph: Graph, replacements: Mapping[Graph, Graph]) -> None:
     """Replace the bodies that a graph runs by their `replacements`."""
+    regions = dict[Region, Region]()
     for node in graph.nodes:
         if loop := loop_of(node):
             node.target = loop.with_body(replacements[loop.body])
+        elif region := region_of(node):
+            body = replacements.get(region.body, region.body)
+            node.target = regions.setdefault(region, replace(region, body=body))
         elif part := part_of(node):
             node.target = part.with_bodies([replacements.get(block.body, block.body) for block in part.blocks])

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from .. import _torch
 from .origin import is_user_file
+from .stage_part import StageBlock
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+(?P<code>[^\n]+)')
 
@@ -358,8 +359,8 @@ set_owner, owner = _entry("wholestep_owner", int)
 set_piece, piece = _entry("wholestep_piece", int)
 """For which piece of the batch a node outside of loops runs what the body of a loop says; None for most."""
 
-set_block, block = _entry("wholestep_block", str)
-"""The block of a stage whose run, outside of loops, a node is a part of; None for most."""
+set_block, block = _entry("wholestep_block", StageBlock)
+"""The block of a stage whose run a node is a part of, or calls, as it was priced; None for most."""
 
 set_rows, rows = _entry("wholestep_rows", Rows)
 """The sort in whose order the outputs of a node have rows (`plan.rows_in_any_order`), and along which dim each has

@@ -1,4 +1,4 @@
-"""A part of a bound program that nodes of it call: its body is compiled once."""
+"""A part of a program that nodes of it call: its body is planned, priced and compiled once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from typing import Any, cast
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from .nodes import ends_of, function_of
+from .nodes import ends_of, function_of, node_at
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
     """The target of nodes that call `body`: with the list of its inputs, and the number of the piece of the batch, of
     `pieces`. Arguments in it that differ between pieces are a `ByPiece`.
+
+    `shares`: for each result the number of the input in whose memory it is; else, below 0, what is the same for results
+    in the same new memory. `sizes`: the bytes of the memory of each. `us`: microseconds of a call. `work_bytes`: the
+    most that it adds to what is there.
     """
 
     body: Graph
     pieces: int
+    shares: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    us: float = 0.0
+    work_bytes: int = 0
     __name__ = "run"
 
     def __call__(self, inputs: Sequence[Any], piece: int) -> list[Any]:
@@ -51,6 +59,17 @@ class ByPiece:
 def region_of(node: Node) -> Region | None:
     """The region that `node` calls; None for every other node."""
     return node.target if isinstance(node.target, Region) else None
+
+
+def shared_with(item: Node) -> Node | None:
+    """What a result of a call shares its memory with: an input, or a result before it."""
+    run = node_at(item, 0)
+    shares = cast(Region, run.target).shares
+    place = shares[cast(int, item.args[1])]
+    if place >= 0:
+        return inputs_of(run)[place]
+    first = next(other for other in run.users if shares[cast(int, other.args[1])] == place)
+    return None if first is item else first
 
 
 def inputs_of(node: Node) -> Sequence[Any]:

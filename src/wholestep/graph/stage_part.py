@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ from torch.fx import Graph, Node
 
 OfPiece = tuple[str, int]
 """A value by name, and its piece."""
-TOTAL = -1
-"""In place of a piece: a value is an accumulator."""
+_TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,29 +72,23 @@ class Message:
 @dataclass(frozen=True)
 class Action:
     """One action of a stage for a piece: `run` a block; start to `send` a message, or to receive one (`post`); `wait`
-    until it is there. `sent` waits until a message has left, and its value need not be kept; `complete` waits until all
-    have.
+    until it is there. `sent` waits until a message has left, and its value need not be kept.
     """
 
-    kind: Literal["run", "send", "post", "wait", "sent", "complete"]
-    name: str = ""
+    kind: Literal["run", "send", "post", "wait", "sent"]
+    name: str
     piece: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}[{self.piece}]" if self.name else self.kind
+        return f"{self.kind} {self.name}[{self.piece}]"
 
 
 @dataclass(frozen=True, eq=False)
 class StagePart:
     """The target of a node of a stage's program: runs `actions`, and returns what it accumulates.
 
-    The node's operands are the values `operands`, followed by the values of pieces in `entering`; its results are the
-    values in `leaving`. A message under way has its own name there. `totals`: the name of each accumulator before a
-    piece (None for the first) and after it; in `entering` and `leaving` it has the name before, and `TOTAL` as its
-    piece. `views`: for each value that shares memory with an earlier one, the name of that one. `device` of received
-    values. `peak_bytes`: most bytes of values of pieces that do not leave, by simulation.
-
-    Where runs of some blocks are written out in the graph (`passes.peel_pieces`), several parts follow each other.
+    The node's operands are the values `operands`. `totals`: the name of each accumulator before a piece (None for the
+    first) and after it. `device` of received values. `peak_bytes`: most bytes of values of pieces, by simulation.
     """
 
     axis: str
@@ -108,9 +101,6 @@ class StagePart:
     totals: tuple[tuple[str, str], ...]
     device: str
     peak_bytes: int = 0
-    entering: tuple[OfPiece, ...] = ()
-    leaving: tuple[OfPiece, ...] = ()
-    views: Mapping[str, str] = field(default_factory=dict[str, str])
     __name__ = "stage"
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -124,33 +114,14 @@ class StagePart:
         return tuple(block for block in self.blocks if block.name in names)
 
     @property
-    def runs_all(self) -> bool:
-        """True if no run of a block is written out in the graph."""
-        return sum(action.kind == "run" for action in self.actions) == len(self.blocks) * self.pieces
+    def exchanges(self) -> list[tuple[bool, int]]:
+        """What it exchanges with other stages, in order: whether it waits, and tags of messages."""
+        ends = "wait", "sent"
+        return [(a.kind in ends, self.tag(a.name, a.piece)) for a in self.actions if a.kind != "run"]
 
-    @property
-    def readers(self) -> dict[str, int]:
-        """How often each value of a piece is read or sent."""
-        counts: dict[str, int] = {}
-        sent = [message.value for message in self.messages.values() if message.source == self.stage]
-        for name in [*sent, *(name for block in self.blocks for name in block.takes)]:
-            counts[name] = counts.get(name, 0) + 1
-        return counts
-
-    def key_of(self, name: str, piece: int) -> OfPiece:
-        """A value that an action for a piece reads."""
-        return name, TOTAL if any(name == before for before, _ in self.totals) else piece
-
-    def reads(self, action: Action, there: Collection[OfPiece]) -> list[OfPiece]:
-        """The values of pieces that an action reads or waits for, if they are in `there`."""
-        message = self.messages.get(action.name)
-        if action.kind == "run":
-            keys = [self.key_of(name, action.piece) for name in self.block(action.name).takes]
-        elif message is None:  # until all have left
-            keys = [(n, piece) for n, piece in there if n in self.messages and self.messages[n].source == self.stage]
-        else:
-            keys = [self.key_of(message.value if action.kind == "send" else message.name, action.piece)]
-        return [key for key in keys if key in there]
+    def tag(self, message: str, piece: int) -> int:
+        """The tag of a message for a piece."""
+        return _TAGS + list(self.messages).index(message) * self.pieces + piece
 
     def block(self, name: str) -> StageBlock:
         """The block of a name."""
@@ -191,8 +162,6 @@ class Held:
             (self.coming if action.kind == "post" else self.going)[key] = self.messages[action.name].size_bytes
         elif action.kind == "sent":
             del self.going[key]
-        elif action.kind == "complete":
-            self.going.clear()
         elif action.kind == "run":
             most = before + self.blocks[action.name].work_bytes
             block = self.blocks[action.name]

@@ -17,13 +17,14 @@ from . import meta
 from .loop import loop_of
 from .meta import TensorMeta
 from .nodes import is_collective, is_wait, operands
-from .stage_part import StagePart, part_of
+from .region import Region, inputs_of, region_of
+from .stage_part import part_of
 
 aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "all", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
 PIECES = -1
-"""The `index` of a storage that stands for all that a stage holds of pieces at once."""
+"""The `index` of a storage that stands for what the run of a body holds at once, or a stage of all pieces."""
 
 UNMARKED_VIEWS = frozenset(
     {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
@@ -163,12 +164,7 @@ class _Work:
             return
         if node.op == "call_function":
             self.at += 1
-            if part := part_of(node):  # what it is given besides operands of the loop, it counts as its own
-                inputs, count = operands(node), len(part.operands)
-                self._hold(inputs[:count], self.at)
-                self._hold(inputs[count:], self.at - 1)
-            else:
-                self._hold(node.all_input_nodes, self.at)
+            self._hold(node.all_input_nodes, self.at)
             if is_wait(node):
                 self._hold(operands(node)[0].all_input_nodes, self.at)
         self.of[node] = self._outputs(node)
@@ -194,22 +190,28 @@ class _Work:
             return [storage for source in operands(node) for storage in self.of.get(source, [])]
         if _torch.is_op(node.target) and not _torch.schema_of(node.target).returns:
             return []  # it writes into its operands
-        if part := part_of(node):
-            return self._left(node, part)
+        if region := region_of(node):
+            return self._left(node, region)
         return [self._output(node, i, m) for i, m in enumerate(metas)]
 
-    def _left(self, node: Node, part: StagePart) -> list[Storage | None]:
-        """The storages of the values of pieces that a part leaves: new ones, or of what it is given."""
-        leaving, inputs = list[Storage | None](), [next(iter(self.of[operand]), None) for operand in operands(node)]
-        keys = [(part.views.get(name, name), piece) for name, piece in (*part.entering, *part.leaving)]
-        of = dict(zip(keys, inputs[len(part.operands) :], strict=False))
-        for number, key in enumerate(keys[len(part.entering) :]):
-            if key[0] in part.operands:
-                of[key] = inputs[part.operands.index(key[0])]
-            elif key not in of:
-                of[key] = self._output(node, number, meta.tensors(node)[number])
-            leaving.append(of[key])
-        return leaving
+    def _left(self, node: Node, region: Region) -> list[Storage | None]:
+        """The storages of what a call of a region leaves: new ones, or of what it is given; with what it holds besides
+        while it runs.
+        """
+        inputs, left, added = inputs_of(node), list[Storage | None](), dict[int, Storage]()
+        for number, (place, size_bytes) in enumerate(zip(region.shares, region.sizes, strict=True)):
+            source = inputs[place] if place >= 0 else None
+            if source is not None:
+                left.append(next(iter(self.of[source]), None))
+            elif place in added:
+                left.append(added[place])
+            else:
+                added[place] = Storage(node, number, size_bytes, self.at, self.at)
+                left.append(added[place])
+        held_bytes = sum(storage.size_bytes for place, storage in added.items() if place < 0)
+        held = Storage(node, PIECES, max(region.work_bytes - held_bytes, 0), self.at, self.at)
+        self.storages += [*added.values(), held]
+        return left
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:
         """Return the storages that a getitem selects: one, or a list of an op that returns lists."""

@@ -18,6 +18,7 @@ from . import meta
 from .loop import loop_of, with_bodies
 from .nodes import communicates, ends_of, node_at, ranks_in_ring
 from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
+from .region import region_of
 from .stage_part import StageParts, part_of
 
 if TYPE_CHECKING:
@@ -116,14 +117,12 @@ def _body(graph: Graph) -> list[str]:
             lines.append(f"    for each of {loop.pieces} pieces:")
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
             lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []
-        if part := part_of(node):
-            for block in part.running:
-                if block.name in shown:
-                    continue
-                shown.add(block.name)
-                lines.append(f"    {block.name}: from {_names(block.takes)}")
-                lines += [f"    {line}" for line in (*_body(block.body), f"  leaves {_names(block.gives)}")]
-            lines.append(f"    order: {'; '.join(map(str, part.actions))}")
+        part, run = part_of(node), meta.block(node) if region_of(node) else None
+        for block in part.running if part else [run] if run and run.name not in shown else ():
+            shown.add(block.name)
+            lines.append(f"    {block.name}: from {_names(block.takes)}")
+            lines += [f"    {line}" for line in (*_body(block.body), f"  leaves {_names(block.gives)}")]
+        lines += [f"    order: {'; '.join(map(str, part.actions))}"] if part else []
     return lines
 
 

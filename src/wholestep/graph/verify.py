@@ -46,10 +46,9 @@ def check_local_graph(local: LocalGraph) -> None:
     for program_input, layout in zip(local.inputs, local.layouts, strict=True):
         layout.check(program_input.meta.shape, local.mesh, program_input.name)
     _check_calls(local.graph, {node for out, node in local.results() if out.kind == "carry"})
-    for node in local.graph.nodes:
-        for body in bodies_of(node)[1]:
-            _check_order(body)
-            _check_calls(body, set())
+    for body in {body: None for node in local.graph.nodes for body in bodies_of(node)[1]}:
+        _check_order(body)
+        _check_calls(body, set())
 
 
 def _check_calls(graph: Graph, carried: Collection[Node]) -> None:

@@ -51,7 +51,8 @@ class _Exchanged:
 
 def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
     """Actions where a stage lets go of a message once it has an answer: one that the other end sent after it had waited
-    for that message. Links tell of nothing that has left unless they are asked, and to ask earlier might block.
+    for that message; of others at its end. Links tell of nothing that has left unless asked, and to ask earlier
+    might block.
     """
     waited: dict[int, list[Task]] = {}
     answers: dict[Task, list[Task]] = {}
@@ -66,7 +67,10 @@ def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Messag
     replied: list[tuple[Action, ...]] = []
     for actions in by_stage:
         several = [[action, *(Action("sent", *key) for key in _answered(action, answers))] for action in actions]
-        replied.append(tuple(action for some in several for action in some))
+        listed = [action for some in several for action in some]
+        left = {(action.name, action.piece) for action in listed if action.kind == "sent"}
+        sent = [(action.name, action.piece) for action in listed if action.kind == "send"]
+        replied.append((*listed, *(Action("sent", *key) for key in sent if key not in left)))
     return tuple(replied)
 
 
@@ -88,7 +92,7 @@ def _actions(stage: int, exchanged: _Exchanged) -> tuple[Action, ...]:
         waited.update(reads)
         actions += [*(Action("wait", *key) for key in reads), Action("run", *task)]
         actions += [Action("send", *key) for key in exchanged.sent_by[task]]
-    return (*actions, Action("complete"))
+    return tuple(actions)
 
 
 class _Alone:
@@ -122,7 +126,7 @@ class _Alone:
             elif (pair := next(pending, None)) is not None:
                 self._post(pair)
             else:
-                return [[*actions, Action("complete")] for actions in self.by_stage]
+                return self.by_stage
 
     def _go_on(self, stage: int) -> bool:
         """Send, receive and run what needs no choice. False for nothing."""

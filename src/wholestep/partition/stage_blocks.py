@@ -22,7 +22,7 @@ from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands, reached
-from ..graph.stage_part import TOTAL, Action, Held, Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.stage_part import Action, Held, Message, StageBlock, StagePart, StageParts, transfer
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
@@ -348,7 +348,6 @@ class StageCut:
             StagePart(
                 axis, stage, self.loop.pieces, blocks, self.messages,
                 tuple(Action("run", block.name) for block in blocks), self.operands[stage], self.totals[stage], device,
-                leaving=tuple((before, TOTAL) for before, _ in self.totals[stage]),
             )
             for stage, blocks in enumerate(self.blocks)
         )  # fmt: skip

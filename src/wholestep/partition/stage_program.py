@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output
 from ..graph.loop import Loop, loop_of
+from ..graph.messages import receive, send
 from ..graph.nodes import add_call, add_empty, copy_node, ends_of, is_collective, is_wait, node_at, operands, reached
 from ..graph.stage_part import StageParts, transfer
 from .batch_dependent import batch_dependent
 from .rank_ops import draws_numbers
-
-Message = tuple[Any, Tensor]
-"""A message under way, which has a `wait`, and its tensor."""
-
-
-def start_send(x: Tensor, target: int, tag: int, group: str) -> Message:
-    """Start to send `x` to coordinate `target` of an axis."""
-    return _torch.start_send(x, target, tag, group), x
-
-
-def start_receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, tag: int, group: str) -> Message:
-    """Start to receive a tensor from coordinate `source` of an axis."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    return _torch.start_receive(out, source, tag, group), out
-
-
-def complete(message: Message) -> Tensor:
-    """Wait until a message has left, or is there; returns its tensor."""
-    message[0].wait()
-    return message[1]
-
-
-def send(x: Tensor, target: int, tag: int, group: str) -> None:
-    """Send `x` to coordinate `target` of an axis, and wait until it has left."""
-    complete(start_send(x, target, tag, group))
-
-
-def receive(shape: Sequence[int], dtype: torch.dtype, device: str, source: int, tag: int, group: str) -> Tensor:
-    """Receive a tensor from coordinate `source` of an axis."""
-    return complete(start_receive(shape, dtype, device, source, tag, group))
-
-
-SENDS, RECEIVES = (send, start_send), (receive, start_receive)
-POINT_TO_POINT = (*SENDS, *RECEIVES)
-"""Functions of a stage's program whose last argument is an axis before binding, and then a process group."""
 
 
 def orders_in(local: LocalGraph) -> list[StageParts]:

@@ -8,12 +8,12 @@ from functools import cache
 from typing import ClassVar
 
 from ..cost.memory import PeakMemory, peak_memory
-from ..cost.simulation import clock_of, simulate
+from ..cost.simulation import clock_of, run_all, simulate
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..graph.stage_part import part_of
+from ..graph.messages import POINT_TO_POINT
 from ..hardware.hardware import Hardware
-from ..partition.stage_program import POINT_TO_POINT, stage_program
+from ..partition.stage_program import stage_program
 from ..tuning import TUNING
 from .base import InContext, Pass, run_passes
 from .bucket_sizes import sizing_of, smaller_buckets
@@ -145,10 +145,5 @@ class FitMemory(InContext):
 def _alone_us(program: LocalGraph, hardware: Hardware) -> float:
     """Microseconds of a stage that waits for no other one."""
     clock = clock_of(program.graph, program.mesh, hardware)
-    for node in program.graph.nodes:
-        if (part := part_of(node)) is not None:
-            us = {block.name: block.us for block in part.blocks}
-            clock.compute(sum(us[action.name] for action in part.actions if action.kind == "run"))
-        elif node.op == "call_function" and node.target not in POINT_TO_POINT:
-            clock.run(node)
+    run_all(clock, (node for node in program.graph.nodes if node.target not in POINT_TO_POINT))
     return clock.now

@@ -15,8 +15,10 @@ from ..cost.simulation import Clock, arrivals_after, start
 from ..cost.software import Fills
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
+from ..graph.messages import STARTED
 from ..graph.nodes import cone, is_collective, is_wait, node_at, operands, reached
 from ..graph.op_kinds import FREE, PRODUCTS
+from ..graph.region import region_of
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import ACCUMULATORS
 from .base import InPlace, meets_stages
@@ -123,10 +125,14 @@ class _Work:
         if self.fills != "none":
             self.beside, self.alike = _beside(calls, spare, self.exchanges)
         exchanges = 0 if self.fills == "none" else len(self.exchanges)
+        run_behind = _run_behind_messages(calls)
         for node in calls:
             if node in spare and exchanges:
                 self._defer(node, spare)
             elif node in main and (node in varying or carries_stages(self.local, node)):
+                for operand in operands(run_behind[node]) if node in run_behind else ():
+                    if operand not in varying:  # it is ready while the message is under way
+                        self._place_main(operand)
                 self._place_main(node)
             if node in self.exchanges and exchanges:
                 exchanges -= 1
@@ -316,6 +322,16 @@ class _Tail:
     def lateness(self, node: Node) -> tuple[float, int]:
         """Sort key: earliest start, then position. Sorted nodes are in dependency order."""
         return self.ready[node], self.place[node]
+
+
+def _run_behind_messages(calls: Sequence[Node]) -> dict[Node, Node]:
+    """The call of a region that follows each message of a micro-batch."""
+    follows, run = dict[Node, Node](), None
+    for node in reversed(calls):
+        run = node if region_of(node) else run
+        if run and node.target in STARTED:
+            follows[node] = run
+    return follows
 
 
 def _spare(calls: Sequence[Node], main: Collection[Node], carried: Collection[Node]) -> set[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -17,7 +17,7 @@ from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
 from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
 from ..graph.op_kinds import packet_name
-from ..graph.stage_part import TOTAL, part_of
+from ..graph.region import region_of, shared_with
 from ..graph.storage import UNMARKED_VIEWS, returns_new
 from ..partition.rank_ops import MAY_ALIAS, take_chunk
 from ..sizes import equal
@@ -110,8 +110,6 @@ class _Work:
             self._join(node)
             for operand in operands(node):
                 self._use(operand, _END if node.op == "output" else self._until(node))
-        for node, last in held_by_parts(self.graph):
-            self._use(node, self.index[last])
 
     def _join(self, node: Node) -> None:
         source = aliased(node)
@@ -320,23 +318,13 @@ def _index(getitem: Node) -> int:
     return cast(int, getitem.args[1])
 
 
-def held_by_parts(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Yield each node whose memory parts of a stage share that follow each other, with the last of these: what they
-    are given and what they leave, in which views may be that others read. Accumulators belong to their reader.
-    """
-    parts = {node: part for node in graph.nodes if (part := part_of(node)) is not None and not part.runs_all}
-    for node, part in parts.items():
-        items = (item for item in node.users if part.leaving[cast(int, item.args[1])][1] != TOTAL)
-        yield from ((shared, next(reversed(parts))) for shared in (*operands(node), *items))
-
-
 def aliased(node: Node) -> Node | None:
     """The operand whose storage `node` may share."""
     if node.op != "call_function" or bodies_of(node)[1]:
         return None
     if _torch.is_getitem(node.target):
         source = node_at(node, 0)
-        return source if aliased(source) is not None else None
+        return shared_with(node) if region_of(source) else source if aliased(source) is not None else None
     may_alias = node.target in MAY_ALIAS or node.target in UNMARKED_VIEWS or is_wait(node)
     if not may_alias and _torch.is_op(node.target) and returns_new(node.target):
         return None

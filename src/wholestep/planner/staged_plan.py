@@ -30,6 +30,7 @@ from ..graph.folding.repeats import find_repeats
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.stage_part import Message, part_of, transfer
+from ..graph.written_out import blocks_in
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
 from ..partition.stage_blocks import cuts_for, stages_of
@@ -151,10 +152,9 @@ class ShortStages:
         """Costs of blocks with weight gradients inside the backward, or apart from it (zero-bubble orders)."""
         key = prices, apart, repr(passes), None if traffic is None else tuple(traffic)
         if key not in self.priced:
-            nodes = (node for program in self._ran(apart, passes, traffic) for node in program.graph.nodes)
-            parts = {part.stage: part for node in nodes if (part := part_of(node)) is not None}
-            blocks = [parts[stage].blocks if stage in parts else () for stage in range(self.count)]
-            messages = next((part.messages for part in parts.values()), dict[str, Message]())
+            blocks = [blocks_in(program.graph) for program in self._ran(apart, passes, traffic)]
+            parts = (part for program in self.programs(apart) for part in map(part_of, program.graph.nodes) if part)
+            messages = next((part.messages for part in parts), dict[str, Message]())
             self.priced[key] = block_costs(blocks, messages, self.local.stage_axis, prices)
         return self.priced[key]
 

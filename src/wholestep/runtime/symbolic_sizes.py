@@ -300,5 +300,5 @@ def _about(part: StagePart) -> str:
     """What a part of a stage does, besides the bodies of its blocks."""
     blocks = [(block.name, block.takes, block.gives) for block in part.running]
     messages = [replace(message, size_bytes=0) for message in part.messages.values()]
-    ends = part.operands, part.totals, part.entering, part.leaving
+    ends = part.operands, part.totals
     return f"{part.pieces} {blocks} {messages} {[str(action) for action in part.actions]} {ends}"

@@ -15,13 +15,13 @@ from ... import _torch
 from ...errors import BackendError, first_line
 from ...graph import meta
 from ...graph.graph import Input
+from ...graph.messages import POINT_TO_POINT, RECEIVES, SENDS, complete
 from ...graph.nodes import communicates, ends_of, function_of, is_wait, node_at, operands
 from ...graph.region import ByPiece, region_of
 from ...graph.sizes_in_graph import record_of, sizes_among
 from ...partition.accumulators import ACCUMULATORS
 from ...partition.host_copies import HOST_COPIES
 from ...partition.rank_ops import drawn
-from ...partition.stage_program import POINT_TO_POINT, RECEIVES, SENDS, complete
 from ...passes.bucket import outline
 from ...passes.fused_products import FUSED
 from ...rules.registry import is_random
