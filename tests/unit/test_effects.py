@@ -2467,11 +2467,47 @@ def scale_in_place(x: torch.Tensor, factor: float) -> None:
     x.mul_(factor)
 
 
-@refused("the step calls wholestep_tests.scale_.default, which changes its arguments in place")
-class OwnOpInPlace(World):
+@torch.library.custom_op("wholestep_tests::exchanged", mutates_args={"x", "y"})
+def exchanged(x: torch.Tensor, y: torch.Tensor, times: int = 2) -> torch.Tensor:
+    before = x.clone()
+    x.copy_(y * times)
+    y.copy_(before)
+    return before.sum()
+
+
+@exchanged.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, times: int = 2) -> torch.Tensor:
+    return x.new_empty(())
+
+
+OPS_OF_TESTS = torch.library.Library("wholestep_tests", "FRAGMENT")
+OPS_OF_TESTS.define("add_(Tensor(a!) x, Tensor y, *, float alpha=1.0) -> Tensor(a!)")
+OPS_OF_TESTS.impl("add_", lambda x, y, alpha=1.0: x.add_(y, alpha=alpha), "CompositeExplicitAutograd")
+
+
+@case
+class OwnOpsInPlace(World):
+    """On a gradient, on views of a parameter and of an activation, and with a result that is what was written."""
+
     def step(self, x):
         loss = self.update(x)
-        scale_in_place(self.model[2].bias.detach(), 0.5)  # here
+        weight, h = self.model[0].weight.detach(), x.detach().clone()
+        scale_in_place(weight[1:], 0.5)
+        total = exchanged(weight[0, :2], h[0, :2], 3)
+        return loss + total + torch.ops.wholestep_tests.add_(h, x, alpha=0.25).sum() + h.square().sum()
+
+
+@torch.library.custom_op("wholestep_tests::scale_all_", mutates_args={"values"})
+def scale_all(values: list[torch.Tensor], factor: float) -> None:
+    for value in values:
+        value.mul_(factor)
+
+
+@refused("the step calls wholestep_tests.scale_all_.default, which writes into a list")
+class OwnOpOnAList(World):
+    def step(self, x):
+        loss = self.update(x)
+        scale_all([self.model[2].bias.detach()], 0.5)  # here
         return loss
 
 

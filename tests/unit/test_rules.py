@@ -193,6 +193,25 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
+@torch.library.custom_op("in_place_test::scale_rows_", mutates_args={"x"})
+def scale_rows(x: Tensor, w: Tensor) -> Tensor:
+    x.mul_(w)
+    return w.sum()
+
+
+@scale_rows.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return w.new_empty(())
+
+
+def test_an_op_that_writes_in_place_has_the_rule_of_its_results() -> None:
+    ws.rule(scale_rows, "rows d, d -> (), rows d", reduces={"d": "sum", "rows": ""})
+    assert ws.check_rule(scale_rows, torch.rand(4, 6), torch.rand(6)).ok
+    ws.rule(scale_rows, "rows d, d -> (), d rows", reduces={"d": "sum", "rows": ""})
+    with pytest.raises(ws.RuleError, match="scale_rows_"):
+        ws.check_rule(scale_rows, torch.rand(4, 6), torch.rand(6))
+
+
 DOUBLE = torch.ops.rules_test.double.default
 WRONG = [
     (

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 
@@ -33,6 +35,11 @@ FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def is_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
     """Return whether `target` is an overload of a torch op."""
     return isinstance(target, OpOverload)
+
+
+def is_library_op(target: object) -> TypeGuard[OpOverload[..., Any]]:
+    """Return whether `target` is an op of a library other than torch and wholestep."""
+    return is_op(target) and target.namespace not in ("aten", "prims", "wholestep", "c10d", "_c10d_functional")
 
 
 def directly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +86,34 @@ def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None
             overload = getattr(packet, name)
             if not overload._schema.is_mutable and [str(a.type) for a in overload._schema.arguments] == argument_types:
                 return overload
-    return None
+    return _out_of_place(target) if is_library_op(target) else None
+
+
+def _out_of_place(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+    """Return an op that computes what `target`, an op of a library, writes: what `target` returns anew, then what each
+    written argument becomes. None if it writes into lists, or what may be None, or returns only some of what it writes.
+    """
+    schema = target._schema
+    writes = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    changed = [schema.arguments[i] for i in writes]
+    returned = [r.alias_info for r in schema.returns]
+    in_order = [a and a.before_set for a in returned] == [a.alias_info and a.alias_info.before_set for a in changed]
+    if any(str(a.type) != "Tensor" for a in changed) or (any(returned) and not in_order):
+        return None
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        values = [value.clone() if i in writes else value for i, value in enumerate(args)]
+        result = target(*values, **kwargs)
+        fresh = tree_leaves(result) if returned and not any(returned) else []
+        results = [*fresh, *(values[i] for i in writes)]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    arguments = re.sub(r"\(\w+!?( -> \w+)?\)", "", str(schema).partition("(")[2].rpartition(") -> ")[0])
+    types = [str(r.type) for r in schema.returns if r.alias_info is None] + ["Tensor"] * len(writes)
+    name = "__".join(filter(None, (schema.name.replace("::", "_copies::"), schema.overload_name)))
+    form = torch.library.custom_op(name, compute, mutates_args=(), schema=f"({arguments}) -> ({', '.join(types)})")
+    form.register_fake(compute)
+    return cast(Any, form)._opoverload
 
 
 def changes_shape(target: OpOverload[..., Any]) -> bool:

@@ -179,6 +179,12 @@ class _Walk:
         """Replace the op by its functional form, and record new values of the written tensors."""
         op = cast(_torch.OpOverload[..., Any], node.target)
         form = _torch.functional_form(op)
+        if form is None and _torch.is_library_op(op):
+            problem = (
+                f"the step calls {op}, which writes into a list or what may be None, or returns some of its writes"
+            )
+            needed = "ops that write into tensors, and return all of these, or new ones alone"
+            raise CaptureError(problem, needed, "register one that returns new tensors", meta.source_line(node))
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [a.name for a in schema.arguments]

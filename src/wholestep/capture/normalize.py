@@ -36,7 +36,6 @@ _WHOLE_VIEWS = frozenset({
 def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     """Return the functional graph of a trace; refuse changes of tensors that are neither state nor argument."""
     _refuse_mutated_constants(traced.module)
-    _refuse_own_ops_in_place(traced.module)
     refuse_collectives(traced.module)
     module = functionalize(traced.module, traced.stand_ins.fakes, traced.stand_ins.symbols)
     graph = module.graph
@@ -96,18 +95,6 @@ def _refuse_mutated_constants(module: GraphModule) -> None:
             "register it as a buffer of the model or pass it to the step",
             meta.source_line(node),
         )
-
-
-def _refuse_own_ops_in_place(module: GraphModule) -> None:
-    """Refuse ops of libraries that change their arguments: torch has no functional form of them."""
-    for node in filter(is_mutating, module.graph.nodes):
-        if _torch.is_op(node.target) and node.target.namespace not in ("aten", "prims", "wholestep"):
-            raise CaptureError(
-                f"the step calls {node.target}, which changes its arguments in place",
-                "ops that return what they compute",
-                "register one without mutates_args that returns a new tensor, and write `x.copy_(op(x))`",
-                meta.source_line(node),
-            )
 
 
 def _drop_input_copies(graph: Graph) -> None:

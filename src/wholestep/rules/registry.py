@@ -157,11 +157,14 @@ def check_named(bind: Bind, targets: Iterable[Any]) -> None:
 
 
 def targets_of(op: Any) -> list[Any]:
-    """The overloads of `op`: itself, a list, or names. Names that this torch lacks are skipped."""
+    """The overloads of `op`: itself, a list, or names. Names that this torch lacks are skipped. Of an op of a library
+    that writes in place, the op that returns what it writes.
+    """
     if isinstance(op, str):
         return [target for name in op.split() if (target := _named(name)) is not None]
     ops: list[Any] = [*op] if isinstance(op, (list, tuple)) else [op]
     targets = [_torch.overload_of(op) for op in ops]
+    targets = [_torch.functional_form(op) or op if _torch.is_library_op(op) else op for op in targets]
     for op in targets:
         if not callable(op) or getattr(type(op), "__hash__", None) is None:
             raise RuleError(f"{shown(op)} is no op", "an op of torch, a custom op, a function, or names", "give one")
