@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
@@ -84,7 +84,7 @@ CTC_LOSS = torch.ops.wholestep.ctc_loss.default
 @torch.library.custom_op("wholestep::assignment", mutates_args=())
 def assignment(cost: Tensor, maximize: bool) -> Tensor:
     """Return rows and columns of the assignment that scipy finds on the host, for which the host waits."""
-    solve: Any = importlib.import_module("scipy.optimize").linear_sum_assignment  # the step called it
+    solve: Any = cast(Any, sys.modules["scipy.optimize"]).linear_sum_assignment  # the step has imported it
     return torch.as_tensor(np.stack(solve(cost.cpu().numpy(), maximize)), device=cost.device)
 
 
