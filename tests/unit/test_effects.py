@@ -2503,12 +2503,24 @@ def scale_all(values: list[torch.Tensor], factor: float) -> None:
         value.mul_(factor)
 
 
-@refused("the step calls wholestep_tests.scale_all_.default, which writes into a list")
+@refused(
+    "the step calls wholestep_tests.scale_all_.default, which writes into a list, an optional tensor or memory that"
+)
 class OwnOpOnAList(World):
     def step(self, x):
         loss = self.update(x)
         scale_all([self.model[2].bias.detach()], 0.5)  # here
         return loss
+
+
+@refused(
+    "the step calls wholestep_tests.exchanged.default, which writes into a list, an optional tensor or memory that"
+)
+class OwnOpOnSharedMemory(World):
+    def step(self, x):
+        loss = self.update(x)
+        h = x.detach().clone()
+        return loss + exchanged(h[0, :2], h[0, 1:3])  # here
 
 
 LABELS = torch.tensor([3, 1, 3])

@@ -91,14 +91,16 @@ def functional_form(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None
 
 def _out_of_place(target: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
     """Return an op that computes what `target`, an op of a library, writes: what `target` returns anew, then what each
-    written argument becomes. None if it writes into lists, or what may be None, or returns only some of what it writes.
+    written argument becomes. None if it writes into lists, or what may be None, returns some of its writes, or takes
+    tensors by keyword alone.
     """
     schema = target._schema
     writes = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     changed = [schema.arguments[i] for i in writes]
     returned = [r.alias_info for r in schema.returns]
     in_order = [a and a.before_set for a in returned] == [a.alias_info and a.alias_info.before_set for a in changed]
-    if any(str(a.type) != "Tensor" for a in changed) or (any(returned) and not in_order):
+    by_keyword = any(a.kwarg_only and "Tensor" in str(a.type) for a in schema.arguments)  # no custom op has these
+    if by_keyword or any(str(a.type) != "Tensor" for a in changed) or (any(returned) and not in_order):
         return None
 
     def compute(*args: Any, **kwargs: Any) -> Any:

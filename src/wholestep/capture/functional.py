@@ -18,7 +18,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.counted_rows import counts_rows
-from ..graph.nodes import add_node, copy_graph, is_mutating, node_at
+from ..graph.nodes import add_node, copy_graph, is_mutating, node_at, written
 from ..graph.sizes_in_graph import without_size_nodes
 from .strides import count_from_tensors, insert_call, is_view
 
@@ -179,12 +179,15 @@ class _Walk:
         """Replace the op by its functional form, and record new values of the written tensors."""
         op = cast(_torch.OpOverload[..., Any], node.target)
         form = _torch.functional_form(op)
-        if form is None and _torch.is_library_op(op):
-            problem = (
-                f"the step calls {op}, which writes into a list or what may be None, or returns some of its writes"
-            )
-            needed = "ops that write into tensors, and return all of these, or new ones alone"
-            raise CaptureError(problem, needed, "register one that returns new tensors", meta.source_line(node))
+        if _torch.is_library_op(op):
+            bases = list[Node]()
+            torch.fx.map_arg((node.args, node.kwargs), lambda leaf: bases.append(self._base(leaf)))
+            if form is None or any(bases.count(self._base(target)) > 1 for target in written(node)):
+                problem = (
+                    f"the step calls {op}, which writes into a list, an optional tensor or memory that arguments share"
+                )
+                needed = "writes into tensors apart from other arguments, and returns of all of these or of none"
+                raise CaptureError(problem, needed, "register one that returns new tensors", meta.source_line(node))
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [a.name for a in schema.arguments]
