@@ -2503,9 +2503,7 @@ def scale_all(values: list[torch.Tensor], factor: float) -> None:
         value.mul_(factor)
 
 
-@refused(
-    "the step calls wholestep_tests.scale_all_.default, which writes into a list, an optional tensor or memory that"
-)
+@refused("the step calls wholestep_tests.scale_all_.default, which writes into a list, an optional tensor or")
 class OwnOpOnAList(World):
     def step(self, x):
         loss = self.update(x)
@@ -2513,9 +2511,7 @@ class OwnOpOnAList(World):
         return loss
 
 
-@refused(
-    "the step calls wholestep_tests.exchanged.default, which writes into a list, an optional tensor or memory that"
-)
+@refused("the step calls wholestep_tests.exchanged.default, which writes into a list, an optional tensor or")
 class OwnOpOnSharedMemory(World):
     def step(self, x):
         loss = self.update(x)

@@ -87,6 +87,11 @@ class Placed:
     def __repr__(self) -> str:
         return self._kind.__repr__(self)
 
+    def __tensor_flatten__(self) -> Any:
+        return self._kind.__tensor_flatten__(self)
+
+    __tensor_unflatten__ = staticmethod(cast(Any, DTensor).__tensor_unflatten__)
+
     def __deepcopy__(self, memo: Any) -> Any:
         tensor = cast(Any, self)
         with torch.inference_mode(False):
