@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,8 +237,9 @@ def test_few_layers_stand_for_all_on_the_command_line(micro_batches: int, refuse
 
     options = ws.CaptureOptions(kernels="cuda")
     captured = ws.capture(target.step, *target.args, options=options)
-    short = replace(target, with_layers=with_layers)
-    assert str(planning.captured_of(Screen(Console(stderr=True)), short, H100, options)) == str(captured)
+    asks = SimpleNamespace(capture_options=lambda *_: options)
+    request: Any = SimpleNamespace(target=replace(target, with_layers=with_layers), hardware=H100, options=asks)
+    assert str(planning.captured(Screen(Console(stderr=True)), request)) == str(captured)
     assert asked == [4]
 
 
