@@ -183,7 +183,7 @@ def levels_of(body: Graph) -> dict[Node, int]:
 class StageCut:
     """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
     names of these. `stages`: those to cut; None for all. `was_backward`: whether a block is of the backward, by stage
-    and key, where the loop has been cut before.
+    and key, where the loop has been cut before, and has an order of these blocks.
     """
 
     loop: Loop
@@ -227,8 +227,8 @@ class StageCut:
         groups: dict[tuple[int, bool], list[Node]] = {}
         for node in needed:
             groups.setdefault((level[node], False), []).append(node)
-        if self.fillers:
-            for key, nodes in list(groups.items()):
+        for key, nodes in list(groups.items()):
+            if self.fillers and (not self.was_backward or (stage, key[0], True) in self.was_backward):
                 self._set_apart(stage, key, nodes, groups)
         number = len(self.ends)
         totals = [i for i in range(number) if self.ends[i] in set(needed)]
