@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import wholestep as ws
 
-from ..identities import RULES, AllRules, Step, partial_step
+from ..identities import RULES, AllRules, Marked, Step, partial_step
 from .launch import run_ranks
 
 
@@ -58,6 +58,9 @@ def test_a_step_sees_its_own_parameters(style: str) -> None:
     assert max(run_ranks(train, 2, style)) >= 2
 
 
+KINDS = nn.Parameter, Marked, DTensor
+
+
 def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, mesh: str, folder: str) -> None:
     """Parameters of before the first call go on, whatever is done with them between calls."""
     spread = Step()
@@ -75,7 +78,7 @@ def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, 
         assert param.grad is None or param.grad.shape == param.shape
         values = param.full_tensor().detach().clone()
         other = copy.deepcopy(param)
-        assert isinstance(other, nn.Parameter)
+        assert [isinstance(other, kind) for kind in KINDS] == [isinstance(param, kind) for kind in KINDS]
         torch.testing.assert_close(cast(DTensor, other).full_tensor(), values, rtol=0.0, atol=0.0)
         with torch.no_grad():
             assert param.mul_(2.0) is param
@@ -96,6 +99,7 @@ def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, 
     assert all(one is other for one, other in zip(optimizer.state, params, strict=True))
     assert step.captures == 1
     with ws.whole(model, writeback=False):
+        assert [isinstance(p, Marked) for p in model.parameters()] == [isinstance(p, Marked) for p in params]
         alone = Step()
         for call in (0, 2):
             partial_step(alone, batch(0, call))

@@ -95,7 +95,10 @@ class Placed:
     def __deepcopy__(self, memo: Any) -> Any:
         tensor = cast(Any, self)
         with torch.inference_mode(False):
-            memo[id(self)] = copy = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+            copy = content = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+            if type(self).__bases__[1] is not nn.Parameter:
+                become(copy := like(tensor, torch.empty(0), False), content, "a copy")
+        memo[id(self)] = copy
         return copy
 
     def _set_class(self, kind: Any) -> None:
@@ -125,6 +128,14 @@ def _placed_class(kind: Any, dtensor: Any) -> type:
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     function = inspect.getattr_static(dtensor, "__torch_function__")
     return type(kind)(kind.__name__, (Placed, kind), {"__slots__": (), "__torch_function__": function, **about})
+
+
+def like(tensor: Tensor, value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return a parameter with this value, of the class that the user gave `tensor`."""
+    kind = cast(Any, type(tensor).__bases__[1] if isinstance(tensor, Placed) else type(tensor))
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter) or type(value) is not Tensor:
+        return nn.Parameter(value, requires_grad=requires_grad)
+    return Tensor._make_subclass(kind, value, requires_grad)
 
 
 def become(original: Tensor, content: Tensor, name: str) -> None:

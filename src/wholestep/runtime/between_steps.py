@@ -185,7 +185,7 @@ def _plain(param: Tensor, full: Tensor, name: str) -> nn.Parameter:
 
 def stand_in(param: Tensor, full: Tensor, requires_grad: bool, where: str) -> nn.Parameter:
     """A parameter with the values of `full` that stands in for `param`, with its attributes, inside `where`."""
-    parameter = nn.Parameter(full, requires_grad=requires_grad)
+    parameter = _torch.like(param, full, requires_grad)
     vars(parameter).update({key: value for key, value in vars(param).items() if key not in vars(parameter)})
     _torch.notes_of(parameter)[WHOLE] = where
     return parameter
