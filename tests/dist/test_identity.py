@@ -66,9 +66,11 @@ def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, 
     spread = Step()
     model, optimizer, params = spread.model, spread.optimizer, [*spread.model.parameters()]
     spread.bias.no_decay = True
-    before = spread.model(batch(0, 0)).square().mean()
+    ranks = range(world) if isinstance(parallel, ws.DataParallel) else [0]  # whose samples differ; stages share them
+    mine = rank if len(ranks) > 1 else 0
+    before = spread.model(batch(mine, 0)).square().mean()
     step = ws.compile(partial(partial_step, spread), parallel=parallel, mesh=mesh, schedule=None, progress=None)
-    step(batch(0, 0))
+    step(batch(mine, 0))
     assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
     assert all(p in optimizer.state and isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in params)
     assert [vars(p) for p in params] == [{"no_decay": True} if p is spread.bias else {} for p in params]
@@ -91,10 +93,10 @@ def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, 
     assert vars(copied).get("no_decay")
     assert torch.equal(copied.to_local(), cast(DTensor, spread.bias).to_local())
     ws.save(folder, step)
-    step(batch(0, 1))
+    step(batch(mine, 1))
     ws.load(folder, step)
     optimizer.load_state_dict(optimizer.state_dict())
-    step(batch(0, 2))
+    step(batch(mine, 2))
     assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
     assert all(one is other for one, other in zip(optimizer.state, params, strict=True))
     assert step.captures == 1
@@ -102,7 +104,7 @@ def old_and_new(rank: int, world: int, parallel: ws.DataParallel | ws.Pipeline, 
         assert [isinstance(p, Marked) for p in model.parameters()] == [isinstance(p, Marked) for p in params]
         alone = Step()
         for call in (0, 2):
-            partial_step(alone, batch(0, call))
+            partial_step(alone, torch.cat([batch(of, call) for of in ranks]))
         for one, other in zip(model.parameters(), alone.model.parameters(), strict=True):
             torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-9, atol=1e-12)
 

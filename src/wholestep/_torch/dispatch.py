@@ -143,9 +143,9 @@ def _fast_dispatch(forms: Mapping[Any, Any], at_op: Callable[[Any, Any, Any], tu
         if outermost is None:
             outermost = mode
             vars(mode).setdefault(TAPE, None)
-        if (known := ways.get(identity(op))) is None:
-            known = ways[identity(op)] = _way_of(op), forms.get(op)
-        way, form = known
+        if (way_and_form := ways.get(identity(op))) is None:
+            way_and_form = ways[identity(op)] = _way_of(op), forms.get(op)
+        way, form = way_and_form
         named: dict[str, Any] = kwargs or {}
         tape = getattr(mode, TAPE, None)
         try:

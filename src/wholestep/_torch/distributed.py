@@ -136,8 +136,8 @@ def dispatched(kind: type[D]) -> type[D]:
     class Asked(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kinds: list[Any] = [k for k in (Placed, kind) if any(issubclass(t, k) for t in types)]
-            asked = kinds[0].__torch_dispatch__ if kinds else None
-            return asked(func, types, args, kwargs) if asked else func(*args, **(kwargs or {}))
+            dispatch = kinds[0].__torch_dispatch__ if kinds else None
+            return dispatch(func, types, args, kwargs) if dispatch else func(*args, **(kwargs or {}))
 
     def function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), Asked():

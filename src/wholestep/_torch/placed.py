@@ -76,8 +76,8 @@ class Placed:
 
         args, kwargs = tree_map_only(Placed, dtensor_of, (args, kwargs or {}))
         kinds: list[Any] = [type(dtensor) for dtensor, _ in pairs.values() if type(dtensor) is not DTensor]
-        asked = kinds[0].__torch_dispatch__ if kinds else None
-        result = asked(func, types, args, kwargs) if asked else func(*args, **kwargs)
+        dispatch = kinds[0].__torch_dispatch__ if kinds else None
+        result = dispatch(func, types, args, kwargs) if dispatch else func(*args, **kwargs)
         back = {id(dtensor): tensor for dtensor, tensor in pairs.values()}
         return tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result)
 

@@ -235,7 +235,7 @@ def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def parts(form: Form, value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
-    """Keys and items, names and values of the attributes of an object, but for those that are one of its items."""
+    """Return keys, items, names of attributes and their values. An attribute that is one of the items is left out."""
     keys, items = form.contents(value)
     attributes = form.attributes(value)
     if items and attributes:

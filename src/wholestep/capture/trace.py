@@ -516,10 +516,10 @@ def _plain_state(state: StepState) -> list[tuple[Any, Any, dict[str, Any]]]:
     """
     names = {id(entry_of.tensor): name for name, entry_of in state.params.items()}
     return [
-        (optimizer, names.get(id(p), p), Entry({k: v for k, v in own if not isinstance(v, torch.Tensor)}).copy())
+        (optimizer, names.get(id(p), p), Entry({k: v for k, v in items if not isinstance(v, torch.Tensor)}).copy())
         for optimizer in state.optimizers.values()
         for p, entry in optimizer.state.items()
-        for own in [entry.items() if id(p) in names else ()]
+        for items in [entry.items() if id(p) in names else ()]
     ]
 
 

@@ -130,7 +130,7 @@ def staged_step(
     name, loop, tried = _ordered(full, apart, pieces, beside, order, crowd)
     costs = blocks_of(loop.orders, full, apart)
     works = works_apart if costs is apart else works
-    outside = [[work.outside for work, _ in several] for several in works]
+    outside = [[work.outside for work, _ in variant] for variant in works]
     spans, waited = list[Span](), [0.0] * ranks
     now: list[float] = [0.0] * ranks
     ends = dict[int, float]()  # of each stage: when its last block ends

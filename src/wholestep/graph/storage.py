@@ -208,9 +208,9 @@ class _Work:
             else:
                 added[place] = Storage(node, number, size_bytes, self.at, self.at)
                 left.append(added[place])
-        held_bytes = sum(storage.size_bytes for place, storage in added.items() if place < 0)
-        held = Storage(node, PIECES, max(region.work_bytes - held_bytes, 0), self.at, self.at)
-        self.storages += [*added.values(), held]
+        left_bytes = sum(storage.size_bytes for place, storage in added.items() if place < 0)
+        working = Storage(node, PIECES, max(region.work_bytes - left_bytes, 0), self.at, self.at)
+        self.storages += [*added.values(), working]
         return left
 
     def _picked(self, node: Node, count: int) -> list[Storage | None]:

@@ -43,9 +43,8 @@ class Search:
     def run(
         self, candidates: Sequence[tuple[Mesh, Template]], further: Further | None = None, stages: Stages | None = None
     ) -> SearchResult:
-        """The best of `candidates`, of those that `further` derives from their outcomes, and of the pipelines that
-        `stages` tries. Raises PlanError if none can be planned, or none fits; it then names the candidate that needs
-        the fewest bytes.
+        """Return the best of `candidates`, of what `further` derives from their outcomes, and of the pipelines of
+        `stages`. Raises PlanError if none can be planned, or none fits: it names the one that needs the fewest bytes.
         """
         folded, budget = self.evaluator.folded, self.evaluator.budget_bytes
         rows = self._race(candidates)

@@ -40,7 +40,7 @@ class StagedCandidates:
     micro_batches: MicroBatches | None = None
 
     def tried(self, attempt: Attempt) -> list[Candidate]:
-        """The outcomes of those that `attempt` is worth."""
+        """Try pipelines with `attempt`, and return the outcomes. A count of micro-batches that lost ends its series."""
         return [row for mesh in self.meshes for row in self._on(mesh, attempt)]
 
     def _on(self, mesh: Mesh, attempt: Attempt) -> list[Candidate]:

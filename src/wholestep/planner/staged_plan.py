@@ -366,8 +366,8 @@ class ShortPipelines:
         variants = list[Variant]()
         for apart in _splits(order):
             works = pair.works(layers, count, prices, apart, passes, traffic)
-            several = list(zip(works, (number * period for number in layers), strict=True))
-            variants.append(([several[rank :: setup.ranks] for rank in range(setup.ranks)], chain(works, setup.ranks)))
+            repeats = list(zip(works, (number * period for number in layers), strict=True))
+            variants.append(([repeats[rank :: setup.ranks] for rank in range(setup.ranks)], chain(works, setup.ranks)))
         outside = _exchanges(pair.steps[0].local, prices, setup.ranks)
         step = staged_step(variants, outside, setup.pieces, order, prices.hardware.ranks_per_core)
         return replace(step, precision=precision_of(pair.steps[0].local))
