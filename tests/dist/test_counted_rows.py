@@ -13,6 +13,7 @@ from tests.unit.test_counted_rows import (
     deepseek,
     detection,
     labelled,
+    last_row,
     litgpt,
     made,
     mixtral_of_old,
@@ -46,28 +47,31 @@ def test_ranks_pick_other_numbers_of_rows(style: str) -> None:
     run_ranks(beside_ddp, 2, style)
 
 
-def questions_beside_ddp(rank: int, world: int) -> None:
-    """In call 2 an expert is without tokens on both ranks; in the last one on one of them."""
+def questions_beside_ddp(rank: int, world: int, number: int) -> None:
+    """In call 2 no rank picks rows (for an expert); in call 4 the first one alone."""
     torch.set_default_dtype(torch.float64)
-    for body in (mixtral_of_old, deepseek):
-        (ours, optimizer), (plain, other) = made(body)(), made(body)()
-        step = ws.compile(train, parallel=ws.DataParallel("fully_shard"))
-        ddp = DistributedDataParallel(plain, find_unused_parameters=True)
-        for call in range(4):
-            x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(call * world + rank))
-            x = torch.full_like(x, -4.0 - rank) if call == 2 else x
+    body = (mixtral_of_old, deepseek, last_row)[number]
+    (ours, optimizer), (plain, other) = made(body)(), made(body)()
+    step = ws.compile(train, parallel=ws.DataParallel("fully_shard"))
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    for call in range(6):
+        x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(call * world + rank))
+        x = torch.full_like(x, -4.0 - rank) if call == 2 else x
+        if call == 4:
+            with pytest.raises(ws.CaptureError, match="ranks, or micro-batches, take different branches"):
+                step(ours, optimizer, x if rank else torch.full_like(x, -4.0))
+        else:
             torch.testing.assert_close(step(ours, optimizer, x), train(ddp, other, x), rtol=1e-12, atol=1e-12)
-        assert len(step.programs) == 2
-        with pytest.raises(ws.CaptureError, match="ranks, or micro-batches, take different branches"):
-            step(ours, optimizer, x if rank else torch.full_like(x, -4.0))
-        with ws.whole(ours):
-            state: dict[str, Tensor] = {name: value.clone() for name, value in ours.state_dict().items()}
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+    assert len(step.programs) == 2
+    with ws.whole(ours):
+        state: dict[str, Tensor] = {name: value.clone() for name, value in ours.state_dict().items()}
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
-def test_questions_about_the_number_of_rows() -> None:
-    run_ranks(questions_beside_ddp, 2)
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["one expert", "each expert", "raises on no rows"])
+def test_questions_about_the_number_of_rows(number: int) -> None:
+    run_ranks(questions_beside_ddp, 2, number)
 
 
 def labels_of_the_batch(rank: int, world: int) -> None:

@@ -72,15 +72,15 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> 
     )
 
 
-def branch_behind(error: Exception, branches: Sequence[TakenBranch]) -> int | None:
-    """The first branch on numbers that a call has counted, before it raised, which is not as expected."""
+def is_behind_branch(error: Exception, branches: Sequence[TakenBranch]) -> bool:
+    """Whether a branch on numbers that a call had counted, before it raised, is not as expected."""
     scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     numbers = {name: value for scope in scopes for name, value in scope.items() if re.fullmatch(r"u\d+", name)}
-    for number, branch in enumerate(branches):
-        counted = branch.text and {*re.findall(r"u\d+", branch.text)} <= numbers.keys()
-        if counted and bool(evaluate(branch.text, numbers)) is not branch.expected:
-            return number
-    return None
+    return any(
+        bool(evaluate(branch.text, numbers)) is not branch.expected
+        for branch in branches
+        if branch.text and {*re.findall(r"u\d+", branch.text)} <= numbers.keys()
+    )
 
 
 @dataclass

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..backend.eager import finished
 from ..backend.protocol import Run
-from ..capture.branches import branch_behind, other_branch
+from ..capture.branches import is_behind_branch, other_branch
 from ..capture.call_structure import Structure, put_together
 from ..capture.capture import Capture
 from ..capture.effects import Extra
@@ -296,10 +297,9 @@ class Program:
         try:
             out = self.run(inputs)
         except Exception as error:  # of another branch, perhaps, which rows that are counted do not fit
-            number = branch_behind(error, self.capture.branches) if self.world.mesh.size == 1 else None
-            if number is None:
+            if not is_behind_branch(error, self.capture.branches):
                 raise
-            raise self._other(number, False) from error
+            out = finished(error)
         if self.capture.branches:
             differ, same = cast("list[list[float]]", out[self._all_results].tolist())
             number = next((i for i, count in enumerate(differ) if count), None)
