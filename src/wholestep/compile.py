@@ -40,10 +40,10 @@ def _compile(
         >>> loss = step(model, optimizer, batch)
 
     Raises:
-        PlanError, BackendError, MeshError, CacheError: an option is unknown or malformed; what depends on the model
-            comes at the first call.
+        CaptureError: an option is unknown.
+        PlanError, BackendError, MeshError, CacheError: one is malformed; what depends on the model comes later.
     """
-    resolved = StepOptions.of(CompileOptions.of(options))
+    resolved = StepOptions.of(CompileOptions(**options))
 
     def decorate(fn: Callable[..., Any]) -> CompiledStep:
         return CompiledStep(fn, resolved)

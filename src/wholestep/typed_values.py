@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import Parameter, getattr_static, getmodule, isclass, isfunction, ismodule, signature
 from itertools import repeat
@@ -61,15 +62,15 @@ def _check_class(kind: type[Any]) -> None:
         if name == "__init__":
             setattr(kind, name, _checked(function, kind.__name__))
         elif not name.startswith("_"):
-            is_method = function is method
-            late = is_method and kind.__module__ in ("wholestep.layout", "wholestep.mesh")
-            door = _checked(function, f"{kind.__name__}.{name}", pure and is_method, late)
-            setattr(kind, name, door if is_method else type(method)(door))
+            computes = pure and function is method
+            late = computes and kind.__module__ in ("wholestep.layout", "wholestep.mesh")
+            door = _checked(function, f"{kind.__name__}.{name}", computes, late)
+            setattr(kind, name, door if function is method else type(method)(door))
 
 
 def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: bool = False) -> Callable[..., Any]:
-    """`function` behind the door. `pure`: it does no more than to compute with its arguments, so that an error for want
-    of a key, say, is about these. `late`: arguments are looked at after an error.
+    """`function` behind the door. `pure`: it only computes with its arguments, so that an error for want of a key, say,
+    is about these. `late`: arguments are looked at after an error.
     """
     error = _ERRORS.get(function.__module__.split(".")[1], PlanError)
 
@@ -88,26 +89,37 @@ def _checked(function: Callable[..., Any], call: str, pure: bool = False, late: 
         return values, {k: _argument(call, k, kinds.get(k, Any), value, error) for k, value in named.items()}
 
     @wraps(function)
-    def at_once(*args: Any, **named: Any) -> Any:
-        values, keywords = checked(args, named)
-        return function(*values, **keywords)
-
-    @wraps(function)
-    def explained(*args: Any, **named: Any) -> Any:
+    def door(*args: Any, **named: Any) -> Any:
         values, keywords = (args, named) if late else checked(args, named)
         try:
             return function(*values, **keywords)
         except WholestepError:
             raise
         except Exception as wrong:
-            checked(values, keywords)
-            if not isinstance(wrong, (ArithmeticError, AttributeError, LookupError, ValueError)):  # a protocol's, say
-                raise
+            _check_call(function, call, values, keywords, error)
+            if pure:
+                checked(values, keywords)
+            if not pure or not isinstance(wrong, (ArithmeticError, AttributeError, LookupError, ValueError)):
+                raise  # what it called, a protocol's method, say, is at fault
             written = ", ".join([*map(shown, args[1:]), *(f"{name}={shown(value)}" for name, value in named.items())])
             problem = f"{call}({written}): {type(wrong).__name__}: {first_line(wrong)}"
             raise error(problem, "arguments that fit each other, and the value", "correct them") from wrong
 
-    return explained if pure else at_once
+    return door
+
+
+def _check_call(
+    function: Callable[..., Any], call: str, args: Sequence[Any], named: Mapping[str, Any], error: type[WholestepError]
+) -> None:
+    """Raise `error` if an argument is missing, or has an unknown name."""
+    names = [name for name in signature(function).parameters if name not in ("self", "cls")]
+    try:
+        signature(function).bind(*args, **named)
+    except TypeError as misfit:
+        near = [match for name in named if name not in names for match in get_close_matches(name, names, 1)]
+        next_step = f"write {near[0]}=" if near else "correct the call"
+        problem = f"{call}({', '.join(name + '=...' for name in named)}): {first_line(misfit)}"
+        raise error(problem, f"{call}({', '.join(names)})", next_step) from None
 
 
 def _argument(call: str, name: str, kind: Any, value: Any, error: type[WholestepError]) -> Any:

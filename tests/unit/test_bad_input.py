@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isclass
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
         "Plan.load(path=3)\n  needed: path of type str | Path\n  next: correct path=",
     ),
     "a layout": (lambda graph: ws.Layout(3), "Layout(dims=3)\n  needed: dims of type tuple[tuple[str, ...], ...]"),
+    "an argument of another name": (
+        lambda graph: ws.MicroBatches(nmber=2),
+        "MicroBatches(nmber=...): missing a required argument: 'pieces'\n"
+        "  needed: MicroBatches(pieces, input_batch_dim)\n  next: correct the call",
+    ),
+    "no argument": (
+        lambda graph: ws.Hardware.preset(),
+        "Hardware.preset(): missing a required argument: 'name'\n  needed: Hardware.preset(name)\n  next: correct",
+    ),
     "a coordinate that lacks an axis": (
         lambda graph: ws.Mesh("dp=2").rank({"tp": 1}),
         "Mesh.rank({'tp': 1}): KeyError: 'dp'\n  needed: arguments that fit each other, and the value",
@@ -107,6 +117,18 @@ def test_text(graph: ws.TrainGraph, door: str) -> None:
     with pytest.raises(ws.WholestepError) as caught:
         call(graph)
     assert str(caught.value).startswith(text)
+
+
+def test_every_public_call_names_an_argument_that_it_does_not_have() -> None:
+    exported = [getattr(ws, name) for name in ws.__all__]
+    kinds = [public for public in exported if callable(public) and not getattr(public, "_is_protocol", False)]
+    for public in kinds:
+        if not (isclass(public) and issubclass(public, Exception)):
+            with pytest.raises(
+                ws.WholestepError,
+                match=r"\(of_another_name=\.\.\.\): (missing a required|got an unexpected keyword) arg",
+            ):
+                public(of_another_name=1)
 
 
 @pytest.mark.parametrize("kind", ["plan", "hardware", "kernels", "timeline", "page"])

@@ -23,14 +23,14 @@ def test_the_signature_and_the_documentation_are_those_of_the_options() -> None:
 
 @pytest.mark.parametrize(
     ("name", "next_step"),
-    [("paralel", "write parallel="), ("memory_byte", "write memory_bytes="), ("x", "leave it out")],
+    [("paralel", "write parallel="), ("memory_byte", "write memory_bytes="), ("x", "correct the call")],
 )
 def test_an_unknown_option_is_named_with_the_nearest_one(name: str, next_step: str) -> None:
-    known = ", ".join(field.name for field in fields(CompileOptions))
-    with pytest.raises(ws.PlanError) as caught:
+    known = ", ".join(["train_step", *(field.name for field in fields(CompileOptions))])
+    with pytest.raises(ws.CaptureError) as caught:
         ws.compile(train, **{name: None})
-    expected = f"compile has no option {name!r}\n  needed: one of {known}\n  next: {next_step}"
-    assert str(caught.value) == expected
+    problem = f"compile({name}=...): got an unexpected keyword argument {name!r}"
+    assert str(caught.value) == f"{problem}\n  needed: compile({known})\n  next: {next_step}"
 
 
 @pytest.mark.parametrize(("options", "says"), [

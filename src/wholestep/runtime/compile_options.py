@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -178,17 +177,6 @@ class CompileOptions:
         """True where the end of a step is left to the next call."""
         chosen = self.schedule
         return chosen.across_steps if isinstance(chosen, Schedule) else chosen == "across_steps"
-
-    @staticmethod
-    def of(options: Mapping[str, Any]) -> CompileOptions:
-        """Options by name. Raises PlanError: a name is unknown."""
-        names = [field.name for field in fields(CompileOptions)]
-        for name in options:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                next_step = f"write {near[0]}=" if near else "leave it out"
-                raise PlanError(f"compile has no option {name!r}", f"one of {', '.join(names)}", next_step)
-        return CompileOptions(**options)
 
 
 @dataclass(frozen=True)
