@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 _GROWS = re.compile(r"[\w\s()+*]+ (<|>|<=|>=) \d+\)*")  # not in itself: its left side grows with each symbol
-_NAMES: Final[dict[str, Any]] = {"min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math}
+
+
+def quotient(number: float, other: float) -> float:
+    """A quotient as C++ computes it: infinite by 0."""
+    return number / other if other else number * math.inf
+
+
+_NAMES: Final[dict[str, Any]] = {
+    "min": min, "max": max, "abs": abs, "int": int, "float": float, "math": math, "quotient": quotient,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,12 +124,22 @@ def _comparison(symbol: str, apply: Callable[[float, float], bool]) -> Any:
     def run(self: SizeInt, other: object) -> bool:
         if not isinstance(other, (int, float)):
             return NotImplemented
+        if type(other) is int and counted_in(self) and (answer := for_several(apply, other)) is not None:
+            return answer
         outcome = apply(int(self), other if isinstance(other, float) else int(other))
         if _text(other) != self.text:
             self.guards.note(f"{self.text} {symbol} {_text(other)}", outcome)
         return outcome
 
     return run
+
+
+def for_several(compare: Callable[[int, int], Any], limit: int) -> bool | None:
+    """What a comparison of a size with a number is for all sizes but 0 and 1, if that is the same: no dim of rows that
+    a step counts is cut, so that few rows need nothing else than several.
+    """
+    answers = {bool(compare(n, limit)) for n in (2, max(2, limit), max(2, limit) + 1)}
+    return answers.pop() if len(answers) == 1 else None
 
 
 class UnitInt(int):

@@ -210,9 +210,51 @@ def last_row(m: Picks, h: Tensor) -> Tensor:
     return rows[-1].sum() + rows[0].sum() if len(rows) else m.token.sum()
 
 
+def sorted_by_expert(m: Picks, h: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Rows in the order of their experts, how many each has, and what becomes of their results."""
+    weights, ids = m.gate(h).softmax(-1).topk(2, -1)
+    flat = ids.view(-1)
+    order = flat.argsort(stable=True)
+
+    def combined(rows: Tensor) -> Tensor:
+        y = torch.zeros_like(rows).index_copy(0, order, rows)
+        return m.out((y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)).square().mean()
+
+    return h[order // 2], torch.bincount(flat, minlength=EXPERTS), combined
+
+
+def split_by_counts(m: Picks, h: Tensor) -> Tensor:
+    rows, counts, combined = sorted_by_expert(m, h)
+    pieces = zip(m.experts, rows.split(counts.tolist()), torch.split(rows, counts.tolist(), dim=0), strict=True)
+    return combined(torch.cat([expert(piece) + again for expert, piece, again in pieces]))
+
+
+def cut_at_offsets(m: Picks, h: Tensor) -> Tensor:
+    rows, counts, combined = sorted_by_expert(m, h)
+    ends = counts.cumsum(0).tolist()
+    pieces = zip(m.experts, [0, *ends[:-1]], ends, strict=True)
+    return combined(torch.cat([expert(rows[start:end]) for expert, start, end in pieces]))
+
+
+def cut_in_two(m: Picks, h: Tensor) -> Tensor:
+    n = (h[:, 0] > 0).sum().item()
+    first, rest = m.out(h).split([n, h.shape[0] - n])
+    return first.square().sum() + rest.sum() + m.into(h)[n:].square().sum()
+
+
+def slices(m: Picks, h: Tensor) -> Tensor:
+    rows = m.out(h)[h[:, 0] > 0]
+    half = len(rows) // 2
+    products = (rows[1:] * rows[:-1]).sum() + rows[:half].square().sum() + rows[half:].sum() + rows[-2:].sum()
+    return (
+        products + rows[::2].square().sum() + rows[3:].sum() + rows[1:5].square().sum() + rows.narrow(0, 0, half).sum()
+    )
+
+
 PROGRAMS = [
     litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct, none_at_all,
     divided, as_many_of_two, picked_twice, not_suppressed,
+    split_by_counts, cut_at_offsets, cut_in_two, slices,
 ]  # fmt: skip
 
 
@@ -273,6 +315,26 @@ def test_a_question_about_rows_of_the_batch() -> None:
 def test_a_mean_of_no_rows_is_nan_as_in_eager() -> None:
     model, optimizer = made(lambda m, h: m.out(h)[h[:, 0] > 1e9].mean())()
     assert math.isnan(ws.compile(train)(model, optimizer, batches()[0][0]))
+
+
+def gradients(model: Picks, x: Tensor) -> tuple[Tensor, ...]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return loss.detach(), *(p.grad for p in (*model.out.parameters(), *model.into.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_a_variance_of_one_row_is_nan_as_in_eager() -> None:
+    """And so are gradients: C++ divides by no rows, where Python raises."""
+
+    def spread(m: Picks, h: Tensor) -> Tensor:
+        rows = m.out(h)[h[:, 0] > 0]
+        return rows.var(0).sum() + rows.std(0).sum() + torch.var_mean(rows, 0, correction=0)[0].sum() + rows.std()
+
+    step, (ours, _), (plain, _) = ws.compile(gradients, keep_grads=True), made(spread)(), made(spread)()
+    for (x,) in batches():
+        torch.testing.assert_close(step(ours, x), gradients(plain, x), rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"memory_bytes": 100_000}, {"on_nonfinite": "skip"}], ids=str)

@@ -22,7 +22,7 @@ from torch.fx.experimental import proxy_tensor, sym_node
 from .attributes import Form, forms_set
 from .fake_results import fake_input, fake_result, other_fake, snapshot
 from .op_schemas import identity, is_op, set_operands
-from .symbols import REMEMBERED, SYMBOLIC, is_size, remembered
+from .symbols import REMEMBERED, SYMBOLIC, is_size, quotient_in_cpp, remembered
 from .types_shown import FAKE_TYPES
 
 _DEVICE = torch.ops.prim.device.default
@@ -124,6 +124,7 @@ def _with_sizes() -> list[tuple[Any, str, Form]]:
 
     return [
         (sym_node.SymNode, "eq", equal),
+        (sym_node.SymNode, "truediv", quotient_in_cpp),
         *((sym_node.SymNode, n, partial(remembered, n)) for n in REMEMBERED if hasattr(sym_node.SymNode, n)),
         (_proxies, "fetch_sym_proxy", fetch),
         (_proxies.PythonKeyTracer, "create_arg", create_arg),

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import os
 import traceback
 import warnings
@@ -34,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.printers import PythonPrinter
 
-from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate
+from ..sizes import SizeFloat, SizeGuard, SizeGuards, SizeInt, evaluate, for_several
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MATH: dict[str, Any] = {
@@ -55,6 +56,7 @@ def math_of(name: str, value: Any) -> Any:
 
 SYMBOLIC_FUNCTIONS: dict[str, Any] = {
     "min": torch.sym_min, "max": torch.sym_max, "float": cast(Any, torch).sym_float,
+    "quotient": operator.truediv,
     "math": SimpleNamespace(**vars(math) | {name: partial(math_of, name) for name in MATH}),
 }  # fmt: skip
 """What stands for Python's functions where torch's symbolic ints, or proxies of them, are computed with."""
@@ -108,8 +110,15 @@ class _Printer(PythonPrinter):
     def _print_Max(self, expr: Any) -> str:
         return f"max({self._listed(expr)})"
 
+    def _print_Quotient(self, expr: Any) -> str:
+        return f"quotient({self._listed(expr)})"
+
     def _listed(self, expr: Any) -> str:
         return ", ".join(cast(Any, self)._print(argument) for argument in expr.args)
+
+
+class Quotient(sympy_functions.FloatTrueDiv):
+    """A quotient as C++ computes it, which Python refuses for no rows."""
 
 
 class _Env(ShapeEnv):
@@ -263,9 +272,11 @@ class Symbols:
         _constrain_range_for_size(number, 0, max(most, 2))
         text = str(_node(number).expr)
         self._counted[text], self.record.counted[text] = number, most
-        hints = self.record.hints
-        hints[text] = next(n for n in itertools.count(most + 1) if _is_prime(n) and n not in hints.values())
+        self.record.hints[text] = self._hint_above(most)
         return number
+
+    def _hint_above(self, most: int) -> int:
+        return next(n for n in itertools.count(most + 1) if _is_prime(n) and n not in self.record.hints.values())
 
     def most(self, number: Any) -> int:
         """The most that a number may be which follows from rows that are counted."""
@@ -279,6 +290,10 @@ class Symbols:
             return None
         if text in self._given:
             return True
+        size, limit = expression.args
+        answer = for_several(expression.func, limit) if limit.is_Integer else None
+        if answer is not None and statically_known_true(self.env.create_symboolnode(size >= 0)):
+            return answer
         outcome = bool(evaluate(text, self.record.hints))
         self.record.note(text, outcome)
         return outcome
@@ -329,7 +344,9 @@ class Symbols:
         number = self._plain.get((kind, expression))
         if number is None:
             text = f"({self._printed(expression)})"
-            number = self._plain[kind, expression] = kind(evaluate(text, self.record.hints), text, self.record)
+            hint = evaluate(text, self.record.hints)
+            hint = hint if hint >= 0 else self._hint_above(self.most(value))  # of as many rows as there are not
+            number = self._plain[kind, expression] = kind(hint, text, self.record)
         return number
 
     def owns(self, value: Any) -> bool:
@@ -443,6 +460,14 @@ def remembered(method: str, compute: Callable[[Any, Any], Any], number: Any, oth
     if key not in symbols.computed:
         symbols.computed[key] = compute(number, other)
     return symbols.computed[key]
+
+
+def quotient_in_cpp(divide: Callable[[Any, Any], Any], number: Any, other: Any) -> Any:
+    """What C++ alone calls to divide two numbers (`SymNode`)."""
+    symbols = getattr(number.shape_env, "sizes", None)
+    if symbols is None or not symbols.record.counted.keys() & set(map(str, other.expr.free_symbols)):
+        return divide(number, other)
+    return number.shape_env.create_symfloatnode(Quotient(number.expr, other.expr), hint=None).node
 
 
 def is_size(value: Any) -> bool:

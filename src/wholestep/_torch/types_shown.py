@@ -22,6 +22,7 @@ class TracedTensor(FakeTensor):
     """A fake tensor that the user's code has: its `__class__` is what an uncompiled step has."""
 
     __class__: Any = property(_class_shown)  # pyright: ignore[reportIncompatibleMethodOverride]
+    tolist = cast(Any, torch.Tensor).tolist  # reads all numbers at once, and not one by one
 
 
 class StandIn:

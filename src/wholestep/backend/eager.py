@@ -27,7 +27,7 @@ from ..graph.graph import Input
 from ..graph.nodes import communicates, function_of, is_mutating, is_wait, node_at, operands
 from ..graph.ops import NUMBERS_OF, ROWS_OF
 from ..graph.region import ByPiece, inputs_of, region_of
-from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluator, text_of
+from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluator, quotient, text_of
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
@@ -202,7 +202,7 @@ class _Eager:
         self._waits: dict[int, str] = {}
         self._numbered: list[tuple[int, Node]] = []
         self.source = self._write()
-        scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int, "math": math}
+        scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int, "math": math, "quotient": quotient}
         if not self._is_body:
             scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph, self.source)
         first = {name: partial(self._fit, value) for name, value in scope.items() if name.startswith("_f")}

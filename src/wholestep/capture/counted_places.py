@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -84,10 +85,14 @@ class CountedPlaces:
         shape, most, values = values.shape, _most(traced[0], self.symbols), values.detach().reshape(-1)
         numbers = [self.symbols.count(most) for _ in range(values.numel())]
         values = NUMBERS_OF(values, numbers)
-        if not self.branches.take(((values >= 0) & (values <= most)).all(), self.line(), True):
+        if not self.likely(((values >= 0) & (values <= most)).all()):
             raise refusal
         self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
         return _OF_NUMPY[function](np.array(numbers, dtype=object).reshape(shape))
+
+    def likely(self, value: torch.Tensor) -> bool | None:
+        """What a traced value is taken for that most often is true."""
+        return self.branches.take(value, self.line(), True)
 
     def asked(self) -> AbstractContextManager[None]:
         """Inside this context, a question of Python about numbers of rows is a branch."""
@@ -99,18 +104,27 @@ class CountedPlaces:
 
     def ops(self) -> dict[Any, Callable[..., Any]]:
         """The same for ops."""
-        return {aten.slice.Tensor: self._cut} if self.request.counts else {}
+        return {aten.slice.Tensor: self._cut, aten.split_with_sizes.default: self._apart} if self.request.counts else {}
 
     def _settled(self, condition: Any) -> bool:
+        if isinstance(condition, bool):
+            return condition
         return self.symbols is not None and self.symbols.settled(condition)
 
     def _cut(self, x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
         """Keep a slice; between numbers that were counted, it most often is inside of what it cuts."""
         size: Any = x.shape[dim]
         if type(size) is int and (isinstance(start, torch.SymInt) or isinstance(end, torch.SymInt)):
-            first, last = 0 if start is None else start, size if end is None else end
+            first, last = 0 if start is None else start, size if end in (None, sys.maxsize) else end
             if all(map(self._settled, (first >= 0, first <= last, last <= size))):
                 self.wholes[str(last - first)] = size
+        return NotImplemented
+
+    def _apart(self, x: torch.Tensor, sizes: Sequence[Any], dim: int = 0) -> Any:
+        """Keep the pieces of a tensor, which are all of it."""
+        whole: Any = x.shape[dim]
+        if any(isinstance(size, torch.SymInt) for size in sizes) and self._settled(sum(sizes) == whole):
+            self.wholes |= {str(size): whole for size in sizes}
         return NotImplemented
 
     def _joined(self, original: Any, tensors: Any, dim: Any = 0, **named: Any) -> torch.Tensor:
@@ -153,8 +167,9 @@ def _most(node: Node, symbols: _torch.Symbols) -> int:
     most, waiting, seen = 1, [node], set[Node]()
     while waiting:
         value = meta.value(node := waiting.pop())
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            most = max(most, symbols.most(value.numel()))
+        values = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else [value])
+        if whole := [v.numel() for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point()]:
+            most = max(most, *map(symbols.most, whole))
             waiting += [operand for operand in node.all_input_nodes if operand not in seen]
             seen.update(node.all_input_nodes)
     return most

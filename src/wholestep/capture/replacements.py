@@ -196,9 +196,11 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
 }  # fmt: skip
 
 
-def fixed_sizes(value_of: Known, nonzero: Callable[[Tensor], Any]) -> dict[Any, Callable[..., Any]]:
+def fixed_sizes(
+    value_of: Known, nonzero: Callable[[Tensor], Any], likely: Callable[[Tensor], bool | None]
+) -> dict[Any, Callable[..., Any]]:
     """Return a table for the tracer: forms of ops whose result size depends on values. `nonzero` returns the places
-    of a mask; NotImplemented where their number may be neither read nor a symbol.
+    of a mask; NotImplemented where their number may be neither read nor a symbol. `likely` takes a value for true.
     """
 
     def read(x: Tensor) -> Any:
@@ -225,10 +227,13 @@ def fixed_sizes(value_of: Known, nonzero: Callable[[Tensor], Any]) -> dict[Any, 
 
     def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
         fewest = value_of(x.max().clamp(min=minlength - 1) + 1) if x.numel() else torch.tensor(minlength)
-        if fewest is None:
+        if fewest is not None:
+            with _torch.outside_of_trace():
+                size = int(fewest)
+        elif minlength and likely(((x >= 0) & (x < minlength)).all()):
+            size = minlength
+        else:
             return NotImplemented
-        with _torch.outside_of_trace():
-            size = int(fewest)
         if weights is None:
             return x.new_zeros(size, dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
         weights = weights if weights.dtype == torch.float32 else weights.double()

@@ -170,7 +170,7 @@ def _recurrent(name: str, original: Any, input: Tensor, *rest: Any) -> Any:
 
 def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: Any, end: Any, step: Any) -> Any:
     """The gradient of a slice `[:]`, which torch records of symbolic dims only; its copy would have other strides."""
-    return grad if type(end) is int and (start, end, step) == (0, sys.maxsize, 1) else NotImplemented
+    return grad if type(start) is type(end) is int and (start, end, step) == (0, sys.maxsize, 1) else NotImplemented
 
 
 SIZED_OPS: dict[Any, Callable[..., Any]] = {torch.ops.aten.slice_backward.default: _slice_backward}

@@ -165,7 +165,7 @@ class Traced:
                 _torch.replaced(forms, own_modules()),
                 self.own.entrances(),
             ):
-                ops = {**fixed_sizes(self.known, self.places.of), **SIZED_OPS, **self.places.ops()}
+                ops = {**fixed_sizes(self.known, self.places.of, self.places.likely), **SIZED_OPS, **self.places.ops()}
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
@@ -460,7 +460,8 @@ class _TorchCalls(_torch.FunctionMode):
                 "while it is being captured",
                 "return the tensor and read it after the call, or choose with torch.where; "
                 "wholestep.callback(fn, tensor) calls fn with its value in each step"
-                + ("; a function of arrays can be an op: torch.library.custom_op" if reading == "numpy()" else ""),
+                + ("; a function of arrays can be an op: torch.library.custom_op" if reading == "numpy()" else "")
+                + ("; item() and tolist() give numbers of rows to cut by" if reading == "int()" else ""),
             )
             if func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
                 return self._step.watch.computed_array(args[0].detach(), refusal)
