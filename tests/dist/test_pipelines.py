@@ -257,7 +257,7 @@ def test_four_ranks(mesh: str, style: str, order: str) -> None:
     assert max(run_ranks(_on_four, 4, mesh, style, order)) < TOLERANCE
 
 
-def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> dict[str, Any]:
+def _bounded(rank: int, world: int, mesh: str, parallel: Any, share: float) -> dict[str, Any]:
     """A step under a budget beside one without: how far results are apart, what a stage holds, and what it refuses."""
     torch.set_default_dtype(torch.float64)
     data = batches(64, 2)
@@ -269,6 +269,8 @@ def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> dict[str, Any]:
         step = ws.compile(train, parallel=parallel, mesh=mesh, **options)
         found = [step(model, optimizer, *batch) for batch in data]
         inputs = step.programs[-1].gather_inputs(take_apart(((model, optimizer, *data[-1]), {})).leaves)
+        # A rank's rows are a view of all rows: the others are the test's own bytes.
+        inputs = [leaf.clone() if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 else leaf for leaf in inputs]
         measured = min(peak_of(step.programs[-1].run, inputs) for _ in range(3))
         return step, found, measured
 
@@ -276,7 +278,7 @@ def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> dict[str, Any]:
     assert free.local_graph is not None
     held: list[Any] = [None] * world
     torch.distributed.all_gather_object(held, ws.peak_memory(free.local_graph).size_bytes)
-    budget = int(0.8 * max(held))
+    budget = int(share * max(held))
     kept, found, measured = run(memory_bytes=budget)
     assert kept.local_graph is not None
     assert kept.world is not None
@@ -292,14 +294,17 @@ def _bounded(rank: int, world: int, mesh: str, parallel: Any) -> dict[str, Any]:
             "again": again, "said": said}  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "parallel"), [
-    ("pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b")),
-    pytest.param("dp=2,pp=2", [GLOBAL, ws.Pipeline(micro_batches=2)], marks=pytest.mark.full),
-    pytest.param("pp=2,tp=2", [ws.TensorParallel(SEQUENCE), ws.Pipeline(micro_batches=4)], marks=pytest.mark.full),
+@pytest.mark.parametrize(("mesh", "parallel", "share"), [
+    ("pp=2", ws.Pipeline(micro_batches=4, schedule="1f1b"), 0.8),
+    pytest.param("dp=2,pp=2", [GLOBAL, ws.Pipeline(micro_batches=2)], 0.8, marks=pytest.mark.full),
+    pytest.param(
+        "pp=2,tp=2", [ws.TensorParallel(SEQUENCE), ws.Pipeline(micro_batches=4, schedule="1f1b")], 0.85,
+        marks=pytest.mark.full,
+    ),
 ])  # fmt: skip
-def test_a_budget_bounds_each_stage(mesh: str, parallel: Any) -> None:
+def test_a_budget_bounds_each_stage(mesh: str, parallel: Any, share: float) -> None:
     """Stages compute again what they have to, with the same bits; the rank that cannot fit stops the others."""
-    ranks = run_ranks(_bounded, 4 if "," in mesh else 2, mesh, parallel)
+    ranks = run_ranks(_bounded, 4 if "," in mesh else 2, mesh, parallel, share)
     assert sum(found["again"] for found in ranks) > 0
     for found in ranks:
         assert found["worst"] == 0

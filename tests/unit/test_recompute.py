@@ -21,9 +21,9 @@ from wholestep.capture import Capture, capture_step
 from wholestep.cost.compute import flops, node_us
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.verify import check_local_graph
-from wholestep.passes.recompute import Recompute, in_place_peak
+from wholestep.passes.recompute import Recompute, choose, in_place_peak
 from wholestep.passes.reinplace import Reinplace
-from wholestep.passes.remat_frontier import choices, held_by
+from wholestep.passes.remat_frontier import RematChoice, choices, held_by
 from wholestep.passes.rematerialize import rematerialized
 from wholestep.passes.saved_tensors import SavedTensors
 from wholestep.passes.schedule import Schedule
@@ -307,3 +307,16 @@ def test_a_budget_that_is_too_small() -> None:
 def test_a_value_that_is_not_kept() -> None:
     with pytest.raises(ws.GraphError, match="'nothing:0' is not kept for the backward, or cannot be rematerialized"):
         rematerialized(SavedTensors(gpt()), ["nothing:0"])
+
+
+def test_a_choice_that_fits_is_taken_though_the_last_one_holds_more() -> None:
+    """What is computed again at the peak itself is held there: true peaks may rise at the end of the path."""
+    true = [100, 99, 98, 60, 65, 72]
+    path = [RematChoice(tuple(map(str, range(i))), expected) for i, expected in enumerate([110, 109, 108, 107, 106, 55])]
+
+    def peak(names: tuple[str, ...]) -> ws.PeakMemory:
+        return ws.PeakMemory(true[len(names)], 0, "", "", ())
+
+    fits = {budget: choose(path, budget, peak) for budget in range(59, 101)}
+    assert fits.pop(59) is None
+    assert all(names is not None and true[len(names)] <= budget for budget, names in fits.items())

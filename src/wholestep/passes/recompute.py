@@ -84,7 +84,24 @@ def choose(path: Sequence[RematChoice], budget_bytes: int, peak: PeakWith) -> tu
     path = _worth_trying(path)
     differs = now - path[0].peak_bytes
     index = _cheapest(path, budget_bytes, differs, lambda choice: peak(choice.names).size_bytes)
-    return None if index is None else path[index].names
+    if index is not None:
+        return path[index].names
+    if path[-1].peak_bytes + differs <= budget_bytes:
+        names = _lowest(path, peak)
+        return names if peak(names).size_bytes <= budget_bytes else None
+    return None
+
+
+def _lowest(path: Sequence[RematChoice], peak: PeakWith) -> tuple[str, ...]:
+    """Names of the choice near the end of `path` with the smallest true peak: what is computed again in the node at the
+    peak is held there too, so that the last choice may hold more than those before.
+    """
+    names = path[-1].names
+    for choice in reversed(path[-TUNING.remat_tries : -1]):
+        if peak(choice.names).size_bytes > peak(names).size_bytes:
+            break
+        names = choice.names
+    return names
 
 
 def _worth_trying(path: Sequence[RematChoice]) -> list[RematChoice]:
@@ -121,7 +138,7 @@ def budget_error(
     saved: SavedValues, path: Sequence[RematChoice], budget_bytes: int, peak: PeakWith
 ) -> PlanError:  # fmt: skip
     """The error for a budget that no choice meets."""
-    lowest = peak(min(path, key=lambda choice: choice.peak_bytes).names)
+    lowest = peak(_lowest(_worth_trying(path), peak))
     live = "\n".join(f"    {line}" for line in str(lowest).splitlines()[:6])
     who, instead = "the step", "a smaller batch, more ranks, or a style that shards these tensors"
     if saved.stage is not None:

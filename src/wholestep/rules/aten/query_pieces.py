@@ -152,6 +152,7 @@ def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
             queries[-1] += of_query
             put(key.narrow(-2, first, end - first), of_key)
             put(value.narrow(-2, first, end - first), of_value)
+            del gradients, of_query, of_key, of_value  # they would be held beside those of the next part
     query = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
     return (query[:, :, : call["query"].shape[2]], key, value, *others)
 
@@ -188,4 +189,5 @@ def _gradients_of_keys(call: _Attention, start: int, length: int, merged: Sequen
         of_queries[:, :, count - length :] += of_query
         key.narrow(-2, first, end - first).copy_(of_key)
         value.narrow(-2, first, end - first).copy_(of_value)
+        del of_query, of_key, of_value
     return of_queries, key, value
