@@ -311,8 +311,8 @@ def test_a_value_that_is_not_kept() -> None:
 
 def test_a_choice_that_fits_is_taken_though_the_last_one_holds_more() -> None:
     """What is computed again at the peak itself is held there: true peaks may rise at the end of the path."""
-    true = [100, 99, 98, 60, 65, 72]
-    path = [RematChoice(tuple(map(str, range(i))), expected) for i, expected in enumerate([110, 109, 108, 107, 106, 55])]
+    expected, true = [110, 109, 108, 107, 106, 55], [100, 99, 98, 60, 65, 72]
+    path = [RematChoice(tuple(map(str, range(i))), peak_bytes) for i, peak_bytes in enumerate(expected)]
 
     def peak(names: tuple[str, ...]) -> ws.PeakMemory:
         return ws.PeakMemory(true[len(names)], 0, "", "", ())

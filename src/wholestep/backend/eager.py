@@ -113,7 +113,7 @@ def op_by_op(body: Graph) -> RunBody:
 
 
 def finished(error: Exception) -> list[Any]:
-    """Run on the function that `error` has left: an op that raises is zeros, so that no other rank waits for this one."""
+    """Run on the function that `error` has left: an op that raises is zeros, so that no other rank waits for this."""
     function: Any = None
     for frame, line in walk_tb(error.__traceback__):
         if LANDMARKS in frame.f_globals and type(function) is _Eager:
