@@ -345,6 +345,12 @@ def test_beside_other_options_and_sizes(options: dict[str, Any]) -> None:
     assert any("the step counts rows" in str(why) for why in step.misses)
 
 
+@pytest.mark.parametrize("body", [litgpt, made_of_number, last_row], ids=lambda body: body.__name__)
+def test_a_batch_of_one_row(body: Callable[..., Tensor]) -> None:
+    one_row = batches(1)
+    assert len(same_as_eager(train, made(body), [*batches()[:1], one_row[0], *one_row[-3:]]).programs) < 4
+
+
 def train_on_labels(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> Tensor:
     """A loss of detection: classes and boxes where the batch has an object."""
     optimizer.zero_grad()

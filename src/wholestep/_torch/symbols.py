@@ -265,11 +265,12 @@ class Symbols:
         return self._ints[text]
 
     def count(self, most: int) -> torch.SymInt:
-        """A symbol for a number of rows that the step counts while it runs: from 0 to `most`."""
+        """A symbol for a number of rows that the step counts while it runs: from 0 to `most`, or to 2."""
         self._owned.clear()
+        most = max(most, 2)  # nothing is compared that is right for fewer rows alone
         with self.env.ignore_fresh_unbacked_symbols():
             number = self.env.create_unbacked_symint()
-        _constrain_range_for_size(number, 0, max(most, 2))
+        _constrain_range_for_size(number, 0, most)
         text = str(_node(number).expr)
         self._counted[text], self.record.counted[text] = number, most
         self.record.hints[text] = self._hint_above(most)
