@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
 from tests.optimizers import Kind, build, data, of_others, of_torch
 from tests.steps import mse as train
+from tests.unit.test_optimizer_state import ASKS, with_state
 
 STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
 
@@ -190,3 +192,20 @@ def test_a_sample_of_all_optimizers(style: str, names: list[str]) -> None:
     for found in run_ranks(_sampled, 2, style, names, timeout=300):
         assert len(found) >= len(names) // 2
         assert {key: worst for key, worst in found.items() if not worst < 1e-10} == {}
+
+
+def _asked(rank: int, world: int) -> None:
+    """The batches of both ranks, in one, are the oracle's."""
+    for name, asks in itertools.product(("adamw", "momentum"), ("in", "sam")):
+        (ours, mine), (theirs, expected) = with_state(name), with_state(name)
+        step = ws.compile(ASKS[asks], parallel=ws.DataParallel("fully_shard", semantics="global"))
+        for call in range(3):
+            parts = [_data(number, call, 4, 3) for number in range(world)]
+            loss = ASKS[asks](theirs, expected, torch.cat(parts))
+            torch.testing.assert_close(step(ours, mine, parts[rank]), loss, rtol=1e-12, atol=1e-12)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor().detach(), b.detach(), rtol=1e-12, atol=1e-12)  # type: ignore[attr-defined]
+
+
+def test_a_step_asks_for_state_before_there_is_some() -> None:
+    run_ranks(_asked, 2)

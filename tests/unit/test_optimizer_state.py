@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import wholestep as ws
+from tests.eager import batches, same_as_eager
 
 
 class Keeps(Optimizer):
@@ -307,3 +308,71 @@ def test_what_is_replaced_between_calls_is_seen(bias: bool) -> None:
         torch.testing.assert_close(model.mean, other.mean)
         torch.testing.assert_close(flat_state(model, optimizer), flat_state(other, theirs))
     assert step.captures <= 3
+
+
+def has_state(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Another learning rate, as it were, from the second call on."""
+    return train(model, optimizer, x if next(model.parameters()) in optimizer.state else 2 * x)
+
+
+def counts_state(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    before, loss = len(optimizer.state), train(model, optimizer, x)
+    return loss * (1 + before + 2 * len(optimizer.state_dict()["state"]))
+
+
+def lookahead(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = train(model, optimizer, x)
+    for p in model.parameters():
+        slow = optimizer.state[p].setdefault("slow", p.detach().clone())
+        p.data.copy_(slow.lerp_(p.detach(), 0.5))
+    return loss
+
+
+def sharpness_aware(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Its ascent is kept beside the momentum, before there is one."""
+    loss = F.softplus(model(x)).mean()
+    for p, grad in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+        optimizer.state[p]["ascent"] = 0.05 * grad
+        p.data.add_(optimizer.state[p]["ascent"])
+    optimizer.zero_grad()
+    F.softplus(model(x)).mean().backward()
+    for p in model.parameters():
+        p.data.sub_(optimizer.state[p].pop("ascent"))
+    optimizer.step()
+    return loss.detach()
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class of the user's, whose update is torch's."""
+
+
+ASKS = {"in": has_state, "len": counts_state, "lookahead": lookahead, "sam": sharpness_aware, "never": train}
+MAKE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "own adamw": lambda params: OwnAdamW(params, 0.01, fused=False),
+    "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+}
+
+
+def with_state(name: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    return model, MAKE[name](model.parameters())
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("asks", ASKS)
+def test_state_is_there_when_the_optimizer_has_made_it(asks: str, name: str) -> None:
+    step = same_as_eager(ASKS[asks], lambda: with_state(name), batches((4, 3)))
+    assert step.captures == (1 if asks == "never" else 2)
+
+
+def test_state_that_is_loaded_before_the_first_call_is_there(tmp_path: Any) -> None:
+    (model, optimizer), step = with_state("adamw"), ws.compile(has_state)
+    (other, theirs), again = with_state("adamw"), ws.compile(has_state)
+    calls = batches((4, 3), count=3)
+    step(model, optimizer, *calls[0])
+    ws.save(tmp_path / "saved", step)
+    ws.load(tmp_path / "saved", again)
+    for call in calls[1:]:
+        torch.testing.assert_close(again(other, theirs, *call), has_state(model, optimizer, *call), rtol=0, atol=1e-12)

@@ -49,7 +49,8 @@ class Capture:
     `checked` names the values for which the graph says whether they are finite (`skip_nonfinite`). `symbols` are the
     sizes of the batch that the graph has as symbols. `unfilled` is the graph of the trace, where that of the step fills
     padded positions of the batch. The graph assumes `branches`, and checks them (`check_branches`). `counts`
-    are the numbers of rows that the step counts while it runs.
+    are the numbers of rows that the step counts while it runs. The step asks for optimizer state before it has made it:
+    once these parameters have some (`unmade`), it is another step.
     """
 
     graph: TrainGraph
@@ -67,6 +68,7 @@ class Capture:
     branches: tuple[TakenBranch, ...] = ()
     raw: RawTrace | None = None
     counts: SizeGuards | None = None
+    unmade: tuple[tuple[Optimizer, torch.Tensor], ...] = ()
 
     @property
     def traced(self) -> TrainGraph:
@@ -274,7 +276,7 @@ def _captured(
     return Capture(
         graph, state, tuple(traced.request.hypers), traced.results, tuple(traced.result_leaves), traced.fresh_grads,
         tuple(traced.cleared), traced.values, effects, checked, symbols, branches=tuple(branches),
-        raw=raw, counts=counts,
+        raw=raw, counts=counts, unmade=traced.unmade,
     )  # fmt: skip
 
 

@@ -48,13 +48,14 @@ class Request:
 
 @dataclass
 class FakeInputs:
-    """Inputs of a graph before its trace, each with its fake tensor."""
+    """Inputs of a graph before its trace, each with its fake tensor. `primed`: names of state that is not there yet."""
 
     device: str
     host_state: bool = False
     symbols: _torch.Symbols | None = None
     inputs: list[Input] = field(default_factory=list[Input])
     fakes: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    primed: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.mode: Any = _torch.fake_mode() if self.symbols is None else self.symbols.mode
@@ -133,6 +134,7 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
                 for key, value in held_state.in_order(optimizer.state.pop(fakes[name], {})):
                     if isinstance(value, torch.Tensor):
                         out.put(held_state.state_input(name, key, value, o, label), value)
+                        out.primed.add(out.inputs[-1].name)
             for key, value in held_state.in_order(entry or {}):
                 if isinstance(value, torch.Tensor):
                     out.add(held_state.state_input(name, key, value, o, label))

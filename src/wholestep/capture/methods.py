@@ -189,6 +189,8 @@ def _scaled_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     skipped = torch.stack(checks).sum() > 0
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in getattr(optimizer.state, "later", {}).copy():
+        optimizer.state.make(param)
     before, old = _entries(optimizer, params), {id(t): t.detach().clone() for t in _updated(optimizer, params)}
     result = optimizer.step(*args, **kwargs)
     for place, value in _entries(optimizer, params).items():

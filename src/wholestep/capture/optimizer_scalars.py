@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..graph.graph import Input
 from .optimizer_entries import Entry
+from .state import is_of_torch
 
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
@@ -46,11 +47,10 @@ class Counts:
     scalars: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
     names: set[str] = field(default_factory=set[str])
 
-    def put(self, optimizer: Optimizer, source: Input, param: Tensor, tensor: Tensor) -> None:
-        """Put a state tensor into `optimizer`: as float64 if eager would read it; fused kernels read the original."""
-        entry: dict[str, Any] = cast(Any, optimizer.state)[param]
+    def put(self, optimizer: Optimizer, entry: dict[Any, Any], source: Input, param: Tensor, tensor: Tensor) -> None:
+        """Put a state tensor into an entry: as float64 if eager would read it; fused kernels read the original."""
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        counts = type(optimizer).__module__.startswith("torch.optim") and source.key in _COUNTS
+        counts = is_of_torch(optimizer) and source.key in _COUNTS
         Entry(entry)[source.key] = tensor
         if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import CaptureError
 from ..graph.ops import ROUND_AT_RANDOM
 from .optimizer_entries import Entry
+from .state import SeenState
 
 _COUNT = "step"  # the key of torch.optim for how many updates a parameter has had
 _OPTION = "MixedPrecision(stochastic_rounding=True)"
@@ -38,11 +39,12 @@ class RoundedUpdates:
 
     def before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Replace the parameters that the step updates by float32 copies."""
-        state = cast(dict[Tensor, dict[str, Any]], optimizer.state)
+        state = cast(SeenState, optimizer.state)
         for group in optimizer.param_groups:
             for place, param in enumerate(group["params"]):
                 if param.dtype is not torch.bfloat16 or param.grad is None:
                     continue
+                state.make(param)
                 self._check(optimizer, param, state.get(param, {}))
                 wide = param.detach().float()
                 wide.grad = param.grad.detach().float()

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import sys
 from collections import defaultdict
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from .. import _torch
 from ..errors import CaptureError, StateError
 from ..graph.graph import Input, Role
 from ..graph.meta import TensorMeta
-from ..graph.origin import warn_once
+from ..graph.origin import is_user_file, warn_once
 from .call_structure import walk
 from .optimizer_entries import Entry
 from .wrappers import unwrapped
@@ -307,13 +308,35 @@ def implementation(optimizer: Optimizer, group: Mapping[str, Any], device: str, 
     return {}
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has the state that one of torch.optim makes."""
+    return getattr(optimizer, "_init_group", optimizer.step).__module__.startswith("torch.optim")
+
+
+def set_options(
+    state: StepState, hypers: Sequence[Hyper], fakes: Mapping[str, torch.Tensor], device: str, fused: bool
+) -> None:
+    """Set hypers in the groups as tensors, the implementation, and `capturable`."""
+    optimizers = list(state.optimizers.values())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(implementation(optimizer, group, device, fused))
+            group.update({"capturable": True} if "capturable" in group else {})
+    for hyper in hypers:
+        group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], fakes[hyper.name]
+        old = group[hyper.key]
+        group[hyper.key] = (
+            tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
+        )
+
+
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], device: str) -> bool:
     """Create the optimizer state that the first step on `device` would create; return whether state was created.
 
     Done only for torch.optim (by `_init_group`), where the first update stays exact. A first step that differs from
     later ones (SGD with dampening), and any other optimizer, is captured twice instead.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state.get(param):
+    if not is_of_torch(optimizer) or optimizer.state.get(param):
         return False
     init = getattr(optimizer, "_init_group", None)
     if init is None or isinstance(optimizer, torch.optim.SGD):
@@ -330,12 +353,52 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], d
     return True
 
 
+class SeenState(defaultdict[Any, dict[Any, Any]]):
+    """The state of an optimizer in a trace. What it has for the trace alone is `later`, by parameter, until its update
+    makes it: the user's code does not see it before, and `asked` are the parameters for which it might have.
+    """
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.later, self.asked = dict[Any, dict[Any, Any]](), set[Any]()
+
+    def make(self, param: Any) -> None:
+        """Make the state of a parameter, if it has none."""
+        entry = self.later.pop(param, {})
+        now = self.setdefault(param, {}) if entry else {}
+        if not now or [*entry] == ["momentum_buffer"]:  # SGD alone looks for it beside other state
+            now.update({key: value for key, value in entry.items() if key not in now})
+
+
+def _seen(name: str) -> Callable[..., Any]:
+    read = getattr(defaultdict, name)
+
+    def run(self: SeenState, *args: Any) -> Any:
+        code = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage]  # of the caller
+        if self.later and (is_user_file(code.co_filename) or code.co_name == "state_dict"):
+            self.asked.update(self.later)
+        elif self.later and code.co_name == "_init_group":
+            self.make(args[0])
+        return read(self, *args)
+
+    return run
+
+
+for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "copy", "get", "items", "keys", "values"):
+    setattr(SeenState, _name, _seen(_name))
+
+
+def asked_for(state: StepState) -> tuple[tuple[Optimizer, torch.Tensor], ...]:
+    """Return the parameters whose state a traced step has asked for before there was some, each with its optimizer."""
+    return tuple((o, param) for o in state.optimizers.values() for param in cast(SeenState, o.state).asked)
+
+
 @contextlib.contextmanager
 def restored(state: StepState) -> Generator[None]:
     """Restore parameters, buffers, groups, state and modes at the end of this context, in which state is empty."""
     optimizers = list(state.optimizers.values())
     before = [(entry, entry.tensor) for entry in (*state.params.values(), *state.buffers.values())]
-    changes: list[tuple[Any, str, Any]] = [(o, "state", defaultdict(dict)) for o in optimizers]
+    changes: list[tuple[Any, str, Any]] = [(o, "state", SeenState(dict)) for o in optimizers]
     changes += [(s, _torch.SCALER_CALLS, copy.deepcopy(_torch.scaler_calls(s))) for s in state.scalers.values()]
     changes += [(m, "training", m.training) for root in state.modules.values() for m in root.modules()]
     modules = [module for root in state.modules.values() for module in root.modules()]

@@ -91,7 +91,7 @@ class Traced:
 
     `reset`: parameters whose gradient is set to None before the step computes it. `read_grads`: those whose gradient of
     the last call the step reads. `cleared`: those whose gradient is None at the end. `updates`: an optimizer steps.
-    `values`: reads of the batch.
+    `values`: reads of the batch. `unmade`: the parameters that have no state in an optimizer where the step asks.
     """
 
     request: Request
@@ -106,6 +106,7 @@ class Traced:
     results: Structure = field(init=False)
     module: torch.fx.GraphModule = field(init=False)
     values: ReadValues | None = field(init=False)
+    unmade: tuple[tuple[torch.optim.Optimizer, torch.Tensor], ...] = ()
     draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
 
@@ -209,7 +210,7 @@ class Traced:
             zeros = {id(fakes[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(fakes[h.name], _option_place(state, h)) for h in request.hypers]
             self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
-            _set_options(state, request.hypers, fakes, request)
+            held_state.set_options(state, request.hypers, fakes, request.device, request.fused)
             self._fill_state(fakes, plain)
             self._mark_gradients(fakes)
             kwargs.pop(LENGTHS, None)
@@ -228,6 +229,7 @@ class Traced:
             self.watch.assign_to_batch({n: (i, fakes[n], n in self.reset) for i, n in batch})
             self.places.unchecked()
             self.watch.extra += self.branches.values
+            self.unmade = held_state.asked_for(state)
             finals = self._new_values(fakes)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -266,7 +268,10 @@ class Traced:
             optimizer.state[params[owner].tensor if isinstance(owner, str) else owner].update(entry)
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
-                self.counts.put(optimizers[i.optimizer], i, params[i.owner].tensor, fakes[i.name])
+                optimizer, param = optimizers[i.optimizer], params[i.owner].tensor
+                entries = cast(held_state.SeenState, optimizer.state)
+                table = entries.later if i.name in self.stand_ins.primed else entries
+                self.counts.put(optimizer, table.setdefault(param, {}), i, param, fakes[i.name])
 
     def _mark_gradients(self, fakes: dict[str, torch.Tensor]) -> None:
         for name in self.request.state.params:
@@ -522,21 +527,6 @@ def _plain_state(state: StepState) -> list[tuple[Any, Any, dict[str, Any]]]:
         for p, entry in optimizer.state.items()
         for items in [entry.items() if id(p) in names else ()]
     ]
-
-
-def _set_options(state: StepState, hypers: Sequence[Hyper], fakes: dict[str, torch.Tensor], request: Request) -> None:
-    """Set hypers in the groups as tensors, the implementation, and `capturable`."""
-    optimizers = list(state.optimizers.values())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.update(held_state.implementation(optimizer, group, request.device, request.fused))
-            group.update({"capturable": True} if "capturable" in group else {})
-    for hyper in hypers:
-        group, tensor = optimizers[hyper.optimizer].param_groups[hyper.group], fakes[hyper.name]
-        old = group[hyper.key]
-        group[hyper.key] = (
-            tensor if hyper.index is None else tuple(tensor if i == hyper.index else v for i, v in enumerate(old))
-        )
 
 
 def _calling_line() -> tuple[str, int] | None:

@@ -190,7 +190,7 @@ class Program:
 
     def refresh(self) -> Miss | None:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
-        if self._holds() and not self._makes:
+        if self._holds() and not self._makes and not self.capture.unmade:
             return None
         if changed := self._changed() or self._appeared():
             return Miss(changed)
@@ -216,6 +216,8 @@ class Program:
         for out in self._makes:
             if self._entry(out.optimizer or 0, out.owner).has(out.key):
                 return f"optimizer state {out.key!r} of {out.owner!r} exists now"
+        if self.phase is Phase.DONE and any(optimizer.state.get(param) for optimizer, param in self.capture.unmade):
+            return "optimizer state exists now, for which the step asks"
         return "" if self._structures() == self._built else "a list, tuple or dict of optimizer state holds other items"
 
     def _entry(self, optimizer: int, owner: str) -> Entry:

@@ -545,6 +545,7 @@ class CompiledStep:
         for call_back in self.on_placed:
             call_back(self)
         self.on_placed.clear()
+        program.phase = Phase.DONE  # what is loaded is there as after a call
         now = ambient(program.world.device)
         miss = program.guards.check(inputs.structure, inputs.leaves, now) or program.refresh()
         if miss is None and set(scheduled(optimizers)) != before:
