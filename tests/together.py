@@ -47,7 +47,7 @@ class OneDevice:
 
     def __init__(self, make: Make, step: Step, batches: Sequence[tuple[Any, ...]]) -> None:
         (model, optimizer), (self.model, self.optimizer) = twin(make)
-        self.batches, self.step = batches, step
+        self.batches, self.step, self.make = batches, step, make
         self.capture: Capture = capture_step(step, (model, optimizer, *batches[0]), {})
         self.streams, self.losses = list[Tensor](), list[list[Tensor]]()
         for batch in batches:

@@ -38,13 +38,15 @@ def share_rows(rank: int, world: int, experts: Any = None, pieces: int = 1, back
         *([experts] if experts else []),
         *([ws.MicroBatches(pieces)] if pieces > 1 else []),
     ]
-    step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel, backend=backend)
+    step = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel, backend=backend, count_expert_rows=True)
+    rows_of = _rows_of_experts(other.experts.experts)
     warnings.filterwarnings("error", message="semantics=")  # which a note about experts is none of
     exact = {"rtol": 1e-10, "atol": 1e-12} if backend == "eager" else {"rtol": 1e-6, "atol": 1e-8}  # softmax in float32
     for call, (rows, length) in enumerate(SHAPES if backend == "eager" else SHAPES[:1]):
         x = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(call))
         x = x.abs() if call == 2 else x
         torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), **exact)
+        assert step.metrics()["experts.experts"].tolist() == rows_of.pop().tolist()
     assert step.plan is not None
     assert not step.plan.repeated
     held = [p.numel() for p in _local(model)]
@@ -53,6 +55,17 @@ def share_rows(rank: int, world: int, experts: Any = None, pieces: int = 1, back
         assert [*model.state_dict()] == [*other.state_dict()]
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, other.state_dict()[name], **exact)
+
+
+def _rows_of_experts(experts: torch.nn.Module) -> list[Tensor]:
+    """How many rows each expert has, of each call of the layer from now on."""
+    rows: list[Tensor] = []
+
+    def count(module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+        rows.append(torch.bincount(arguments[1].flatten(), minlength=module.num_experts))
+
+    experts.register_forward_pre_hook(count)
+    return rows
 
 
 def _local(model: torch.nn.Module) -> list[Tensor]:
@@ -109,12 +122,14 @@ def own_batches(rank: int, world: int, style: str, host_reads: bool) -> None:
     optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
     reduce: Any = "mean" if host_reads else "sum"
     parallel: list[Any] = [ws.DataParallel(style, reduce=reduce), ws.ExpertParallel("dp", "rows", host_reads)]
-    step = ws.compile(clipped, mesh=f"dp={world}", parallel=parallel)
+    step = ws.compile(clipped, mesh=f"dp={world}", parallel=parallel, count_expert_rows=True)
+    rows_of = _rows_of_experts(other.experts.layer.experts)
     for call, sizes in enumerate([(2, 2), (2, 2), (3, 1), (1, 2)] if host_reads else [(2, 2), (2, 2)]):
         draws = torch.Generator().manual_seed(call)
         batches = [torch.randn(rows, 6, 32, generator=draws) for rows in sizes]
         step(model, optimizer, batches[rank])
         clipped(other, plain, *batches, reduce=reduce)
+        assert step.metrics()["experts.layer.experts"].tolist() == rows_of[-world:][rank].tolist(), "of its own batch"
     held = [p.numel() for p in _local(model)]
     assert sum(held) < 0.6 * sum(p.numel() for p in other.parameters())
     with ws.whole(model, writeback=False):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from tests.hf_models import entries, loss_of
+from tests.oracle import twin
 from tests.steps import mean_square
 from tests.together import Comparison, Double, OneDevice, compare, without_chance
 from wholestep.cost.compute import flops
@@ -118,6 +120,35 @@ def test_batched_products() -> None:
     one = mixture("mixtral", 2, experts="batched_mm")
     for ranks, parallel in ((4, TOKENS), (2, ROWS)):
         assert not _same(one, f"dp={ranks}", parallel).plan.repeated
+
+
+@pytest.mark.parametrize("parallel", [None, [ws.DataParallel(), ws.MicroBatches(2)]], ids=["whole", "in pieces"])
+def test_rows_of_experts_are_counted(parallel: Any) -> None:
+    """Those that the router of an uncompiled model chooses, in each call."""
+    one, expected = mixture("mixtral", 4), dict[str, Tensor]()
+    (model, optimizer), (other, plain) = twin(one.make)
+
+    def note(name: str, module: Any, arguments: tuple[Tensor, ...]) -> None:
+        expected[name] = torch.bincount(arguments[1].flatten(), minlength=module.num_experts)
+
+    for name, module in other.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(partial(note, name))
+    step = ws.compile(one.step, parallel=parallel, count_expert_rows=True)
+    for batch in one.batches:
+        step(model, optimizer, *batch)
+        one.step(other, plain, *batch)
+        rows = step.metrics()
+        assert [*rows] == [*expected] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        assert all(torch.equal(rows[name], expected[name]) for name in expected)
+    assert step.captures == 1
+
+
+def test_rows_that_are_not_counted() -> None:
+    with pytest.raises(ws.StateError, match="needed: count_expert_rows=True"):
+        ws.compile(mean_square).metrics()
+    with pytest.raises(PlanError, match="count_expert_rows with pad_to"):
+        ws.compile(mean_square, count_expert_rows=True, pad_to=ws.PadTo((8,), {"x": 0}))
 
 
 class Grouped(nn.Module):

@@ -23,6 +23,9 @@ NONFINITE = "not finite"
 BRANCHES = "branches"
 """The target of a result: on how many ranks each branch is another one than the step takes, and on how many not."""
 
+EXPERT_ROWS = "rows of experts of "
+"""Before the path of a layer: the target of a result, the rows that each of its experts has."""
+
 
 class Role(enum.Enum):
     """Kind of an input of the step."""

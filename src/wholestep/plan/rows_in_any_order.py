@@ -82,8 +82,13 @@ def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
 def sorts_in_one_order(graph: Graph, others: Sequence[SortedRows]) -> list[Node]:
     """Sorts beside `others` whose groups grouped products take: the order of their rows may be of account."""
     free = {rows.sort for rows in others}
-    sorts = [n for n in graph.nodes if _sorts_rows(n) and n not in free]
-    return [n for n in sorts if any(str(user.target) in _PRODUCTS for v in _vectors(n) for user in v.users)]
+    return [sort for sort, _ in sorts_of_groups(graph) if sort not in free]
+
+
+def sorts_of_groups(graph: Graph) -> list[tuple[Node, int]]:
+    """Sorts whose groups grouped products take, and the number of groups; 0 where that is not known."""
+    sorts = [(n, _places(operands(n)[0])) for n in graph.nodes if _sorts_rows(n)]
+    return [(n, g) for n, g in sorts if any(str(user.target) in _PRODUCTS for v in _vectors(n) for user in v.users)]
 
 
 def _vectors(sort: Node) -> set[Node]:

@@ -79,6 +79,7 @@ class CompileOptions:
             before the next call (on a GPU, before the one after that), in `step.flush()` or in `ws.save`; a function is
             called at these points with the number of the call and the names of what was not finite. None does not look.
         measure: time how long the last step waited for communication: `step.waited_seconds`.
+        count_expert_rows: count how many rows each expert has in a call: `step.metrics()`.
         progress: a function, called as `progress(stage, "start" | "done", seconds)`. `"auto"` shows the current stage
             in one line of the first rank's terminal, if compiling takes more than two seconds; None, or
             WHOLESTEP_PROGRESS=0, shows nothing.
@@ -129,6 +130,7 @@ class CompileOptions:
     keep_grads: bool = False
     on_nonfinite: OnNonfinite | None = None
     measure: bool = False
+    count_expert_rows: bool = False
     progress: Progress | Literal["auto"] | None = "auto"
     timeout: float | str | None = "5min"
     agree_timeout: float | str = "2min"
@@ -146,6 +148,10 @@ class CompileOptions:
         _ = self.timeout_s, self.agree_timeout_s
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
+        if self.count_expert_rows and self.paddings:
+            raise PlanError(
+                "count_expert_rows with pad_to", "one of them: rows of padding would count", "leave out one"
+            )
         if self.max_recordings < 1:
             problem, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
             raise PlanError(problem, needed, "correct it, or give cuda_graphs=False")

@@ -33,6 +33,7 @@ from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
+from ..plan.expert_rows import with_expert_rows
 from ..plan.make_plan import differences
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
@@ -206,7 +207,7 @@ class Compiler:
             program = self._plan_and_partition(captured, dump, numbers is None)
             if program.local.async_axes:
                 raise SizesFixedError(ASYNC)
-            planned = self._planned_for_others(captured) if self.options.proves_sizes else []
+            planned = self._planned_for_others(program.capture) if self.options.proves_sizes else []
             for expected in planned:
                 expected.refuse_other(program.local, self.world)
         except (RankFailedError, RankMismatchError, PaddingError):  # is about other ranks, or all sizes
@@ -289,6 +290,8 @@ class Compiler:
         )  # fmt: skip
 
     def _plan_and_partition(self, captured: Capture, dump: Dump, first: bool) -> RankProgram:
+        if self.options.user.count_expert_rows:
+            captured = replace(captured, graph=with_expert_rows(captured.graph), unfilled=captured.traced)
         key_values, label = partial(self._key_values, captured), self.consistency.round_label
         self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)

@@ -28,7 +28,7 @@ from ..distributed.owned_tensors import wrap
 from ..dtensor import placements
 from ..errors import CaptureError, StateError
 from ..graph import meta
-from ..graph.graph import BRANCHES, NONFINITE, Input, LocalGraph, Role
+from ..graph.graph import BRANCHES, EXPERT_ROWS, NONFINITE, Input, LocalGraph, Role
 from ..graph.loop import with_bodies
 from ..graph.nodes import communicates
 from ..layout import REPLICATED
@@ -86,8 +86,11 @@ class Program:
         self._bind_numbers([i for i in inputs if i.role is Role.HYPER])
         self._rebound = [n for n, i in enumerate(self._kept) if i.name in effects.rebound]
         results = [o.target for o in self.local.outputs if o.kind == "result"]
-        self._all_results = len(results) - results.count(NONFINITE) - results.count(BRANCHES)
-        self._first_nonfinite = len(results) - results.count(NONFINITE)
+        rows = {i: text.removeprefix(EXPERT_ROWS) for i, text in enumerate(results) if text.startswith(EXPERT_ROWS)}
+        self._layers, self.expert_rows = rows, dict[str, torch.Tensor]()
+        self._end_nonfinite = len(results) - len(rows)
+        self._first_nonfinite = self._end_nonfinite - results.count(NONFINITE)
+        self._all_results = self._first_nonfinite - results.count(BRANCHES)
         self._count = self._all_results - effects.extra
         self._first_created = len(results)
         self._created = {o.target: o for o in self.local.outputs if o.kind == "update"}
@@ -283,7 +286,8 @@ class Program:
         if self.acts:
             self._act({**created, **dict(enumerate(out[self._count : self._all_results]))})
         if self.capture.checked:
-            self.nonfinite = out[self._first_nonfinite : self._first_created]
+            self.nonfinite = out[self._first_nonfinite : self._end_nonfinite]
+        self.expert_rows = {layer: out[i] for i, layer in self._layers.items()}
         self.phase = Phase.AFTER
         if self._single:
             return out[0]

@@ -12,6 +12,8 @@ from functools import partial
 from html import escape
 from typing import Any, cast
 
+import torch
+
 from .._torch import drop_modes, modes_now
 from ..backend.eager import WaitClock
 from ..cache.step_cache import StepCache
@@ -24,7 +26,7 @@ from ..cost.timeline import Timeline, timeline
 from ..distributed.activity import ACTIVITY
 from ..distributed.launch import World, join, watch
 from ..distributed.rendezvous import Rendezvous
-from ..errors import CaptureError, PlanError, WholestepError
+from ..errors import CaptureError, PlanError, StateError, WholestepError
 from ..graph.gc_control import collected_after, collector_paused, source_lines_dropped
 from ..graph.graph import LocalGraph, TrainGraph
 from ..hardware.hardware import Hardware
@@ -72,6 +74,7 @@ class CompiledStep:
         self.programs: list[Program] = []
         self.calls = 0
         self.misses: list[str] = []
+        self._expert_rows: dict[str, torch.Tensor] = {}
         self.on_placed: list[Callable[[CompiledStep], None]] = []
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
@@ -143,6 +146,7 @@ class CompiledStep:
                             ACTIVITY.note_program(program.key)
                         if self._nonfinite is not None and program.nonfinite:
                             self._nonfinite.note(self.calls, program.capture.checked, *program.nonfinite)
+                        self._expert_rows = program.expert_rows
                         program.phase = Phase.DONE
                     break
                 except OtherBranchError as other:
@@ -299,6 +303,18 @@ class CompiledStep:
         the stream that computes was blocked. Reading it waits for the GPU.
         """
         return self._clock.seconds if self._clock is not None else 0.0
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """How many rows each expert had in the last call, with `count_expert_rows=True`, by the path of the layer: of
+        layers whose rows are sorted by expert for grouped products, as those of transformers. Under
+        `semantics="per_rank"` of the batch of this rank, else of the whole batch. Reading it waits for the GPU.
+
+        Example:
+            >>> loads = {layer: rows.max() / rows.double().mean() for layer, rows in step.metrics().items()}
+        """
+        if not self.options.user.count_expert_rows:
+            raise StateError("step.metrics() without counts", "count_expert_rows=True", "give it to ws.compile")
+        return {layer: rows.cpu() for layer, rows in self._expert_rows.items()}
 
     @property
     def skipped(self) -> int:
