@@ -20,7 +20,6 @@ from wholestep.graph.messages import (
 )
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.region import region_of
-from wholestep.graph.written_out import written_out
 from wholestep.passes.base import Pass
 
 
@@ -43,8 +42,6 @@ class Stages:
         self.programs = [
             ws.run_passes(ws.stage_program(self.local, stage), self.passes) for stage in range(self.count)
         ]  # fmt: skip
-        for program in self.programs:
-            written_out(program.graph, loops=False)
 
     def step_us(self) -> float:
         """Until the last stage ends."""

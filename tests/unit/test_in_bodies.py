@@ -181,7 +181,7 @@ def test_blocks_are_scheduled_once(inside: str) -> None:
     local = _in_stages(inside)
     for stage, part in enumerate(orders_in(local)[0].parts):
         made = ws.run_passes(ws.stage_program(local, stage), ws.Schedule(GPUS).passes)
-        ran = {block.name: block.body for block in blocks_in(made.graph)}
+        ran = {block.name: block.body for block in blocks_in(made.graph.nodes)}
         assert {name: id(body) for name, body in ran.items()} == {
             block.name: id(block.as_run.body) for block in part.blocks
         }  # fmt: skip

@@ -1,6 +1,5 @@
 """Predicted peak memory against a count of live tensors, and what is said about it."""
 
-import operator
 import weakref
 from functools import lru_cache
 
@@ -17,7 +16,7 @@ from tests.steps import mean_square as train
 from wholestep.backend.eager import eager
 from wholestep.capture import Capture, capture_step
 from wholestep.graph.stage_part import Action, StageBlock, StagePart
-from wholestep.graph.written_out import written_out
+from wholestep.graph.written_out import RegionCalls
 from wholestep.partition.accumulators import add_up
 from wholestep.passes.reinplace import Reinplace
 from wholestep.passes.schedule import Schedule
@@ -150,9 +149,8 @@ def test_a_block_of_a_stage_lets_go_of_what_it_is_given_with_its_last_reader() -
     actions = [Action("run", name, piece) for piece in range(2) for name in ("a", "b")]
     part = StagePart("pp", 0, 2, blocks, {}, tuple(actions), ("x",), (("total", "end"),), "cpu")
     graph = Graph()
-    stage = graph.call_function(part, (graph.placeholder("x"),))
-    graph.output((graph.call_function(operator.getitem, (stage, 0)),))
-    written_out(graph)
+    x = graph.placeholder("x")
+    graph.output((RegionCalls(graph).part(x, part, {"x": x}, {})["end"],))
     (end,) = eager(graph)([torch.zeros(2)])
     assert end.tolist() == [4, 4]
     assert seen == [False, False]

@@ -22,7 +22,6 @@ from wholestep.graph.graph import Role
 from wholestep.graph.messages import POINT_TO_POINT, complete
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.region import Region
-from wholestep.graph.stage_part import StagePart
 from wholestep.partition.host_copies import to_device, to_host
 from wholestep.partition.rank_ops import contiguous
 from wholestep.partition.stage_program import stage_program
@@ -115,10 +114,10 @@ class OnTwoDevices(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = str(target)
-        if isinstance(target, (StagePart, Region)) or target in (*POINT_TO_POINT, complete):
+        if isinstance(target, Region) or target in (*POINT_TO_POINT, complete):
             self.collectives |= {str(one.device) for one in args if isinstance(one, Tensor)}
             made = [m and torch.empty(m.shape, dtype=m.dtype, device="cuda:0") for m in meta.tensors(self.running)]
-            return made if isinstance(target, (StagePart, Region)) else made[0] if made else None
+            return made if isinstance(target, Region) else made[0] if made else None
         if target is contiguous:  # the method needs the device
             return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         if "_c10d_functional" not in name:

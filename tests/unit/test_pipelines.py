@@ -30,7 +30,7 @@ from wholestep.graph.loop import loop_of, with_bodies
 from wholestep.graph.messages import send
 from wholestep.graph.nodes import is_collective, is_mutating, node_at, operands
 from wholestep.graph.region import region_of
-from wholestep.graph.stage_part import StagePart, part_of, transfer
+from wholestep.graph.stage_part import StagePart, transfer
 from wholestep.partition.batch_dependent import batch_dependent
 from wholestep.partition.stage_program import stage_program
 from wholestep.plan.plan import Plan
@@ -360,19 +360,16 @@ def planned(ranks: int, pieces: int) -> tuple[Plan, LocalGraph]:
 def test_a_stage_has_only_its_own() -> None:
     made, local = planned(2, 4)
     own = [stage_program(local, stage) for stage in range(2)]
-    whole = sum(node.op == "call_function" for node, _ in with_bodies(local.graph))
-    for program in own:
-        assert sum(node.op == "call_function" for node, _ in with_bodies(program.graph)) < 0.75 * whole
-        assert not any(node.target is transfer for node, _ in with_bodies(program.graph))
+    whole, *by_stage = (
+        sum(isinstance(node.target, torch._ops.OpOverload) for node, _ in with_bodies(program.graph))
+        for program in (local, *own)
+    )
+    assert max(by_stage) < 0.75 * whole
+    assert not any(node.target is transfer for program in own for node, _ in with_bodies(program.graph))
     updated = [{out.target for out in program.outputs if out.kind == "update"} for program in own]
     assert "tokens.weight" in updated[0] - updated[1]
     assert "head.weight" in updated[1] - updated[0]
     assert made.stored_bytes("param") < sum(i.meta.size_bytes for i in made.inputs if i.role.value == "param")
-
-
-def test_the_program_does_not_grow_with_the_pieces() -> None:
-    sizes = [len(list(with_bodies(stage_program(planned(2, pieces)[1], 0).graph))) for pieces in (2, 4)]
-    assert len(set(sizes)) == 1
 
 
 def test_what_is_received_starts_before_the_block_in_front() -> None:
@@ -496,5 +493,5 @@ def test_printed_programs_name_blocks_and_their_order() -> None:
     assert "    stage 0: forward 0[0]; forward 0[1]; backward 2[0]; backward 2[1]" in str(local)
     own = stage_program(local, 1)
     assert "stage 1 of pp" in str(own).splitlines()[0]
-    assert any(part_of(node) for node in own.graph.nodes)
+    assert any(region_of(node) for node in own.graph.nodes)
     assert "    stage 1, backward 1: from" in str(own)

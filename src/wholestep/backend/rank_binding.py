@@ -17,7 +17,6 @@ from ..graph.messages import POINT_TO_POINT, SENDS
 from ..graph.nodes import copy_graph, is_collective, node_at
 from ..graph.owned import of_owner
 from ..graph.region import ByPiece
-from ..graph.stage_part import part_of
 from ..graph.written_out import written_out
 from ..layout import resolve
 from ..mesh import TIME, channel
@@ -47,13 +46,10 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
 
 
 def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:
-    """A copy of the graph with the arguments of one rank; in a loop, or a part of a stage, those of its pieces."""
+    """A copy of the graph with the arguments of one rank; in a loop, or a block of a stage, those of its pieces."""
     graph = copy_graph(graph)
     _change_bodies(graph, lambda body, pieces: bound_calls(body, coordinate, pieces))
     for node in graph.nodes:
-        if part := part_of(node):
-            places = [{**coordinate, TIME: piece} for piece in range(part.pieces)]
-            node.target = part.with_shapes(lambda shape, at=places: tuple(resolve(shape, place) for place in at))
         _torch.set_operands(node, *_arguments(node, coordinate, pieces))
     return graph
 

@@ -21,7 +21,6 @@ from ..graph.messages import STARTED
 from ..graph.nodes import is_collective, is_mutating, is_wait, operands
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, READS_A_PART, WRITES_A_PART, arithmetic, streams
 from ..graph.region import region_of
-from ..graph.stage_part import part_of
 from ..graph.storage import copies_at_need, shared_operand
 from ..hardware.device import Work
 from ..hardware.hardware import Hardware
@@ -34,14 +33,11 @@ aten = torch.ops.aten
 
 def node_us(node: Node, hardware: Hardware) -> float:
     """Microseconds of one call node on one rank: at least a launch, or a view. `getitem` is free. Of a loop: without
-    collectives; of a part of a stage: without waiting for others.
+    collectives.
     """
     if loop := loop_of(node):
         inner = (call for call in loop.body.nodes if not is_collective(call) and not is_wait(call))
         return loop.pieces * sum(node_us(call, hardware) for call in inner)
-    if part := part_of(node):
-        us = {block.name: block.us for block in part.running}
-        return sum(us[action.name] for action in part.actions if action.kind == "run")
     if region := region_of(node):
         return region.us
     node_work = work(node)

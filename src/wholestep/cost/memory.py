@@ -9,6 +9,7 @@ from math import prod
 
 from torch.fx import Graph, Node
 
+from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import loop_of
@@ -139,19 +140,32 @@ def peak_memory(local: LocalGraph) -> PeakMemory:
     Example:
         >>> print(wholestep.peak_memory(step.local_graph))
     """
-    return _of_stages(local) if local.stage_axis and local.stage is None else memory_at(local)
-
-
-def memory_at(local: LocalGraph, node: Node | None = None) -> PeakMemory:
-    """The live bytes of a rank while one call node runs, by default the one at the peak."""
+    if local.stage_axis and local.stage is None:
+        return _of_stages(local)
     buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
-    sizes, rest = curve(buffers, len(calls)), sum(s.size_bytes for s in buffers if s.first < 0)
-    at = calls.index(node) if node is not None else max(range(len(sizes)), key=sizes.__getitem__, default=-1)
+    sizes = curve(buffers, len(calls))
+    at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
+    return _live(local, [s for s in buffers if _is_live(s, at, at)], calls[at] if calls else None)
+
+
+def peak_beside(local: LocalGraph, loop: str) -> PeakMemory:
+    """The live bytes of a stage while it runs the pieces of a loop, besides values of pieces."""
+    calls, buffers = _calls(local.graph), storages_here(local, storages(local.graph))
+    inside = [i for i, n in enumerate(calls) if meta.piece(n) is not None and meta.part_of(n) == loop]
+    lasting = [s for s in buffers if s.first < inside[0] or s.last is None or s.last > inside[-1]]
+    return _live(local, [s for s in lasting if _is_live(s, inside[0], inside[-1])], calls[inside[0]])
+
+
+def _is_live(storage: Storage, begin: int, end: int) -> bool:
+    return storage.first < 0 or (storage.first <= end and (storage.last is None or storage.last >= begin))
+
+
+def _live(local: LocalGraph, alive: Sequence[Storage], at: Node | None) -> PeakMemory:
     roles = {node: (graph_input.name, _ROLES[graph_input.role]) for graph_input, node in local.placeholders()}
-    alive = [s for s in buffers if s.first <= at and (s.first < 0 or s.last is None or s.last >= at)]
     rows = sorted((_row(s, roles) for s in alive), key=lambda row: -row.size_bytes)
-    name, path = (calls[at].name, meta.module_path(calls[at])) if at >= 0 else ("", "")
-    return PeakMemory(sizes[at] if sizes else rest, rest, name, path, tuple(rows))
+    rest = sum(s.size_bytes for s in alive if s.first < 0)
+    name, path = (at.name, meta.module_path(at)) if at else ("", "")
+    return PeakMemory(sum(s.size_bytes for s in alive), rest, name, path, tuple(rows))
 
 
 def _of_stages(local: LocalGraph) -> PeakMemory:
@@ -178,7 +192,8 @@ def _of_stages(local: LocalGraph) -> PeakMemory:
 def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:
     node = storage.node
     region = region_of(node)
-    if storage.index == PIECES or (region and region.shares[storage.index] < 0):
+    is_complete = any(_torch.is_getitem(n.target) and meta.piece(n) is None for n in storage.members)
+    if storage.index == PIECES or (region and region.shares[storage.index] < 0 and not is_complete):
         return LiveTensor(node.name, "activation", (), "values of pieces", storage.size_bytes)
     part = meta.tensors(node)[storage.index]
     assert part is not None, "a storage belongs to a tensor"

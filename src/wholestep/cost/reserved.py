@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph, Role
 from ..graph.loop import loop_of
-from ..graph.nodes import copy_with, is_wait
+from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.region import Region, region_of
 from ..graph.storage import PIECES, Storage, storages
-from ..graph.written_out import written_out
 from ..hardware.hardware import Hardware
 from .memory import storages_here
 from .software import OWN, Software
@@ -70,11 +69,8 @@ def reserved(
     Example:
         >>> print(reserved(local, OWN).reserved_bytes)
     """
-    graph, twins = copy_with(local.graph)
-    written_out(graph, loops=False)
-    local = replace(local, graph=graph)
-    buffers, until = storages_here(local, storages(graph)), {twins[a]: twins[b] for a, b in (until or {}).items()}
-    allocations, place = _allocations(graph, buffers, software, until)
+    buffers = storages_here(local, storages(local.graph))
+    allocations, place = _allocations(local.graph, buffers, software, until or {})
     roles = {node: graph_input.role for graph_input, node in local.placeholders()}
     states = [buffer for buffer in buffers if roles.get(buffer.node) is Role.STATE]
     rest = [buffer.size_bytes for buffer in buffers if buffer.first < 0 and roles.get(buffer.node) is not Role.STATE]

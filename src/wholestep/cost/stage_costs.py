@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from torch.fx import Graph
 
 from ..graph.nodes import ends_of
-from ..graph.stage_part import Message, StageBlock
+from ..graph.stage_part import StageBlock
 from ..graph.storage import storages
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -42,27 +42,18 @@ class BlockPrices:
         return self.hardware.message_end_us(size_bytes, self.mesh, axis)
 
 
-def block_costs(
-    blocks: Sequence[Sequence[StageBlock]], messages: Mapping[str, Message], axis: str, prices: BlockPrices
-) -> dict[str, BlockCost]:
+def block_costs(blocks: Sequence[Sequence[StageBlock]], axis: str, prices: BlockPrices) -> dict[str, BlockCost]:
     """What each block takes, by its name; `blocks` of each stage."""
     costs: dict[str, BlockCost] = {}
-    by_value: dict[tuple[int, str], list[Message]] = {}
-    for message in messages.values():
-        by_value.setdefault((message.source, message.value), []).append(message)
     for stage, stage_blocks in enumerate(blocks):
         maker = {name: block.name for block in stage_blocks for name in block.gives}
-        memory = LeftMemory(stage_blocks, messages)
+        memory = LeftMemory(stage_blocks)
         for block in stage_blocks:
             clock = prices.clock(block.body)
             run_all(clock, block.body.nodes)
-            sends = tuple(
-                (m.name, m.target, prices.sent_us(m.size_bytes, axis))
-                for name in block.gives for m in by_value.get((stage, name), ())
-            )  # fmt: skip
-            needs = tuple(name for name in block.takes if name in messages)
-            ends = [*needs, *(name for name, _, _ in sends)]
-            ends_us = sum(prices.end_us(messages[name].size_bytes, axis) for name in ends)
+            sends = tuple((m.name, m.target, prices.sent_us(m.size_bytes, axis)) for m in block.sends)
+            needs = tuple(m.name for m in block.receives)
+            ends_us = sum(prices.end_us(m.size_bytes, axis) for m in (*block.receives, *block.sends))
             after = tuple(dict.fromkeys(maker[name] for name in block.takes if name in maker))
             holds, frees, work = memory.of(block)
             costs[block.name] = BlockCost(
@@ -80,7 +71,6 @@ class LeftMemory:
     """
 
     blocks: Sequence[StageBlock]
-    messages: Mapping[str, Message]
     root: dict[str, object] = field(default_factory=dict[str, object])
     size: dict[object, int] = field(default_factory=dict[object, int])
     first: dict[object, int] = field(default_factory=dict[object, int])
@@ -89,9 +79,10 @@ class LeftMemory:
     def __post_init__(self) -> None:
         self.storages = [storages(block.body) for block in self.blocks]
         for number, (block, block_storages) in enumerate(zip(self.blocks, self.storages, strict=True)):
+            for message in block.receives:
+                if message.name not in self.root:
+                    self._note(message.name, message.name, message.size_bytes, number)
             for name in block.takes:
-                if name in self.messages and name not in self.root:
-                    self._note(name, name, self.messages[name].size_bytes, number)
                 if name in self.root:
                     self.last[self.root[name]] = number
             of = {member: storage for storage in block_storages for member in storage.members}

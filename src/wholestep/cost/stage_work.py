@@ -15,12 +15,12 @@ from ..graph.loop import loop_of
 from ..graph.messages import STARTED
 from ..graph.nodes import communicates, copy_graph, is_collective
 from ..graph.region import region_of
-from ..graph.stage_part import part_of, transfer
+from ..graph.stage_part import transfer
 from ..graph.text import collective_bytes
-from ..graph.written_out import blocks_in, written_out
+from ..graph.written_out import blocks_in, calls_in
 from .block_runs import BlockCost, Spent
 from .compute import peak_us
-from .memory import bytes_held, memory_at, peak_memory
+from .memory import bytes_held, peak_beside, peak_memory
 from .stage_costs import BlockPrices
 
 T = TypeVar("T")
@@ -110,25 +110,20 @@ def work_of(
     """The work of a stage, from its program as `partition` leaves it, and after all passes. `position` of all exchanges
     by name; `costs` of its blocks, in their order.
     """
-    at = next((node for node in plain.graph.nodes if part_of(node) is not None), None)
-    part = None if at is None else part_of(at)
-    loop = memory_at(plain, at) if at is not None else peak_memory(program)
-    kinds: dict[str, float] = {**loop.by_kind()}
-    pieces_bytes = part.peak_bytes if part is not None else 0
-    kinds["activation"] = kinds.get("activation", 0.0) - pieces_bytes
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    held_bytes = zip(calls, bytes_held(program), strict=True)
-    outside_bytes = [size for node, size in held_bytes if part_of(node) is None and meta.piece(node) is None]
-    bodies = [block.body for block in part.blocks] if part is not None else []
-    each, behind = [peak_us(body, prices.hardware) for body in bodies], position[at.name] + 1 if at is not None else 0
+    name, calls = next(iter(calls_in(plain.graph).items()), ("", list[Node]()))
+    loop = peak_beside(plain, name) if name else peak_memory(program)
+    held_bytes = zip((n for n in program.graph.nodes if n.op == "call_function"), bytes_held(program), strict=True)
+    outside_bytes = [size for node, size in held_bytes if meta.piece(node) is None]
+    bodies = [block.body for block in blocks_in(calls)]
+    each, behind = [peak_us(body, prices.hardware) for body in bodies], position[name] + 1 if name else 0
     walk = _Walk(program, position, behind, costs, prices)
     inside = [node for body in bodies for node in body.nodes]
-    merged = [node for block in blocks_in(program.graph) for node in block.body.nodes]
+    merged = [node for block in blocks_in(program.graph.nodes) for node in block.body.nodes]
     once = [node for node in program.graph.nodes if meta.block(node) is None]
     return StageWork(
-        walk.blocks, walk.outside, loop.rest_bytes, loop.size_bytes - pieces_bytes,
-        max(outside_bytes, default=loop.rest_bytes), kinds,
-        (sum(us for us, _ in each), sum(again for _, again in each)), peak_us(plain.graph, prices.hardware, part_of),
+        walk.blocks, walk.outside, loop.rest_bytes, loop.size_bytes, max(outside_bytes, default=loop.rest_bytes),
+        dict[str, float](loop.by_kind()), (sum(us for us, _ in each), sum(again for _, again in each)),
+        peak_us(plain.graph, prices.hardware, region_of),
         (_sent_bytes(plain, inside), _collectives(program, merged)),
         (_sent_bytes(plain, plain.graph.nodes), _collectives(program, once)),
     )  # fmt: skip
@@ -170,7 +165,6 @@ class _Walk:
             [Spent() for _ in range(len(self.position) + 1)] for _ in range(3)
         )  # fmt: skip
         graph = copy_graph(self.program.graph)
-        written_out(graph, loops=False)
         self.clock = self.prices.clock(graph)
         remaining = Counter(key for node in graph.nodes if (key := _run_of(node)) is not None)
         self.pieces = 1 + max((piece for _, piece in remaining), default=0)

@@ -243,7 +243,8 @@ def _stage(
     layers = tuple(count for _, count in works if count is not None)
     return StageOfStep(
         layers, ran - waited_us, waited_us, step_us - ran, in_flight(loop.orders, rank) or 1, round(rest),
-        round(max(loop_bytes + pieces, other_bytes)), {kind: round(size) for kind, size in kinds.items() if size >= 1},
+        round(max(loop_bytes + pieces, other_bytes)),
+        {kind: round(size) for kind, size in sorted(kinds.items(), key=lambda item: -item[1]) if size >= 1},
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from . import meta
 from .region import Region, region_of
-from .stage_part import StageParts, part_of
+from .stage_part import StageParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +61,12 @@ def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None
 
 
 def bodies_of(node: Node) -> tuple[int, list[Graph]]:
-    """The bodies that `node` runs, and for how many pieces they are: of a loop, the blocks of a stage, or a region."""
+    """The bodies that `node` runs, and for how many pieces they are: of a loop, or a region."""
     if isinstance(region := node.target, Region):
         return region.pieces, [region.body]
     if isinstance(loop := node.target, Loop):
         return loop.pieces, [loop.body]
-    part = part_of(node)
-    return (part.pieces, [block.body for block in part.running]) if part else (1, [])
+    return 1, []
 
 
 def named_bodies(graph: Graph) -> dict[str, Graph]:
@@ -78,10 +77,7 @@ def named_bodies(graph: Graph) -> dict[str, Graph]:
             bodies[node.name] = loop.body
         elif region := region_of(node):
             block = meta.block(node)
-            bodies[block.name if block else node.name] = region.body
-        elif part := part_of(node):
-            listed = set(bodies.values())
-            bodies |= {f"{node.name}/{block.name}": block.body for block in part.blocks if block.body not in listed}
+            bodies[f"{meta.part_of(node)}/{block.name}" if block else node.name] = region.body
     return bodies
 
 
@@ -94,5 +90,3 @@ def put_bodies(graph: Graph, replacements: Mapping[Graph, Graph]) -> None:
         elif region := region_of(node):
             body = replacements.get(region.body, region.body)
             node.target = regions.setdefault(region, replace(region, body=body))
-        elif part := part_of(node):
-            node.target = part.with_bodies([replacements.get(block.body, block.body) for block in part.blocks])

@@ -21,7 +21,6 @@ from .meta import TensorMeta
 from .nodes import copy_with, node_at
 from .op_kinds import COUNTS_ROWS
 from .region import ByPiece
-from .stage_part import part_of
 
 aten = torch.ops.aten
 _ALL = (0, sys.maxsize)
@@ -121,8 +120,6 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         return number if unit is None else in_units(number, filled(unit))
 
     for node, _ in with_bodies(graph):
-        if part := part_of(node):
-            node.target = part.with_shapes(lambda shape: map_aggregate(cast(Any, shape), filled))
         _replace(node, filled)
         meta.set_tensors(node, [tensor and _filled_in(tensor, filled) for tensor in meta.tensors(node)])
     return filled

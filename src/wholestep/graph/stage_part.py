@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 OfPiece = tuple[str, int]
 """A value by name, and its piece."""
 _TAGS = 1 << 16  # of messages for pieces; sends outside of loops have smaller ones
-
-
-@dataclass(frozen=True, eq=False)
-class StageBlock:
-    """A part of the body of a loop that runs without waiting for other stages.
-
-    Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
-    longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
-    `us`: microseconds that it takes. `holds_bytes`: of what it leaves to later blocks of its piece; `frees_bytes`: of
-    what earlier ones have left, and it reads last; `work_bytes`: the most that it adds to what is there when it begins.
-    `scheduled`: what passes make of its body, and for what, where that is known before it runs.
-    """
-
-    name: str
-    body: Graph
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    level: int
-    is_backward: bool
-    is_filler: bool = False
-    us: float = 0.0
-    holds_bytes: int = 0
-    work_bytes: int = 0
-    frees_bytes: int = 0
-    scheduled: tuple[object, Graph] | None = None
-
-    @property
-    def label(self) -> str:
-        """What it is in its stage."""
-        return f"{'backward' if self.is_backward else 'forward'} {self.level}{', weights' * self.is_filler}"
-
-    @property
-    def as_run(self) -> StageBlock:
-        """This block with the body that runs, as far as that is known."""
-        return self if self.scheduled is None else self.with_body(self.scheduled[1])
-
-    def with_body(self, body: Graph) -> StageBlock:
-        """This block with another body."""
-        return replace(self, body=body, scheduled=None)
 
 
 @dataclass(frozen=True)
@@ -67,6 +28,44 @@ class Message:
     shape: tuple[Any, ...]
     dtype: torch.dtype
     size_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class StageBlock:
+    """A part of the body of a loop that runs without waiting for other stages.
+
+    Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
+    longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
+    `receives`, `sends`: the messages that it reads, and of what it gives. `us`: microseconds that it takes.
+    `holds_bytes`: of what it leaves to later blocks of its piece; `frees_bytes`: of what earlier ones have left, and it
+    reads last; `work_bytes`: the most that it adds to what is there when it begins. `scheduled`: what passes make of
+    its body, and for what, where that is known before it runs.
+    """
+
+    name: str
+    body: Graph
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    level: int
+    is_backward: bool
+    is_filler: bool = False
+    receives: tuple[Message, ...] = ()
+    sends: tuple[Message, ...] = ()
+    us: float = 0.0
+    holds_bytes: int = 0
+    work_bytes: int = 0
+    frees_bytes: int = 0
+    scheduled: tuple[object, Graph] | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is in its stage."""
+        return f"{'backward' if self.is_backward else 'forward'} {self.level}{', weights' * self.is_filler}"
+
+    @property
+    def as_run(self) -> StageBlock:
+        """This block with the body that runs, as far as that is known."""
+        return self if self.scheduled is None else replace(self, body=self.scheduled[1], scheduled=None)
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,10 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class StagePart:
-    """The target of a node of a stage's program: runs `actions`, and returns what it accumulates.
+    """What a stage runs of a loop: `actions`, which read the values `operands` of the loop.
 
-    The node's operands are the values `operands`. `totals`: the name of each accumulator before a piece (None for the
-    first) and after it. `device` of received values. `peak_bytes`: most bytes of values of pieces, by simulation.
+    `totals`: the name of each accumulator before a piece (None for the first) and after it. `device` of received
+    values. `peak_bytes`: most bytes of values of pieces, by simulation.
     """
 
     axis: str
@@ -101,41 +100,10 @@ class StagePart:
     totals: tuple[tuple[str, str], ...]
     device: str
     peak_bytes: int = 0
-    __name__ = "stage"
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        """A part does not run: its actions are written out where a program is bound to a rank."""
-        raise AssertionError("parts of stages are written out")
-
-    @property
-    def running(self) -> tuple[StageBlock, ...]:
-        """The blocks that `actions` run."""
-        names = {action.name for action in self.actions if action.kind == "run"}
-        return tuple(block for block in self.blocks if block.name in names)
-
-    @property
-    def exchanges(self) -> list[tuple[bool, int]]:
-        """What it exchanges with other stages, in order: whether it waits, and tags of messages."""
-        ends = "wait", "sent"
-        return [(a.kind in ends, self.tag(a.name, a.piece)) for a in self.actions if a.kind != "run"]
 
     def tag(self, message: str, piece: int) -> int:
         """The tag of a message for a piece."""
         return _TAGS + list(self.messages).index(message) * self.pieces + piece
-
-    def block(self, name: str) -> StageBlock:
-        """The block of a name."""
-        return next(block for block in self.blocks if block.name == name)
-
-    def with_bodies(self, bodies: Sequence[Graph]) -> StagePart:
-        """This part with other bodies of its blocks."""
-        blocks = tuple(block.with_body(body) for block, body in zip(self.blocks, bodies, strict=True))
-        return replace(self, blocks=blocks)
-
-    def with_shapes(self, change: Callable[[tuple[Any, ...]], Any]) -> StagePart:
-        """This part with other shapes of its messages."""
-        messages = {name: replace(message, shape=change(message.shape)) for name, message in self.messages.items()}
-        return replace(self, messages=messages)
 
 
 @dataclass
@@ -189,11 +157,6 @@ class StageParts:
     def has_fillers(self) -> bool:
         """True if gradients of weights are blocks of their own."""
         return any(block.is_filler for part in self.parts for block in part.blocks)
-
-
-def part_of(node: Node) -> StagePart | None:
-    """The part of a loop that `node` runs; None for every other node."""
-    return node.target if isinstance(node.target, StagePart) else None
 
 
 def transfer(x: Tensor, source: int, target: int, shape: list[int], axis: str) -> Tensor:

@@ -18,13 +18,12 @@ from .loop import loop_of
 from .meta import TensorMeta
 from .nodes import is_collective, is_wait, operands
 from .region import Region, inputs_of, region_of
-from .stage_part import part_of
 
 aten = torch.ops.aten
 Sharing = Literal["view", "if alike", "all", "nothing"]
 F = TypeVar("F", bound=Callable[..., Any])
 PIECES = -1
-"""The `index` of a storage that stands for what the run of a body holds at once, or a stage of all pieces."""
+"""The `index` of a storage that stands for what the run of a body holds at once."""
 
 UNMARKED_VIEWS = frozenset(
     {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default}
@@ -173,8 +172,6 @@ class _Work:
                 storage.members.append(node)
         if loop := loop_of(node):
             self.storages += [replace(temporary, first=self.at, last=self.at) for temporary in most_at_once(loop.body)]
-        if part := part_of(node):
-            self.storages.append(Storage(node, PIECES, part.peak_bytes, self.at, self.at))
 
     def _hold(self, nodes: Sequence[Node], until: int) -> None:
         for node in nodes:

@@ -19,7 +19,7 @@ from .loop import loop_of, with_bodies
 from .nodes import communicates, ends_of, node_at, ranks_in_ring
 from .op_kinds import MULTIPLY_AND_SCATTER, collective_kind
 from .region import region_of
-from .stage_part import StageParts, part_of
+from .stage_part import StageParts
 
 if TYPE_CHECKING:
     from .graph import LocalGraph, TrainGraph
@@ -102,7 +102,7 @@ def _typed(node: Node) -> str:
 
 def _body(graph: Graph) -> list[str]:
     lines: list[str] = []
-    where, shown = "", set[str]()
+    where, shown = "", set[Graph]()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -117,12 +117,11 @@ def _body(graph: Graph) -> list[str]:
             lines.append(f"    for each of {loop.pieces} pieces:")
             lines += [f"    {line}" for line in (*_body(loop.body), f"  accumulates {ends}")]
             lines += [f"    {line}" for line in _orders(loop.stages)] if loop.stages else []
-        part, run = part_of(node), meta.block(node) if region_of(node) else None
-        for block in part.running if part else [run] if run and run.name not in shown else ():
-            shown.add(block.name)
+        block = meta.block(node) if region_of(node) else None
+        if block and block.body not in shown:
+            shown.add(block.body)
             lines.append(f"    {block.name}: from {_names(block.takes)}")
             lines += [f"    {line}" for line in (*_body(block.body), f"  leaves {_names(block.gives)}")]
-        lines += [f"    order: {'; '.join(map(str, part.actions))}"] if part else []
     return lines
 
 

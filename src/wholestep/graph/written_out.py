@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,33 +14,36 @@ from .loop import Loop, loop_of
 from .messages import complete, start_receive, start_send
 from .nodes import add_node, copy_node, ends_of, operands
 from .region import Region, inputs_of, region_of
-from .stage_part import OfPiece, StageBlock, StagePart, part_of
+from .stage_part import OfPiece, StageBlock, StagePart
 from .storage import most_at_once, storages
 
 
-def written_out(graph: Graph, loops: bool = True) -> set[Node]:
-    """Put, in place of parts of stages and with `loops` of loops, a call for each run of their bodies, and for what is
-    sent, received and waited for. Returns what is accumulated.
-    """
-    write, replaced = _Write(graph), list[Node]()
+def written_out(graph: Graph) -> None:
+    """Put, in place of loops, a call for each run of their bodies."""
+    calls = RegionCalls(graph)
     for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            if part := part_of(node):
-                write.part(node, part)
-            elif loops and (loop := loop_of(node)):
-                write.loop(node, loop)
-            else:
-                continue
-        replaced = [*node.users, node, *replaced]
-    for node in (*write.items, *replaced):
-        if not node.users:
-            graph.erase_node(node)
-    return write.complete
+        if loop := loop_of(node):
+            with graph.inserting_before(node):
+                totals = calls.loop(node, loop)
+            for item in list(node.users):
+                if (total := totals[cast(int, item.args[1])]) is not None:
+                    item.replace_all_uses_with(total)
+                    mark_complete(total, item)
+                    graph.erase_node(item)
+            if not node.users:
+                graph.erase_node(node)
+    calls.drop_unread()
 
 
-def inline(run: Node, complete: set[Node]) -> list[Node]:
-    """Put the body of a region in place of a call, and return its nodes. `complete`: as `written_out` returns it."""
-    region, graph = region_of(run), run.graph
+def mark_complete(total: Node, origin: Node) -> None:
+    """Note that the result `total` of a run is that of all pieces, with what is recorded about `origin`."""
+    meta.copy(origin, total)
+    meta.set_piece(total, None)
+
+
+def inline(run: Node) -> list[Node]:
+    """Put the body of a region in place of a call, and return its nodes."""
+    region, graph, piece = region_of(run), run.graph, meta.piece(run)
     assert region is not None, "a call"
     inside = dict[Node, Any](zip(region.body.nodes, inputs_of(run), strict=False))
     ends, nodes = ends_of(region.body), list[Node]()
@@ -48,48 +51,62 @@ def inline(run: Node, complete: set[Node]) -> list[Node]:
         for node in region.body.nodes:
             if node.op == "call_function":
                 inside[node] = copy_node(node, graph, inside.__getitem__)
-                meta.set_piece(inside[node], meta.piece(run))
+                meta.set_piece(inside[node], piece)
                 meta.set_block(inside[node], meta.block(run))
                 nodes.append(inside[node])
     for item in list(run.users):
         end = inside[ends[cast(int, item.args[1])]]
-        if item in complete:
+        if meta.piece(item) is None:
             meta.copy(item, end)
+            meta.set_piece(end, piece)
         item.replace_all_uses_with(end)
         graph.erase_node(item)
     graph.erase_node(run)
     return nodes
 
 
-def blocks_in(graph: Graph) -> list[StageBlock]:
-    """The blocks that the program of a stage runs, as they were priced last."""
-    written = {block.name: block for node in graph.nodes if (block := meta.block(node))}
-    blocks = [*written.values(), *(block for node in graph.nodes if (part := part_of(node)) for block in part.blocks)]
-    return sorted(blocks, key=lambda block: (block.level, block.is_filler))
+def calls_in(graph: Graph) -> dict[str, list[Node]]:
+    """The calls of regions in the program of a stage, by the loop over pieces that they are of."""
+    calls = dict[str, list[Node]]()
+    for node in graph.nodes:
+        if region_of(node):
+            calls.setdefault(meta.part_of(node), []).append(node)
+    return calls
+
+
+def blocks_in(nodes: Iterable[Node]) -> list[StageBlock]:
+    """The blocks that nodes in the program of a stage run, or are a part of, as they were priced last."""
+    blocks = {block.name: block for node in nodes if (block := meta.block(node))}
+    return sorted(blocks.values(), key=lambda block: (block.level, block.is_filler))
 
 
 @dataclass
-class _Write:
-    """`regions`: by body. `items`: those of runs. `complete`: what is accumulated."""
+class RegionCalls:
+    """Adds calls to a graph where it inserts. `items`: the results of runs."""
 
     graph: Graph
-    regions: dict[Graph, Region] = field(default_factory=dict[Graph, Region])
-    items: dict[Node, None] = field(default_factory=dict[Node, None])
-    complete: set[Node] = field(default_factory=set[Node])
+    items: list[Node] = field(default_factory=list[Node])
 
-    def loop(self, node: Node, loop: Loop) -> None:
-        """The runs of a loop."""
-        totals: list[Node | None] = [None] * len(ends_of(loop.body))
+    def loop(self, node: Node, loop: Loop) -> Sequence[Node | None]:
+        """The runs of a loop, for what it accumulates."""
+        region, totals = (
+            region_from(loop.body, loop.pieces),
+            cast("list[Node | None]", [None] * len(ends_of(loop.body))),
+        )
         for piece in range(loop.pieces):
-            totals = [*self._run(node, loop, loop.body, [*operands(node), *totals], piece)]
-        self._hand_out(node, totals)
+            totals = self._run(node, region, [*operands(node), *totals], piece)
+        return totals
 
-    def part(self, node: Node, part: StagePart) -> None:
-        """The actions of a part of a stage."""
-        befores = {end: before for before, end in part.totals}
-        fixed = dict(zip(part.operands, operands(node), strict=True))
-        totals: dict[str, Node | None] = dict.fromkeys(befores.values())
-        values = dict[OfPiece, Node]()
+    def part(
+        self, node: Node, part: StagePart, fixed: Mapping[str, Node], received: Mapping[str, meta.TensorMeta]
+    ) -> dict[str, Node | None]:
+        """The actions of a part of a stage, for what it accumulates, by the names of the ends. `fixed`: its operands;
+        `received`: what messages bring.
+        """
+        befores, values = {end: before for before, end in part.totals}, dict[OfPiece, Node]()
+        totals = dict[str, Node | None].fromkeys(befores.values())
+        regions = {block.name: region_from(block.body, part.pieces, block) for block in part.blocks}
+        blocks = {block.name: block for block in part.blocks}
 
         def value(name: str, piece: int) -> Node | None:
             return fixed.get(name) or (totals[name] if name in totals else values[name, piece])
@@ -97,9 +114,8 @@ class _Write:
         for action in part.actions:
             name, piece, kind = action.name, action.piece, action.kind
             if kind == "run":
-                block = part.block(name)
-                reads = [value(taken, piece) for taken in block.takes]
-                for end, item in zip(block.gives, self._run(node, part, block.body, reads, piece, block), strict=True):
+                block, reads = blocks[name], [value(taken, piece) for taken in blocks[name].takes]
+                for end, item in zip(block.gives, self._run(node, regions[name], reads, piece, block), strict=True):
                     values[end, piece] = item
                     totals |= {befores[end]: item} if end in befores else {}
             elif kind in ("wait", "sent"):
@@ -107,22 +123,26 @@ class _Write:
                 tensor = self._call(node, f"{kind} {name}", complete, (under_way,), piece, [meta.tensor(under_way)])
                 values |= {(name, piece): tensor} if kind == "wait" else {}
             else:
-                message, start, tensor = part.messages[name], start_receive, _received(part, name)
+                message, start, tensor = part.messages[name], start_receive, received.get(name)
                 ends: tuple[Any, ...] = (message.shape, message.dtype, part.device, message.source)
                 if kind == "send":
                     sent, start = value(message.value, piece), start_send
                     ends, tensor = (sent, message.target), meta.tensor(sent) if sent else None
                 args = (*ends, part.tag(name, piece), part.axis)
                 values[name, piece] = self._call(node, f"{kind} {name}", start, args, piece, [tensor])
-        self._hand_out(node, [totals[before] for before, _ in part.totals])
+        return {end: totals[before] for before, end in part.totals}
+
+    def drop_unread(self) -> None:
+        """Erase the results of runs that nothing reads."""
+        for item in self.items:
+            if not item.users:
+                self.graph.erase_node(item)
 
     def _run(
-        self, node: Node, of: Loop | StagePart, body: Graph, inputs: Sequence[Node | None], piece: int,
-        block: StageBlock | None = None,
-    ) -> list[Node]:  # fmt: skip
-        """The items of a call of the region of `body`."""
-        region = self.regions.get(body) or self.regions.setdefault(body, _region(of, body, block))
-        name, tensors = block.name if block else node.name, [meta.tensor(end) for end in ends_of(body)]
+        self, node: Node, region: Region, inputs: Sequence[Node | None], piece: int, block: StageBlock | None = None
+    ) -> list[Node]:
+        """The items of a call of a region."""
+        name, tensors = block.name if block else node.name, [meta.tensor(end) for end in ends_of(region.body)]
         run, items = self._call(node, name, region, (list(inputs), piece), piece, tensors), list[Node]()
         meta.set_block(run, block)
         for number, tensor in enumerate(tensors):
@@ -130,8 +150,9 @@ class _Write:
             meta.copy(node, item)
             meta.set_kept(item, False)
             meta.set_tensors(item, [tensor])
+            meta.set_piece(item, piece)
             items.append(item)
-        self.items |= dict.fromkeys(items)
+        self.items += items
         return items
 
     def _call(self, node: Node, name: str, target: Any, args: Any, piece: int, tensors: Sequence[Any]) -> Node:
@@ -145,22 +166,9 @@ class _Write:
         meta.set_received_of_batch(call, target is start_receive)
         return call
 
-    def _hand_out(self, node: Node, values: Sequence[Node | None]) -> None:
-        """Let readers of the items of `node` read `values`."""
-        for item in node.users:
-            if (value := values[cast(int, item.args[1])]) is not None:
-                item.replace_all_uses_with(value)
-                if value in self.items:
-                    meta.copy(item, value)
-                    self.complete.add(value)
 
-
-def _received(part: StagePart, message: str) -> meta.TensorMeta | None:
-    taken = (pair for block in part.blocks for pair in zip(block.takes, block.body.nodes, strict=False))
-    return next((meta.tensor(node) for name, node in taken if name == message), None)
-
-
-def _region(of: Loop | StagePart, body: Graph, block: StageBlock | None) -> Region:
+def region_from(body: Graph, pieces: int, block: StageBlock | None = None) -> Region:
+    """The region of a body, priced as its block."""
     numbers = {node: number for number, node in enumerate(body.nodes) if node.op == "placeholder"}
     buffers, shares, sizes = list(enumerate(storages(body))), list[int](), list[int]()
     for end in ends_of(body):
@@ -168,4 +176,4 @@ def _region(of: Loop | StagePart, body: Graph, block: StageBlock | None) -> Regi
         shares.append(numbers.get(buffer.node if buffer else end, -2 - at))
         sizes.append(buffer.size_bytes if buffer else 0)
     us, work_bytes = (block.us, block.work_bytes) if block else (0.0, sum(s.size_bytes for s in most_at_once(body)))
-    return Region(body, of.pieces, tuple(shares), tuple(sizes), us, work_bytes)
+    return Region(body, pieces, tuple(shares), tuple(sizes), us, work_bytes)

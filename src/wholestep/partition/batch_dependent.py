@@ -7,7 +7,6 @@ from torch.fx import Node
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
 from ..graph.region import region_of
-from ..graph.stage_part import part_of
 from ..rules.registry import is_random
 
 
@@ -17,8 +16,7 @@ def batch_dependent(local: LocalGraph) -> set[Node]:
     """
     dependent = {node for spec, node in local.placeholders() if spec.role in (Role.BATCH, Role.GRAD)}
     for node in local.graph.nodes:
-        runs = part_of(node) is not None or region_of(node) is not None
-        is_source = runs or is_random(node) or meta.is_received_of_batch(node)
+        is_source = region_of(node) is not None or is_random(node) or meta.is_received_of_batch(node)
         if node.op == "call_function" and (is_source or not dependent.isdisjoint(node.all_input_nodes)):
             dependent.add(node)
     return dependent

@@ -22,7 +22,9 @@ from ..graph import meta
 from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands, reached
-from ..graph.stage_part import Action, Held, Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.region import Region
+from ..graph.stage_part import Held, Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.written_out import region_from
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .rank_ops import share
@@ -78,14 +80,10 @@ def parts_in(
 ) -> tuple[StagePart, ...]:
     """The parts of the stages along `axis` in known orders, which are proven to end."""
     cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else joined
-    blocks = {block.name: block for several in cut.blocks for block in several}
     alone, priced = is_alone(device), cut.costs(axis, BlockPrices(hardware, mesh))
-    actions = actions_of(orders, blocks, cut.messages, alone)
-    check_orders(actions, cut.messages, cut.blocks, cut.loop.pieces, alone)
-    parts = tuple(
-        replace(part, blocks=tuple(_priced(b, priced[b.name]) for b in part.blocks), actions=actions[part.stage])
-        for part in cut.parts(axis, device)
-    )
+    parts = cut.parts(axis, device, orders, alone)
+    check_orders([part.actions for part in parts], cut.messages, cut.blocks, cut.loop.pieces, alone)
+    parts = (replace(part, blocks=tuple(_priced(b, priced[b.name]) for b in part.blocks)) for part in parts)
     return tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
 
 
@@ -115,13 +113,14 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
     return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
 
 
-def with_blocks(part: StagePart, bodies: Sequence[Graph], mesh: Mesh, hardware: Hardware) -> StagePart:
-    """`part` with other bodies of its blocks, which compute the same, priced anew."""
-    rebuilt = part.with_bodies(bodies)
-    stages = [rebuilt.blocks if stage == part.stage else () for stage in range(part.stage + 1)]
-    costs = block_costs(stages, part.messages, part.axis, BlockPrices(hardware, mesh))
-    rebuilt = replace(rebuilt, blocks=tuple(_priced(block, costs[block.name]) for block in rebuilt.blocks))
-    return replace(rebuilt, peak_bytes=_peak_bytes(rebuilt))
+def put_blocks(calls: Sequence[Node], blocks: Sequence[StageBlock], axis: str, prices: BlockPrices) -> None:
+    """Let the `calls` of a loop's regions run `blocks` with other bodies, which compute the same, priced anew."""
+    costs, regions = block_costs([blocks], axis, prices), dict[str, tuple[StageBlock, Region]]()
+    for block in (_priced(block, costs[block.name]) for block in blocks):
+        regions[block.name] = block, region_from(block.body, cast(Region, calls[0].target).pieces, block)
+    for call in calls:
+        block, call.target = regions[cast(StageBlock, meta.block(call)).name]
+        meta.set_block(call, block)
 
 
 def in_order_of(loop: Loop, orders: Sequence[StageParts]) -> StageParts | None:
@@ -331,7 +330,9 @@ class StageCut:
             backward = self.was_backward[stage, *key]
         by_name = {n.name: name for name, n in takes.items()}
         reads, ends = tuple(map(by_name.__getitem__, order)), tuple(n.name for n in gives)
-        block = StageBlock("", body, reads, ends, key[0], backward, key[1])
+        receives = tuple(self.messages[name] for name in reads if name in self.messages)
+        sends = tuple(self.messages[n.name] for end in gives for n in self._sent(stage) if node_at(n, 0) is end)
+        block = StageBlock("", body, reads, ends, key[0], backward, key[1], receives, sends)
         block = replace(block, name=f"stage {stage}, {block.label}")
         if block.is_filler:
             self.only.add(block.name)
@@ -340,14 +341,17 @@ class StageCut:
     def costs(self, axis: str, prices: BlockPrices, as_run: bool = False) -> dict[str, BlockCost]:
         """What each block takes; `as_run`: with the body that passes have made for it."""
         ran = [[block.as_run for block in blocks] for blocks in self.blocks] if as_run else self.blocks
-        return block_costs(ran, self.messages, axis, prices)
+        return block_costs(ran, axis, prices)
 
-    def parts(self, axis: str, device: str) -> tuple[StagePart, ...]:
-        """The parts of the stages in no order yet: each block once."""
+    def parts(self, axis: str, device: str, orders: Orders = (), alone: bool = False) -> tuple[StagePart, ...]:
+        """The parts of the stages; without `orders` for one piece."""
+        orders = orders or tuple(tuple((block.name, 0) for block in blocks) for blocks in self.blocks)
+        by_name = {block.name: block for blocks in self.blocks for block in blocks}
+        actions = actions_of(orders, by_name, self.messages, alone)
         return tuple(
             StagePart(
-                axis, stage, self.loop.pieces, blocks, self.messages,
-                tuple(Action("run", block.name) for block in blocks), self.operands[stage], self.totals[stage], device,
+                axis, stage, self.loop.pieces, blocks, self.messages, actions[stage], self.operands[stage],
+                self.totals[stage], device,
             )
             for stage, blocks in enumerate(self.blocks)
         )  # fmt: skip

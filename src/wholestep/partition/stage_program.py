@@ -14,6 +14,7 @@ from ..graph.loop import Loop, loop_of
 from ..graph.messages import receive, send
 from ..graph.nodes import add_call, add_empty, copy_node, ends_of, is_collective, is_wait, node_at, operands, reached
 from ..graph.stage_part import StageParts, transfer
+from ..graph.written_out import RegionCalls, mark_complete
 from .batch_dependent import batch_dependent
 from .rank_ops import draws_numbers
 
@@ -50,12 +51,12 @@ class _Program:
     stage: int
     graph: Graph = field(default_factory=Graph)
     at: dict[Node, Node] = field(default_factory=dict[Node, Node])
-    numbers: dict[Node, dict[int, int]] = field(default_factory=dict[Node, "dict[int, int]"])
+    totals: dict[Node, list[Node | None]] = field(default_factory=dict[Node, "list[Node | None]"])
 
     def made(self) -> LocalGraph:
         sends = [node for node in self.local.graph.nodes if node.target is transfer]
         self.tags = {node: number for number, node in enumerate(sends)}
-        self.varying = batch_dependent(self.local)
+        self.varying, self.calls = batch_dependent(self.local), RegionCalls(self.graph)
         needed = self._needed()
         for node in self.local.graph.nodes:
             if node.op == "placeholder":
@@ -64,6 +65,7 @@ class _Program:
                 self._write(node)
         outputs, ends = self._outputs()
         self.graph.output(tuple(ends))
+        self.calls.drop_unread()
         return replace(self.local, graph=self.graph, outputs=tuple(outputs), stage=self.stage)
 
     def _is_here(self, node: Node) -> bool:
@@ -106,12 +108,10 @@ class _Program:
             self._transfer(node)
         elif loop is not None and loop.stages is not None:
             self._loop(node, loop)
-        elif _torch.is_getitem(node.target) and node_at(node, 0) in self.numbers:
-            source = node_at(node, 0)
-            number = self.numbers[source].get(cast(int, node.args[1]))
-            if number is not None:
-                self.at[node] = copy_node(node, self.graph, self._read)
-                self.at[node].args = (self.at[source], number)
+        elif _torch.is_getitem(node.target) and node_at(node, 0) in self.totals:
+            if (total := self.totals[node_at(node, 0)][cast(int, node.args[1])]) is not None:
+                self.at[node] = total
+                mark_complete(total, node)
         else:
             self.at[node] = copy_node(node, self.graph, self._read)
             shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
@@ -139,23 +139,11 @@ class _Program:
 
     def _loop(self, node: Node, loop: Loop) -> None:
         assert loop.stages is not None, "a loop of stages"
-        part = loop.stages.parts[self.stage]
-        ends = [end.name for end in ends_of(loop.body)]
-        totals = [end for _, end in part.totals]
-        self.numbers[node] = {ends.index(end): number for number, end in enumerate(totals)}
-        if not part.blocks:
-            return
-        names = [n.name for n in loop.body.nodes if n.op == "placeholder"]
-        values = dict(zip(names, operands(node), strict=False))
-        args = tuple(self._read(values[name]) for name in part.operands)
-        tensors = meta.tensors(node)
-        total_tensors = [tensors[ends.index(end)] for end in totals]
-        first = total_tensors[0] if total_tensors else next(tensor for tensor in tensors if tensor is not None)
-        assert first is not None, "totals are tensors"
-        new = add_call(self.graph, part, args, first, node, node.name)
-        meta.set_tensors(new, total_tensors)
-        meta.set_kept(new)
-        self.at[node] = new
+        part, body = loop.stages.parts[self.stage], loop.body
+        values = dict(zip((n.name for n in body.nodes if n.op == "placeholder"), operands(node), strict=False))
+        received = {n.name: meta.one_tensor(n) for n in body.nodes if n.target is transfer}
+        totals = self.calls.part(node, part, {name: self._read(values[name]) for name in part.operands}, received)
+        self.totals[node] = [totals.get(end.name) for end in ends_of(body)]
 
     def _outputs(self) -> tuple[list[Output], list[Any]]:
         """What this stage returns. State of another stage that the step creates is empty here."""

@@ -15,7 +15,6 @@ from ..graph.graph import LocalGraph
 from ..graph.messages import POINT_TO_POINT, SENDS, STARTED, complete
 from ..graph.nodes import copy_graph, is_collective, node_at
 from ..graph.region import region_of
-from ..graph.stage_part import part_of
 from ..graph.verify import check_local_graph
 from .context import Context, Pass
 
@@ -126,7 +125,7 @@ def meets_stages(local: LocalGraph, node: Node) -> bool:
     if local.stage is None:
         return False
     shares_all = is_collective(node) and node.args[-1] == local.stage_axis
-    runs = part_of(node) is not None or region_of(node) is not None or node.target is complete
+    runs = region_of(node) is not None or node.target is complete
     return shares_all or node.target in POINT_TO_POINT or runs
 
 
@@ -134,9 +133,7 @@ def _exchanged(local: LocalGraph) -> list[object]:
     """What a stage of a pipeline exchanges with others, in order."""
     exchanges: list[object] = []
     for node in local.graph.nodes if local.stage is not None else ():
-        if part := part_of(node):
-            exchanges += part.exchanges
-        elif node.target in STARTED:
+        if node.target in STARTED:
             is_end = node.target is complete
             begun = node_at(node, 0) if is_end else node
             exchanges.append((is_end, begun.args[2 if begun.target in SENDS else 4]))

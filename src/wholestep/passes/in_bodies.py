@@ -9,16 +9,19 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from ..cost.software import Fills
+from ..cost.stage_costs import BlockPrices
 from ..graph import meta
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..graph.loop import bodies_of, loop_of
 from ..graph.nodes import copy_graph, ends_of, is_collective, node_at, operands
 from ..graph.op_kinds import FREE
-from ..graph.stage_part import StageBlock, part_of
+from ..graph.region import inputs_of
+from ..graph.stage_part import StageBlock
+from ..graph.written_out import blocks_in, calls_in
 from ..hardware.hardware import Hardware
 from ..partition.accumulators import accumulate_early, add_up
 from ..partition.batch_dependent import batch_dependent
-from ..partition.stage_blocks import with_blocks
+from ..partition.stage_blocks import put_blocks
 from .base import InPlace
 from .bucket import CUTS, Bucket
 from .limit_inflight import LimitInflight
@@ -53,29 +56,27 @@ class InBodies(InPlace):
             if loop := loop_of(node):
                 body = copy_graph(loop.body)
                 node.target = loop.with_body(self._scheduled(of_piece(local, node, varying, body)))
-            elif part := part_of(node):
-                bodies = [block.as_run.body for block in self.scheduled(local, node, varying)]
-                node.target = with_blocks(part, bodies, local.mesh, self.hardware)
+        for calls in calls_in(local.graph).values() if bodied else ():
+            blocks = [block.as_run for block in self.scheduled(local, calls, varying)]
+            put_blocks(calls, blocks, local.stage_axis, BlockPrices(self.hardware, local.mesh))
         return local
 
-    def scheduled(self, local: LocalGraph, at: Node, varying: Collection[Node] | None = None) -> tuple[StageBlock, ...]:
-        """The blocks of the part `at` of a stage, which know what they will be scheduled as; `varying`: the nodes that
+    def scheduled(
+        self, local: LocalGraph, calls: Sequence[Node], varying: Collection[Node] | None = None
+    ) -> list[StageBlock]:
+        """The blocks that `calls` of a stage run, which know what they will be scheduled as; `varying`: the nodes that
         depend on the batch. What blocks know already for the same sizes they keep.
         """
-        part, blocks = part_of(at), list[StageBlock]()
-        assert part is not None, "a part of a stage"
-        varying = batch_dependent(local) if varying is None else varying
-        roles = {name: Role.GRAD for name, _ in part.totals}
-        named_operands = zip(part.operands, operands(at), strict=False)
-        roles |= {name: Role.PARAM for name, operand in named_operands if operand not in varying}
-        for block in part.blocks:
-            block_roles = [roles.get(name, Role.BATCH) for name in block.takes]
-            known_by = self, local.sizes, block_roles
+        varying, blocks = batch_dependent(local) if varying is None else varying, list[StageBlock]()
+        for block in blocks_in(calls):
+            inputs = inputs_of(next(call for call in calls if meta.block(call) is block))  # nothing is accumulated yet
+            roles = [Role.GRAD if n is None else Role.BATCH if n in varying else Role.PARAM for n in inputs]
+            known_by = self, local.sizes, roles
             if _communicates(block.body) and (block.scheduled is None or block.scheduled[0] != known_by):
-                body = self._scheduled(_program(local, copy_graph(block.body), block_roles))
+                body = self._scheduled(_program(local, copy_graph(block.body), roles))
                 block = replace(block, scheduled=(known_by, body))
             blocks.append(block)
-        return tuple(blocks)
+        return blocks
 
     def _scheduled(self, body: LocalGraph) -> Graph:
         for pass_ in self.inner:

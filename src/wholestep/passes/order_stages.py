@@ -8,14 +8,15 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..cost.block_runs import Orders
-from ..cost.memory import memory_at
+from ..cost.memory import peak_beside
 from ..cost.stage_orders import NAMED
 from ..graph import meta
 from ..graph.gc_control import collector_paused
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.loop import Loop, loop_of
 from ..graph.nodes import is_collective
-from ..graph.stage_part import StageParts, part_of
+from ..graph.stage_part import StageParts
+from ..graph.written_out import calls_in
 from ..hardware.hardware import Hardware
 from ..partition.lower import written
 from ..partition.stage_blocks import StageCut, cuts_for, in_order_of, is_staged, parts_in, stages_of
@@ -100,11 +101,11 @@ def _schedule(
     held_bytes = {node: [0] * len(cut.blocks) for node, cut in cuts.items()}
     for stage in range(local.mesh.axis_size(local.stage_axis)):
         program = sizes(stage_program(local, stage))
-        parts = {node.name: node for node in program.graph.nodes if part_of(node) is not None}
+        calls = calls_in(program.graph)
         for node, cut in cuts.items():
-            if node.name in parts:
-                held_bytes[node][stage] = memory_at(program, parts[node.name]).size_bytes
-                cut.blocks[stage] = inside.scheduled(program, parts[node.name])
+            if node.name in calls:
+                held_bytes[node][stage] = peak_beside(program, node.name).size_bytes
+                cut.blocks[stage] = tuple(inside.scheduled(program, calls[node.name]))
     return held_bytes
 
 

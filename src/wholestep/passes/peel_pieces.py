@@ -1,4 +1,4 @@
-"""Writes out, in the program of a stage, what it runs for pieces, and the runs beside which collectives can run."""
+"""Writes out, in the program of a stage, the runs of blocks beside which collectives can run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from ..graph.loop import bodies_of, loop_of
 from ..graph.messages import start_receive, start_send
 from ..graph.nodes import is_collective, is_wait, reached
 from ..graph.region import inputs_of, region_of
-from ..graph.written_out import inline, written_out
+from ..graph.written_out import inline
 from ..partition.batch_dependent import batch_dependent
 from .base import InPlace
 
 
 @dataclass(frozen=True)
 class PeelPieces(InPlace):
-    """Writes out runs of blocks as calls of regions, and what stages exchange between them. In place of the last call
-    of each block that completes gradients which ranks of a stage reduce, and of the first call of each that reads
-    parameters which they gather, is the body: the passes that follow merge and overlap these collectives as in a
-    program without pieces. Bitwise the same.
+    """Writes the body in place of the last call of each block that completes gradients which ranks of a stage reduce,
+    and of the first call of each that reads parameters which they gather: the passes that follow merge and overlap
+    these collectives as in a program without pieces. Bitwise the same.
 
     A block is still compiled once for all other pieces: the program grows by one run of it, whatever their number, and
     by a call for each further piece.
@@ -30,10 +29,9 @@ class PeelPieces(InPlace):
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Write out runs of blocks in `local`."""
-        accumulated = written_out(local.graph, loops=False)
         runs = [node for node in local.graph.nodes if region_of(node)]
         for run in dict.fromkeys([*_last_runs(local, runs), *_first_runs(local, runs)]):
-            _write_body(run, accumulated)
+            _write_body(run)
         if runs or any(map(loop_of, local.graph.nodes)):
             _start_early(local)
         return local
@@ -90,13 +88,13 @@ def _first_runs(local: LocalGraph, runs: list[Node]) -> list[Node]:
     return first
 
 
-def _write_body(run: Node, accumulated: set[Node]) -> None:
+def _write_body(run: Node) -> None:
     """Write the body in place of a call. What it sends leaves as soon as it is there, with what is begun behind it."""
     following, node = list[Node](), run.next
     while node.target in (start_send, start_receive) or node in run.users:
         following += [] if node in run.users else [node]
         node = node.next
-    nodes = inline(run, accumulated)
+    nodes = inline(run)
     sent = {operand for start in following for operand in start.all_input_nodes}
     last = next((node for node in reversed(nodes) if node in sent), nodes[0])
     for start in reversed(following):

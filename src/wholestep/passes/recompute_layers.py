@@ -14,7 +14,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.nodes import operands, reached
 from ..graph.op_kinds import arithmetic
-from ..graph.stage_part import part_of
+from ..graph.region import region_of
 from ..graph.storage import Storage
 from ..hardware.hardware import Hardware
 from ..typed_values import check_fields
@@ -53,7 +53,7 @@ class RecomputeLayers:
         """A copy in which layers recompute."""
         saved = SavedValues(local, gathers=False, activations=self.kind == "full")
         layers = {place: layers_of(tensors.local) for place, tensors in saved.places.items()}
-        if any(map(part_of, local.graph.nodes)):
+        if any(map(region_of, local.graph.nodes)):
             problem, needed = f"recompute {self.kind}: the program of a stage", "a program without stages"
             raise PlanError(problem, needed, "give memory_bytes=, or torch.utils.checkpoint in the model")
         if not any(any(of.values()) for of in layers.values()):

@@ -29,7 +29,7 @@ from ..graph import meta
 from ..graph.folding.repeats import find_repeats
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
-from ..graph.stage_part import Message, part_of, transfer
+from ..graph.stage_part import transfer
 from ..graph.written_out import blocks_in
 from ..hardware.hardware import Hardware
 from ..mesh import Axis, Mesh
@@ -152,10 +152,8 @@ class ShortStages:
         """Costs of blocks with weight gradients inside the backward, or apart from it (zero-bubble orders)."""
         key = prices, apart, repr(passes), None if traffic is None else tuple(traffic)
         if key not in self.priced:
-            blocks = [blocks_in(program.graph) for program in self._ran(apart, passes, traffic)]
-            parts = (part for program in self.programs(apart) for part in map(part_of, program.graph.nodes) if part)
-            messages = next((part.messages for part in parts), dict[str, Message]())
-            self.priced[key] = block_costs(blocks, messages, self.local.stage_axis, prices)
+            blocks = [blocks_in(program.graph.nodes) for program in self._ran(apart, passes, traffic)]
+            self.priced[key] = block_costs(blocks, self.local.stage_axis, prices)
         return self.priced[key]
 
     def busy_us(self, prices: BlockPrices) -> list[float]:

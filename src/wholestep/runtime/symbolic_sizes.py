@@ -26,7 +26,6 @@ from ..graph.graph import LocalGraph, Role, TrainGraph
 from ..graph.loop import loop_of, with_bodies
 from ..graph.meta import meta_of, row_major
 from ..graph.sizes_in_graph import at_sizes, planned_at
-from ..graph.stage_part import StagePart, part_of
 from ..sizes import evaluator
 from ..tuning import TUNING
 from .compile_options import StepOptions
@@ -290,15 +289,5 @@ def _bound_lines(local: LocalGraph, sizes: Mapping[str, int], coordinate: Mappin
 
 
 def _line(node: Node) -> str:
-    if part := part_of(node):
-        return f"{node.format_node()} {meta.tensors(node)} {_about(part)}"
     loop = loop_of(node)
     return f"{node.format_node()} {meta.tensors(node)} {loop.pieces if loop else ''}"
-
-
-def _about(part: StagePart) -> str:
-    """What a part of a stage does, besides the bodies of its blocks."""
-    blocks = [(block.name, block.takes, block.gives) for block in part.running]
-    messages = [replace(message, size_bytes=0) for message in part.messages.values()]
-    ends = part.operands, part.totals
-    return f"{part.pieces} {blocks} {messages} {[str(action) for action in part.actions]} {ends}"
